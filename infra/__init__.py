@@ -1,0 +1,1 @@
+"""Settings, registry, query log, artifact store, processes: moves bytes, and knows no tensor and no method."""

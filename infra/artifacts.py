@@ -1,0 +1,166 @@
+"""Directories that appear whole or not at all, and the references to them that tasks pass on.
+
+A directory is made under a staging name beside its final one and renamed when it is complete. Renaming cannot replace
+a directory that has files in it, so an older one is first renamed aside; `sweep_staging` puts it back if the process
+died between the two renames, and `staged` sweeps its parent before it starts.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.manifest import check_manifest, fsync_directory, write_manifest
+
+ROWS_NAME = "rows.jsonl"
+LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+
+
+class Artifact(BaseModel):
+    """A reference to a directory with a manifest: where it lies, its digest, and what it is ("target", "rows", ...)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    uri: str = Field(pattern=r"^file:///")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    kind: str = Field(min_length=1)
+
+    @property
+    def path(self) -> Path:
+        """The directory, as a local path."""
+        return Path(unquote(urlsplit(self.uri).path))
+
+
+@contextmanager
+def renamed_when_complete(final: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `final` when the block ends, and is removed when the block raises.
+
+    Every file is flushed to the disk before the rename. The block answers for the manifest; see `staged`.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    sweep_staging(final.parent)
+    staging = _sibling(final, "staging")
+    staging.mkdir()
+    try:
+        yield staging
+        _fsync_tree(staging)
+        _rename_over(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """Yield an empty directory; when the block ends it gets a manifest and becomes `final`.
+
+    Any exception in the block, KeyboardInterrupt too, removes it and leaves `final` as it was.
+    """
+    with renamed_when_complete(final) as staging:
+        yield staging
+        write_manifest(staging)
+
+
+def sweep_staging(parent: Path) -> list[Path]:
+    """Remove what dead processes left half-made in `parent`, and put back what they had renamed aside.
+
+    Returns:
+        The leftovers that were dealt with. Those of living processes stay.
+    """
+    swept = []
+    for path in sorted(parent.iterdir()):
+        match = LEFTOVER.fullmatch(path.name)
+        if match is None or Path(f"/proc/{match['pid']}").exists():
+            continue
+        final = parent / match["name"]
+        if match["role"] == "aside" and not final.exists():
+            with suppress(FileNotFoundError):  # another process may sweep the same parent
+                path.rename(final)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        swept.append(path)
+    return swept
+
+
+def publish(directory: Path, kind: str) -> Artifact:
+    """Check the directory's manifest and make a reference to it; ValueError where `check_manifest` raises it."""
+    return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory), kind=kind)
+
+
+def open_artifact(artifact: Artifact) -> Path:
+    """Return the artifact's directory after checking its files again.
+
+    Raises:
+        ValueError: the files are not those of the manifest, or the manifest is not that of the reference.
+    """
+    sha256 = check_manifest(artifact.path)
+    if sha256 != artifact.sha256:
+        raise ValueError(f"{artifact.path} has digest {sha256}, the reference says {artifact.sha256}")
+    return artifact.path
+
+
+def snapshot_jsonl(rows: Iterable[dict[str, object]], final: Path) -> Artifact:
+    """Write `rows` as JSON Lines into a new directory `final`; a NaN or Infinity raises ValueError."""
+    with staged(final) as directory, (directory / ROWS_NAME).open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    return publish(final, "rows")
+
+
+def read_jsonl(source: Artifact | Path) -> list[dict[str, object]]:
+    """Read the rows of a snapshot, checked against its manifest.
+
+    Args:
+        source: a reference, or the snapshot's directory.
+
+    Raises:
+        ValueError: the snapshot is not what its manifest or reference says, or a line is not a JSON object.
+    """
+    if isinstance(source, Artifact):
+        directory = open_artifact(source)
+    else:
+        directory = source
+        check_manifest(directory)
+    path, rows = directory / ROWS_NAME, []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.startswith("{"):
+                raise ValueError(f"{path}, line {number}: got {line[:40]!r}, wanted a JSON object")
+            rows.append(json.loads(line))
+    return rows
+
+
+def _sibling(final: Path, role: str) -> Path:
+    return final.with_name(f".{role}-{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _rename_over(staging: Path, final: Path) -> None:
+    aside = None
+    if final.exists():
+        aside = _sibling(final, "aside")
+        final.rename(aside)
+    try:
+        staging.rename(final)
+    except BaseException:
+        if aside is not None:
+            aside.rename(final)
+        raise
+    fsync_directory(final.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def _fsync_tree(directory: Path) -> None:
+    for path in [directory, *directory.rglob("*")]:
+        if path.is_dir():
+            fsync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

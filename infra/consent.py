@@ -1,0 +1,116 @@
+"""The row of the query log, and what consent lets it hold.
+
+Three parties have a say: the request's `X-Redraft-Log` header, OpenAI's `store` flag and the policy of the API key.
+The strictest that speaks wins, something malformed means "none", and when nobody speaks only metadata is kept.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from infra.manifest import canonical_json
+
+Consent = Literal["none", "metadata", "full"]
+CONSENT_LEVELS: tuple[Consent, ...] = ("none", "metadata", "full")  # strictest first
+CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids")
+
+Count = Annotated[int, Field(ge=0)]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class QueryRow(BaseModel):
+    """One served request, after scrubbing.
+
+    `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each step. The log
+    gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
+    """
+
+    # An error's message may end up in a service's log, which has nobody's consent.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    seq: int | None = None
+    id: str = Field(pattern=r"^[\x21-\x7e]{1,128}$")
+    time_ms: int
+    subject: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+    domain: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    consent: Consent
+    scrubber_revision: int
+    target_version: int
+    draft_version: int | None
+    prompt: str | None = None
+    completion: str | None = None
+    prompt_ids: list[Count] | None = None
+    completion_ids: list[Count] | None = None
+    drafted: list[Count] | None = None
+    accepted: list[Count] | None = None
+    drafted_ids: list[list[Count]] | None = None
+    sampling: dict[str, JsonValue] = {}
+    finish_reason: str = Field(pattern=r"^[a-z_]{1,32}$")
+    first_token_ms: Milliseconds | None = None
+    per_token_ms: Milliseconds | None = None
+    speculating: bool
+    schema_version: Literal[1] = 1
+
+    @field_validator("prompt", "completion", "sampling")
+    @classmethod
+    def _storable(cls, value: str | dict[str, JsonValue] | None) -> str | dict[str, JsonValue] | None:
+        canonical_json(value)  # a lone surrogate raises ValueError here and not in the writer's thread
+        return value
+
+    @model_validator(mode="after")
+    def _steps_agree(self) -> Self:
+        if (self.drafted is None) != (self.accepted is None):
+            raise ValueError("drafted and accepted come together or not at all")
+        drafted, accepted = self.drafted or [], self.accepted or []
+        if len(drafted) != len(accepted) or any(a > d for d, a in zip(drafted, accepted, strict=True)):
+            raise ValueError(f"accepted {accepted} does not fit drafted {drafted}, step by step")
+        if self.drafted_ids is not None and [len(step) for step in self.drafted_ids] != drafted:
+            raise ValueError(
+                f"drafted_ids has steps of {[len(s) for s in self.drafted_ids]} tokens, drafted: {drafted}"
+            )
+        return self
+
+
+def consent_level(header: str | None, store: bool | None, key_policy: str | None) -> Consent:
+    """Return what may be logged of one request.
+
+    Args:
+        header: the value of `X-Redraft-Log`, None if it was not sent.
+        store: OpenAI's flag, None if it was not sent; False means "none", True means "full".
+        key_policy: what the key's owner agreed to, None if nothing was agreed.
+    """
+    said: list[Consent] = []
+    if store is not None:
+        said.append("full" if store is True else "none")
+    for value in (header, key_policy):
+        if value is not None:
+            said.append(value if isinstance(value, str) and value in CONSENT_LEVELS else "none")
+    return min(said, key=CONSENT_LEVELS.index, default="metadata")
+
+
+def redact(row: QueryRow, level: Consent) -> QueryRow | None:
+    """Return what may be written of a row, or None if nothing may.
+
+    Metadata keeps counts, times, versions and numeric sampling settings: a stop string or a grammar is text too. A
+    row's own consent is never widened.
+    """
+    level = min(level, row.consent, key=CONSENT_LEVELS.index)
+    if level == "none":
+        return None
+    if level == "full":
+        return row
+    numeric = {name: value for name, value in row.sampling.items() if isinstance(value, int | float)}
+    return row.model_copy(update={"consent": level, "sampling": numeric, **dict.fromkeys(CONTENT_FIELDS)})
+
+
+def require_loggable(row: QueryRow) -> None:
+    """Raise ValueError if the row's consent does not allow it to be written as it is."""
+    if row.seq is not None:
+        raise ValueError(f"row {row.id} has seq {row.seq}; the log gives it")
+    if row.consent == "none":
+        raise ValueError(f"row {row.id} has consent 'none' and must not be written")
+    if row.consent == "metadata":
+        held = [name for name in CONTENT_FIELDS if getattr(row, name) is not None]
+        held += [f"sampling.{name}" for name, value in row.sampling.items() if not isinstance(value, int | float)]
+        if held:
+            raise ValueError(f"row {row.id} has consent 'metadata' but holds {', '.join(held)}")

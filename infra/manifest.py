@@ -1,0 +1,143 @@
+"""A directory's manifest: the sha256 and size of every file in it, kept beside them in `manifest.json`.
+
+The digest of a directory is the digest of its list of files, so two directories with the same bytes under the same
+names have the same digest wherever they lie. Symbolic links are refused: their bytes live elsewhere.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MANIFEST_NAME = "manifest.json"
+CHUNK_BYTES = 1 << 20
+
+
+class FileEntry(BaseModel):
+    """One file: the sha256 of its content and its size in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    bytes: int = Field(ge=0)
+
+
+class Manifest(BaseModel):
+    """The content of `manifest.json`; the keys of `files` are paths relative to the directory, with forward slashes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    files: dict[str, FileEntry]
+
+    def digest(self) -> str:
+        """Return the sha256 of the canonical JSON of `files`: sorted keys, no spaces."""
+        return hashlib.sha256(canonical_json(self.model_dump()["files"])).hexdigest()
+
+
+def canonical_json(value: object) -> bytes:
+    """Return the one JSON form of `value` that digests are made of; NaN raises ValueError."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_manifest(directory: Path) -> str:
+    """Write `manifest.json` over every regular file below `directory`, in one rename, flushed to the disk.
+
+    Returns:
+        The directory's digest.
+
+    Raises:
+        ValueError: `directory` is not a directory, or holds something that is neither a file nor a directory.
+    """
+    entries = {
+        name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
+    }
+    manifest = Manifest(files=entries)
+    temporary = directory / f".{MANIFEST_NAME}.{os.getpid()}"
+    try:
+        with temporary.open("wb") as file:
+            file.write(json.dumps(manifest.model_dump(), indent=1, sort_keys=True).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / MANIFEST_NAME)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(directory)
+    return manifest.digest()
+
+
+def check_manifest(directory: Path) -> str:
+    """Compare every file below `directory` with the manifest.
+
+    Sizes are compared before contents, so that a truncated file is named as such and costs no reading.
+
+    Returns:
+        The directory's digest.
+
+    Raises:
+        ValueError: names the directory or file and its fault: no manifest, unreadable or of another format version,
+            a file missing, extra, of another size, or with another sha256.
+    """
+    manifest = _read_manifest(directory)
+    found = _files(directory)
+    for name in manifest.files:
+        if name not in found:
+            raise ValueError(f"{directory / name} is missing; the manifest lists it")
+    for name, path in found.items():
+        if name not in manifest.files:
+            raise ValueError(f"{path} is extra; the manifest does not list it")
+        wanted, size = manifest.files[name], path.stat().st_size
+        if size != wanted.bytes:
+            raise ValueError(f"{path} has {size} bytes, the manifest says {wanted.bytes}")
+    for name, path in found.items():
+        sha256, wanted = file_sha256(path), manifest.files[name]
+        if sha256 != wanted.sha256:
+            raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
+    return manifest.digest()
+
+
+def fsync_directory(directory: Path) -> None:
+    """Flush a directory's entries, so that a rename in it outlives a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(f"{directory} has no {MANIFEST_NAME}")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "content"
+        raise ValueError(f"{path} is not a manifest of format version 1: {where}: {fault['msg']}") from error
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is neither a regular file nor a directory")
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name != MANIFEST_NAME:
+            files[name] = path
+    return files

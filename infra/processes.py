@@ -1,0 +1,208 @@
+"""Child processes that never outlive their parent, not even a parent that was killed with -9.
+
+Between the parent and the program stands a guard: this file, run as a script. It holds the parent's end of a pipe on
+its standard input; when that closes, however the parent ended, it stops the program and everything in the program's
+process group. Should the guard itself be killed, the kernel kills the program (PR_SET_PDEATHSIG). A death signal alone
+would not do: it follows the thread that started the child, and it does not reach grandchildren. Linux only.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+PR_SET_PDEATHSIG = 1
+ORPHAN_GRACE_S = 5.0
+POLL_S = 0.05
+TAIL_BYTES = 1 << 16
+
+
+class Child:
+    """A running program in a session of its own, with its output in a log file. Made by `Child.start`."""
+
+    def __init__(self, name: str, guard: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._guard = guard
+
+    @classmethod
+    def start(cls, argv: Sequence[str], env: Mapping[str, str] | None, log_path: Path, name: str) -> Self:
+        """Start a program.
+
+        Args:
+            argv: the program and its arguments.
+            env: variables added to this process's own, or put in their place.
+            log_path: its standard output and error are appended here.
+            name: what messages call it.
+
+        Raises:
+            ValueError: there is no program `argv[0]`.
+        """
+        if shutil.which(argv[0]) is None:
+            raise ValueError(f"{name}: there is no program {argv[0]!r}")
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, *argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        return cls(name, guard, log_path)
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id."""
+        return self._guard.pid
+
+    def poll(self) -> int | None:
+        """Return None while the program runs, else its exit code; 128 + n if signal n ended it, as in a shell."""
+        code = self._guard.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def tail(self, num_lines: int = 20) -> str:
+        """Return the last lines of the log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def stop(self, grace_s: float = 10.0) -> int:
+        """Send SIGTERM to the program's group, SIGKILL after `grace_s` seconds, and return the exit code."""
+        self._guard.terminate()
+        try:
+            self._guard.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._guard.send_signal(signal.SIGUSR1)
+        code = self._guard.wait()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        return code if code >= 0 else 128 - code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+def wait_until(check: Callable[[], bool], timeout_s: float, child: Child | None, what: str) -> None:
+    """Wait until `check` returns True.
+
+    Args:
+        check: asked every 50 ms.
+        timeout_s: how long to wait, in seconds.
+        child: the process that is to bring it about, if it is one of ours.
+        what: what is waited for, in words.
+
+    Raises:
+        RuntimeError: the child ended first; the message ends with the tail of its log.
+        TimeoutError: the time is up; the same.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if child is not None and (code := child.poll()) is not None:
+            raise RuntimeError(f"{child.name} ended with {code}, waiting for {what}\n{child.tail()}")
+        if time.monotonic() > deadline:
+            tail = f"\n{child.tail()}" if child is not None else ""
+            raise TimeoutError(f"waited {timeout_s} s for {what}{tail}")
+        time.sleep(POLL_S)
+
+
+def answers(url: str, timeout_s: float = 2.0) -> bool:
+    """Return whether a GET of `url` is answered with a 2xx status: a check for `wait_until`."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return 200 <= response.status < 300
+    except OSError:  # refused, reset, timed out, or an HTTP error status
+        return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port of `host` that nothing listens on now; another process may take it at any time."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def require_port_free(host: str, port: int) -> None:
+    """Raise ValueError if something listens on the port, before a service is started that would fail on it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection is no user
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"port {port} of {host} is in use: {error.strerror}") from error
+
+
+def process_identity(pid: int) -> str | None:
+    """Return what tells a process from a later one with the same id, or None if there is no such process.
+
+    It is the boot, the pid namespace and the start time, so that it also differs after a reboot. Zombies count as
+    gone.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if fields[0] in "ZX":
+        return None
+    return f"{process_place()} {fields[19]}"
+
+
+def process_place() -> str:
+    """Return the boot and the pid namespace of this process: within one place, process ids mean the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _guard(argv: list[str]) -> int:
+    """Run `argv` in a session of its own until it ends, standard input closes, or a signal says so."""
+    guard_pid = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def die_with_guard() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard_pid:  # the guard died before the call
+            os._exit(1)
+
+    program = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_guard,  # noqa: PLW1509 - the guard has one thread
+    )
+    signal.signal(signal.SIGTERM, lambda *_: _signal_group(program.pid, signal.SIGTERM))
+    signal.signal(signal.SIGINT, lambda *_: _signal_group(program.pid, signal.SIGINT))
+    signal.signal(signal.SIGUSR1, lambda *_: _signal_group(program.pid, signal.SIGKILL))
+    ended = os.pidfd_open(program.pid)
+    ready, _, _ = select.select([ended, sys.stdin.fileno()], [], [])
+    if ended not in ready:
+        _signal_group(program.pid, signal.SIGTERM)
+        select.select([ended], [], [], ORPHAN_GRACE_S)
+    # The program is not reaped yet, so its group's id cannot have gone to another process.
+    _signal_group(program.pid, signal.SIGKILL)
+    code = program.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(sys.argv[1:]))

@@ -1,0 +1,370 @@
+"""The registry of targets and drafts, in MLflow: numbered versions, their lineage, and the alias that is served.
+
+Alias `champion` is the truth. It moves last and in one call, after the tag `previous` of the new champion names the
+former one, so a crash leaves either champion in place. A quarantined version is never promoted and never fallen back
+to. MLflow holds plain directories with a manifest; nothing here imports a model library, pickles, or sets MLflow's
+process-wide address.
+"""
+
+import fcntl
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.artifacts import renamed_when_complete
+from infra.manifest import check_manifest
+from infra.settings import QUIET_MLFLOW
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+Kind = Literal["target", "draft"]
+
+EXPERIMENT = "redraft"
+CHAMPION = "champion"
+LINEAGE_TAGS = (
+    "target_name",
+    "target_version",
+    "target_sha256",
+    "tokenizer_sha256",
+    "vocab_size",
+    "chat_template_sha256",
+    "parent",
+    "window_first_seq",
+    "window_last_seq",
+    "window_sha256",
+    "sampling",
+    "quantization",
+    "git_commit",
+    "flow_run",
+    "gate",
+)
+OWN_TAGS = ("sha256", "model_id", "previous", "quarantined")
+
+
+class RegistryUnavailable(ConnectionError):
+    """MLflow's store could not be reached, or failed; the same call may succeed later."""
+
+
+class NoSuchVersion(ValueError):
+    """The registry holds no such version, or the kind has no champion."""
+
+
+class Version(BaseModel):
+    """One registered directory; `sha256` is the digest of its manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind
+    number: int = Field(ge=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tags: dict[str, str]
+    created_ms: int
+
+
+class Registry:
+    """The versions in one MLflow store. Connects at first use, so it can be made while the store is down."""
+
+    def __init__(self, uri: str, artifact_root: Path) -> None:
+        """Remember the addresses.
+
+        Args:
+            uri: MLflow's tracking and registry store, `sqlite:///…` or `http://…`.
+            artifact_root: where the files go if the experiment has to be made.
+        """
+        self.uri = uri
+        self.artifact_root = artifact_root
+        for name, value in QUIET_MLFLOW.items():  # MLflow reads them when it is imported, at first use
+            os.environ.setdefault(name, value)
+
+    def register(
+        self, kind: Kind, directory: Path, tags: Mapping[str, str], metrics: Mapping[str, float] | None = None
+    ) -> Version:
+        """Store a checked directory as the next version of its kind; it is not served yet.
+
+        Args:
+            kind: "target" or "draft".
+            directory: with a manifest that fits.
+            tags: the lineage; a draft must have each of LINEAGE_TAGS, an empty string says "does not apply".
+            metrics: finite numbers, shown with the version.
+
+        Raises:
+            ValueError: the manifest does not fit, a tag is missing or is one of OWN_TAGS, or a metric is not finite.
+            RegistryUnavailable: the store failed; a version that was not finished is never listed.
+        """
+        missing = [name for name in LINEAGE_TAGS if kind == "draft" and name not in tags]
+        if missing:
+            raise ValueError(f"a draft needs the tags {', '.join(missing)}; an empty string says 'does not apply'")
+        if reserved := [name for name in OWN_TAGS if name in tags]:
+            raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
+        sha256 = check_manifest(directory)
+        run_id = self.record_run(f"register {kind}", {}, metrics or {}, [])
+        with _translated(f"registering {directory} as {kind}"):
+            model = self._client.create_logged_model(self._experiment_id, name=kind, source_run_id=run_id)
+            self._client.log_model_artifacts(model.model_id, str(directory))
+            model = self._client.finalize_logged_model(model.model_id, "READY")
+            self._create_registered_model(kind)
+            version = self._client.create_model_version(
+                kind,
+                source=model.artifact_location,
+                run_id=run_id,
+                tags={**tags, "sha256": sha256, "model_id": model.model_id},
+                # A database store looks the id up at MLflow's process-wide address; a server, at its own.
+                model_id=model.model_id if self.uri.startswith("http") else None,
+            )
+            self._client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
+        return _version(version)
+
+    def record_run(
+        self, name: str, params: Mapping[str, object], metrics: Mapping[str, float], files: Sequence[Path]
+    ) -> str:
+        """Record a finished run in the experiment "redraft".
+
+        Args:
+            name: what was run.
+            params: settings, stored as strings.
+            metrics: finite numbers.
+            files: figures and reports to keep with it.
+
+        Returns:
+            MLflow's run id.
+
+        Raises:
+            ValueError: a metric is not finite.
+            RegistryUnavailable: the store failed.
+        """
+        for metric, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {metric} is {value}, wanted a finite number")
+        with _translated(f"recording run {name}"):
+            from mlflow.entities import Metric, Param
+
+            run_id = self._client.create_run(self._experiment_id, run_name=name).info.run_id
+            now_ms = int(time.time() * 1000)
+            self._client.log_batch(
+                run_id,
+                metrics=[Metric(metric, value, now_ms, 0) for metric, value in metrics.items()],
+                params=[Param(param, str(value)) for param, value in params.items()],
+            )
+            for file in files:
+                self._client.log_artifact(run_id, str(file))
+            self._client.set_terminated(run_id)
+        return run_id
+
+    def champion(self, kind: Kind) -> Version | None:
+        """Return the version that is to be served, None if there is none yet."""
+        try:
+            with _translated(f"looking up the champion of {kind}"):
+                return _version(self._client.get_model_version_by_alias(kind, CHAMPION))
+        except NoSuchVersion:
+            return None
+
+    def get(self, kind: Kind, number: int) -> Version:
+        """Return one version; NoSuchVersion, a ValueError, if there is no such number."""
+        with _translated(f"looking up {kind} {number}"):
+            return _version(self._client.get_model_version(kind, str(number)))
+
+    def versions(self, kind: Kind) -> list[Version]:
+        """Return all versions of a kind, newest first."""
+        found: list[Version] = []
+        token = None
+        with _translated(f"listing versions of {kind}"):
+            while True:
+                page = self._client.search_model_versions(f"name = '{kind}'", page_token=token)
+                found += [_version(version) for version in page]
+                if not (token := page.token):
+                    return sorted(found, key=lambda version: version.number, reverse=True)
+
+    def promote(self, kind: Kind, number: int) -> None:
+        """Make a version the champion and remember the former one in its tag `previous`.
+
+        Promoting the champion changes nothing.
+
+        Raises:
+            ValueError: there is no such version, or it is quarantined.
+        """
+        version, champion = self.get(kind, number), self.champion(kind)
+        if is_quarantined(version):
+            raise ValueError(f"{kind} {number} is quarantined: {version.tags['quarantined']}")
+        if champion is not None and champion.number == number:
+            return
+        with _translated(f"promoting {kind} {number}"):
+            previous = "" if champion is None else str(champion.number)
+            self._client.set_model_version_tag(kind, str(number), "previous", previous)
+            self._client.set_registered_model_alias(kind, CHAMPION, str(number))
+
+    def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
+        """Quarantine a version and, if it is the champion, go back to the last good one before it.
+
+        Returns:
+            The champion afterwards; None if no good version was left, and the alias is gone.
+
+        Raises:
+            ValueError: there is no such version, or the reason is empty.
+        """
+        self.quarantine(kind, number, reason)
+        champion = self.champion(kind)
+        if champion is None or champion.number != number:
+            return champion
+        target = self._last_good(champion)
+        with _translated(f"reverting {kind} {number}"):
+            if target is None:
+                self._client.delete_registered_model_alias(kind, CHAMPION)
+            else:
+                self._client.set_registered_model_alias(kind, CHAMPION, str(target.number))
+        return target
+
+    def quarantine(self, kind: Kind, number: int, reason: str) -> None:
+        """Mark a version as never to be served; the first reason stays.
+
+        Raises:
+            ValueError: there is no such version, or the reason is empty.
+        """
+        if not reason:
+            raise ValueError("a quarantine needs a reason, got an empty one")
+        if not is_quarantined(self.get(kind, number)):
+            with _translated(f"quarantining {kind} {number}"):
+                self._client.set_model_version_tag(kind, str(number), "quarantined", reason)
+
+    def download(self, version: Version, cache: Path) -> Path:
+        """Return a local directory with the version's files, checked against its digest.
+
+        A good copy in the cache is returned without asking the store, a bad one is fetched again. Processes that
+        want the same version fetch it once.
+
+        Raises:
+            ValueError: what the store holds is not what was registered.
+            RegistryUnavailable: the store failed and there is no good copy.
+        """
+        final = cache / version.kind / f"{version.number}-{version.sha256[:12]}"
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.parent / f".{final.name}.lock"):
+            if final.exists():
+                try:
+                    _require_digest(final, version)
+                    return final
+                except ValueError:
+                    shutil.rmtree(final)
+            with renamed_when_complete(final) as staging:
+                self._fetch(version, staging)
+                _require_digest(staging, version)
+        return final
+
+    def _fetch(self, version: Version, directory: Path) -> None:
+        inner = directory / ".fetched"
+        inner.mkdir()
+        with _translated(f"fetching {version.kind} {version.number}"):
+            from mlflow.artifacts import download_artifacts
+
+            uri = self._client.get_model_version_download_uri(version.kind, str(version.number))
+            # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
+            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.uri))
+        for path in fetched.iterdir():
+            path.rename(directory / path.name)
+        shutil.rmtree(inner)
+
+    def _last_good(self, version: Version) -> Version | None:
+        """Follow `previous` past quarantined versions; going back and forth between two can make it a circle."""
+        seen: set[int] = set()
+        while is_quarantined(version):
+            seen.add(version.number)
+            previous = version.tags.get("previous", "")
+            if not previous or int(previous) in seen:
+                return None
+            version = self.get(version.kind, int(previous))
+        return version
+
+    def _create_registered_model(self, kind: Kind) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(kind)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    @cached_property
+    def _client(self) -> "MlflowClient":
+        from mlflow import MlflowClient  # not at the top: it takes two seconds
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        database = Path(self.uri.removeprefix("sqlite:///")) if self.uri.startswith("sqlite:///") else None
+        if database is not None:
+            database.parent.mkdir(parents=True, exist_ok=True)
+        client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        if database is not None:
+            client.search_experiments(max_results=1)  # makes the tables
+            with closing(sqlite3.connect(database)) as db:
+                db.execute("PRAGMA journal_mode = WAL")  # kept in the file; a write takes 2 ms instead of 20
+        return client
+
+    @cached_property
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        if (experiment := self._client.get_experiment_by_name(EXPERIMENT)) is not None:
+            return experiment.experiment_id
+        self.artifact_root.mkdir(parents=True, exist_ok=True)
+        try:
+            return self._client.create_experiment(EXPERIMENT, artifact_location=self.artifact_root.resolve().as_uri())
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return self._client.get_experiment_by_name(EXPERIMENT).experiment_id  # made by another process just now
+
+
+def is_quarantined(version: Version) -> bool:
+    """Return whether the version was found bad and must never be served."""
+    return "quarantined" in version.tags
+
+
+def _version(version: "ModelVersion") -> Version:
+    return Version(
+        kind=version.name,
+        number=int(version.version),
+        sha256=version.tags.get("sha256", ""),
+        tags=version.tags,
+        created_ms=version.creation_timestamp,
+    )
+
+
+def _require_digest(directory: Path, version: Version) -> None:
+    sha256 = check_manifest(directory)
+    if sha256 != version.sha256:
+        raise ValueError(
+            f"{directory} has digest {sha256}, {version.kind} {version.number} was registered with {version.sha256}"
+        )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, by kill -9 too
+        yield
+
+
+@contextmanager
+def _translated(doing: str) -> Iterator[None]:
+    """Turn MLflow's one exception class into NoSuchVersion or RegistryUnavailable."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        # An alias that does not exist is an invalid value to MLflow.
+        no_alias = error.error_code == "INVALID_PARAMETER_VALUE" and "alias" in str(error)
+        if no_alias or error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise NoSuchVersion(f"{doing}: {error}") from error
+        raise RegistryUnavailable(f"{doing}: {error}") from error

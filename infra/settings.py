@@ -1,0 +1,115 @@
+"""Addresses, folders and secrets, from variables named REDRAFT_*.
+
+A variable that starts with REDRAFT_ and is not a field fails at once: a misspelt name would otherwise be a default
+that nobody asked for. `prepare_environment` must run before Prefect, MLflow or the Hugging Face libraries are
+imported, because they read their variables then.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PREFIX = "REDRAFT_"
+
+QUIET_MLFLOW = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+# A registry that is down must be noticed in seconds; MLflow's defaults wait for minutes.
+PATIENCE_WITH_MLFLOW = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",
+}
+
+
+def _split_commas(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _absolute(value: object) -> object:
+    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
+
+
+AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+
+
+class Settings(BaseModel):
+    """What a process of redraft needs to know about the machine that it runs on.
+
+    Attributes:
+        home: everything that redraft writes lies below it, unless a field below says otherwise.
+        device: what the engine and the training run on.
+        mlflow_uri: address of MLflow's tracking and registry store.
+        querylog: the query log's SQLite file.
+        cache: where replicas keep the versions they downloaded.
+        artifacts: where tasks and MLflow keep checkpoints and snapshots.
+        api_keys: accepted bearer keys; none means that the endpoint asks for none.
+        host: the address that services bind.
+        hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    home: AbsolutePath = Path(".redraft")
+    device: Literal["cpu", "cuda"] = "cpu"
+    mlflow_uri: str = Field(default_factory=lambda data: f"sqlite:///{data['home'] / 'mlflow.db'}", min_length=1)
+    querylog: AbsolutePath = Field(default_factory=lambda data: data["home"] / "queries.db")
+    cache: AbsolutePath = Field(default_factory=lambda data: data["home"] / "cache")
+    artifacts: AbsolutePath = Field(default_factory=lambda data: data["home"] / "artifacts")
+    api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=(), repr=False)
+    host: str = Field(default="127.0.0.1", min_length=1)
+    hub: bool = False
+
+    def prepare_environment(self) -> None:
+        """Set the process variables of Prefect, MLflow and Hugging Face; one that is already set stays."""
+        for name, value in self.process_variables().items():
+            os.environ.setdefault(name, value)
+
+    def process_variables(self) -> dict[str, str]:
+        """Return the variables that this process and its children need."""
+        offline = {} if self.hub else {"HF_HUB_OFFLINE": "1"}
+        return {
+            "PREFECT_HOME": str(self.home / "prefect"),
+            # Neither is implied by PREFECT_HOME; the default serializer is pickle.
+            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "prefect" / "results"),
+            "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "MLFLOW_TRACKING_URI": self.mlflow_uri,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            **QUIET_MLFLOW,
+            **PATIENCE_WITH_MLFLOW,
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            **offline,
+        }
+
+
+def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from REDRAFT_* variables.
+
+    Args:
+        environment: the variables to read, by default the process's own.
+
+    Raises:
+        ValueError: a REDRAFT_ variable is not a setting (the message names it and the nearest one), or its value is
+            not one that the setting takes.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX):
+            continue
+        field = variable.removeprefix(PREFIX).lower()
+        if field not in Settings.model_fields or variable != variable.upper():
+            known = [PREFIX + name.upper() for name in Settings.model_fields]
+            nearest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{variable} is not a setting; did you mean {nearest}?")
+        values[field] = environment[variable]
+    return Settings(**values)

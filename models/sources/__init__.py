@@ -1,0 +1,156 @@
+"""Prompt streams, and what they share: the prompt, rows to prompts, splitting and sampling.
+
+Splitting goes by `group`, not by prompt, so near-copies (two functions of one package, two cuts of one conversation) never
+sit on both sides. It hashes each group by itself: as data is added, no group changes sides.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from models.params import Frozen
+
+Role = Literal["system", "user", "assistant", "tool"]
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 can't
+
+
+class Message(Frozen):
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+class Prompt(Frozen):
+    """A chat that waits for the target's answer.
+
+    Attributes:
+        messages: at least one, the last one is not the assistant's.
+        domain: kind of traffic, such as "chat" or "code".
+        group: what must stay on one side of a split.
+    """
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    domain: str = Field(min_length=1)
+    group: str = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _awaits_an_answer(self) -> "Prompt":
+        if self.messages[-1].role == "assistant":
+            raise ValueError("a prompt can't end with the assistant's message")
+        return self
+
+    @property
+    def id(self) -> str:
+        """sha256 of the messages, 64 hex digits; neither domain nor group changes it."""
+        content = [[message.role, message.content] for message in self.messages]
+        return _digest(json.dumps(content, ensure_ascii=True))
+
+
+def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Prompt:
+    """Map a row of a data set to a prompt.
+
+    Args:
+        row: column to value.
+        column: holds a text (one user message) or a chat in OpenAI's shape. Assistant messages at the chat's end are
+            left out: the answer is the target's to give.
+        domain: domain of the prompt; "" reads the row's column `domain`.
+        group: group of the prompt.
+        where: file and line, the start of each error.
+
+    Raises:
+        ValueError: a column is missing or of another shape; names place and field.
+    """
+    if column not in row:
+        raise ValueError(f'{where}: no column "{column}"; there are: {", ".join(map(str, row)) or "none"}')
+    domain = domain or row.get("domain") or ""
+    if not isinstance(domain, str) or not domain:
+        raise ValueError(f'{where}: set the parameter "domain", or give the row a column "domain" of text')
+    messages = _messages(row[column], f'{where}: column "{column}"')
+    return Prompt(messages=messages, domain=domain, group=group)
+
+
+def _messages(value: object, where: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: wanted a text or a list of messages, got {type(value).__name__}")
+    messages = [_message(item, f"{where}, message {index}") for index, item in enumerate(value)]
+    while messages and messages[-1].role == "assistant":
+        messages.pop()
+    if not messages:
+        raise ValueError(f"{where}: no message before the assistant's")
+    return tuple(messages)
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: wanted an object with role and content, got {type(value).__name__}")
+    role, content = value.get("role"), value.get("content")
+    if role not in get_args(Role):
+        raise ValueError(f'{where}: "role" is {role!r}, wanted one of {", ".join(get_args(Role))}')
+    if not isinstance(content, str) or not content.strip() or _LONE_SURROGATE.search(content):
+        raise ValueError(f'{where}: "content" is {content!r}, wanted a text that is not blank and is valid Unicode')
+    return Message(role=role, content=content)
+
+
+def unique(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return the prompts in their order without exact copies, which could otherwise sit on both sides of a split."""
+    found: dict[str, Prompt] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.id, prompt)
+    return list(found.values())
+
+
+def split(prompts: Sequence[Prompt], fractions: Mapping[str, float], seed: int) -> dict[str, list[Prompt]]:
+    """Split by a hash of each prompt's group.
+
+    Args:
+        prompts: kept in their order within each part.
+        fractions: part to its share of the groups, above 0 and summing to 1.
+        seed: another seed gives another split.
+
+    Returns:
+        Part to prompts. Shares hold on average: a part's size varies as its groups do.
+
+    Raises:
+        ValueError: the shares are wrong, or a part got no prompt, as happens with few groups.
+    """
+    if not fractions or min(fractions.values()) <= 0 or not math.isclose(sum(fractions.values()), 1):
+        raise ValueError(f"fractions must be above 0 and sum to 1, got {dict(fractions)}")
+    parts: dict[str, list[Prompt]] = {part: [] for part in fractions}
+    for prompt in prompts:
+        parts[_part(int(_digest(f"{seed}:{prompt.group}"), 16) / 2**256, fractions)].append(prompt)
+    for part, members in parts.items():
+        if not members:
+            num_groups = len({prompt.group for prompt in prompts})
+            raise ValueError(f'part "{part}" of the split is empty: {len(prompts)} prompts in {num_groups} groups')
+    return parts
+
+
+def _part(point: float, fractions: Mapping[str, float]) -> str:
+    for part, share in fractions.items():
+        point -= share
+        if point < 0:
+            break
+    return part  # rounding can leave `point` at 0 past the last share
+
+
+def sample(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """Draw `count` prompts without replacement, in random order; the order of `prompts` makes no difference.
+
+    Raises:
+        ValueError: `count` is below 0 or above the number of prompts.
+    """
+    if not 0 <= count <= len(prompts):
+        raise ValueError(f"count must be from 0 to {len(prompts)}, the number of prompts; got {count}")
+    return sorted(prompts, key=lambda prompt: _digest(f"{seed}:{prompt.id}"))[:count]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,111 @@
+import itertools
+
+import pytest
+
+from infra.consent import QueryRow, consent_level, redact, require_loggable
+
+ROW = QueryRow(
+    id="a",
+    time_ms=1,
+    domain="chat",
+    consent="full",
+    scrubber_revision=1,
+    target_version=1,
+    draft_version=2,
+    prompt="hello",
+    completion="world",
+    prompt_ids=[1, 2],
+    completion_ids=[3],
+    drafted=[2, 0],
+    accepted=[1, 0],
+    drafted_ids=[[3, 4], []],
+    sampling={"temperature": 0.5, "top_k": 3, "stop": ["secret"], "guided": "secret", "seed": None},
+    finish_reason="stop",
+    first_token_ms=3.5,
+    speculating=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("header", "store", "policy", "wanted"),
+    [
+        (None, None, None, "metadata"),
+        ("full", None, None, "full"),
+        (None, True, None, "full"),
+        (None, None, "full", "full"),
+        (None, False, "full", "none"),
+        ("metadata", True, "full", "metadata"),
+        ("full", True, "none", "none"),
+        ("FULL", None, None, "none"),
+        ("", None, None, "none"),
+        ("full\n", True, None, "none"),
+        (3, None, None, "none"),
+        (None, "false", None, "none"),
+        (None, 1, None, "none"),
+        (None, True, ["full"], "none"),
+    ],
+)
+def test_the_stricter_wins_and_malformed_means_none(header: str, store: bool, policy: str, wanted: str) -> None:
+    assert consent_level(header, store, policy) == wanted
+
+
+def test_adding_a_voice_widens_consent_only_from_silence() -> None:
+    order = ["none", "metadata", "full"]
+    voices = [None, "none", "metadata", "full"]
+    for header, policy in itertools.product(voices[1:], voices):
+        assert order.index(consent_level(header, None, policy)) <= order.index(consent_level(header, None, None))
+
+
+def test_metadata_keeps_counts_and_numbers_and_no_text_or_ids() -> None:
+    row = redact(ROW, "metadata")
+    assert row is not None
+    assert "secret" not in row.model_dump_json()
+    assert (row.prompt, row.completion, row.prompt_ids, row.completion_ids, row.drafted_ids) == (None,) * 5
+    assert (row.consent, row.drafted, row.accepted) == ("metadata", [2, 0], [1, 0])
+    assert row.sampling == {"temperature": 0.5, "top_k": 3}
+    require_loggable(row)
+
+
+def test_redacting_never_widens_and_leaves_its_argument_alone() -> None:
+    assert redact(ROW, "none") is None
+    assert redact(ROW, "full") == ROW
+    metadata = redact(ROW, "metadata")
+    assert metadata is not None
+    assert redact(metadata, "full") == metadata
+    assert ROW.prompt == "hello"
+
+
+def test_a_row_is_refused_when_its_consent_does_not_allow_what_it_holds() -> None:
+    with pytest.raises(ValueError, match="consent 'none'"):
+        require_loggable(ROW.model_copy(update={"consent": "none"}))
+    with pytest.raises(ValueError, match=r"holds prompt, .*drafted_ids, sampling.stop, sampling.guided"):
+        require_loggable(ROW.model_copy(update={"consent": "metadata"}))
+    with pytest.raises(ValueError, match="the log gives it"):
+        require_loggable(ROW.model_copy(update={"seq": 1}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accepted": [3, 0]}, "does not fit"),
+        ({"accepted": [1]}, "does not fit"),
+        ({"accepted": None}, "come together"),
+        ({"drafted_ids": [[3], []]}, "drafted_ids has steps"),
+        ({"prompt": "\ud800"}, "surrogates"),
+        ({"sampling": {"stop": "\ud800"}}, "surrogates"),
+        ({"sampling": {"temperature": float("nan")}}, "not JSON compliant"),
+        ({"first_token_ms": float("inf")}, "finite"),
+        ({"domain": "what a person wrote"}, "pattern"),
+        ({"id": "a\r\nb"}, "pattern"),
+        ({"colour": 1}, "Extra inputs"),
+    ],
+)
+def test_a_row_that_contradicts_itself_or_cannot_be_stored_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QueryRow(**{**ROW.model_dump(), **change})
+
+
+def test_an_error_about_a_row_does_not_repeat_its_text() -> None:
+    with pytest.raises(ValueError, match="domain") as caught:
+        QueryRow(**{**ROW.model_dump(), "domain": "my secret"})
+    assert "secret" not in str(caught.value)

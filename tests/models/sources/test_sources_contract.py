@@ -1,0 +1,170 @@
+"""What every prompt source keeps, and what they share."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from models import catalog
+from models.sources import Message, Prompt, prompt_from_row, sample, split, unique
+
+ROOT = Path(__file__).parents[3]
+
+
+def runs_by_default(name: str) -> bool:
+    """A source without required settings needs nothing but the environment."""
+    return not any(field.is_required() for field in catalog.load("sources", name).Params.model_fields.values())
+
+
+def make(text: str, group: str = "g", domain: str = "chat") -> Prompt:
+    return Prompt(messages=(Message(role="user", content=text),), domain=domain, group=group)
+
+
+@pytest.fixture(scope="module", params=[name for name in catalog.names("sources") if runs_by_default(name)])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def stream(name: str, default_stream: Callable[[str], list[Prompt]]) -> list[Prompt]:
+    return default_stream(name)
+
+
+def test_a_stream_has_prompts_and_no_copies(stream: list[Prompt]) -> None:
+    assert len(stream) > 50
+    assert len({prompt.id for prompt in stream}) == len(stream)
+
+
+def test_a_stream_has_one_domain_and_several_groups(stream: list[Prompt]) -> None:
+    assert len({prompt.domain for prompt in stream}) == 1
+    assert len({prompt.group for prompt in stream}) > 10
+
+
+def test_every_prompt_ends_on_a_user_who_says_something(stream: list[Prompt]) -> None:
+    for prompt in stream:
+        assert prompt.messages[-1].role == "user"
+        assert all(message.content.strip() for message in prompt.messages)
+
+
+def test_a_stream_is_the_same_in_another_process(name: str, stream: list[Prompt]) -> None:
+    code = (
+        f"from models import catalog; source = catalog.load('sources', '{name}')\n"
+        "for prompt in source.prompts(source.Params()): print(prompt.id, prompt.group)"
+    )
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert other.splitlines() == [f"{prompt.id} {prompt.group}" for prompt in stream]
+
+
+def test_the_id_depends_on_the_messages_alone() -> None:
+    assert make("a").id == make("a", group="h", domain="code").id
+    assert make("a").id != make("b").id
+    assert len(make("a").id) == 64
+    assert make("a").id == "050d8ef56e888db0b0d78ce3ce7aa59c1b25d47405bef6cc26988e90209be021"
+
+
+def test_moving_text_between_messages_changes_the_id() -> None:
+    def chat(*texts: str) -> Prompt:
+        return Prompt(messages=tuple(Message(role="user", content=text) for text in texts), domain="chat", group="g")
+
+    assert len({chat("ab").id, chat("a", "b").id, chat("a\nb").id, chat('a"], ["user", "b').id}) == 4
+
+
+def test_a_prompt_survives_json() -> None:
+    prompt = make("é \U0001f600")
+    assert Prompt.model_validate_json(prompt.model_dump_json()) == prompt
+
+
+@pytest.mark.parametrize("messages", [(), (Message(role="assistant", content="hi"),)])
+def test_a_prompt_needs_a_message_to_answer(messages: tuple[Message, ...]) -> None:
+    with pytest.raises(ValidationError):
+        Prompt(messages=messages, domain="chat", group="g")
+
+
+def test_unique_keeps_the_first_of_each_copy_in_order() -> None:
+    prompts = [make("a", "1"), make("b", "2"), make("a", "3"), make("c", "4")]
+    assert [prompt.group for prompt in unique(prompts)] == ["1", "2", "4"]
+
+
+def test_a_group_never_straddles_a_split_and_nothing_is_lost() -> None:
+    prompts = [make(f"{i}", group=f"g{i % 40}") for i in range(400)]
+    parts = split(prompts, {"train": 0.7, "held_out": 0.3}, seed=1)
+    groups = {part: {prompt.group for prompt in members} for part, members in parts.items()}
+    assert not groups["train"] & groups["held_out"]
+    assert sorted(prompt.id for members in parts.values() for prompt in members) == sorted(
+        prompt.id for prompt in prompts
+    )
+
+
+def test_a_split_keeps_its_shares_on_average_and_another_seed_splits_otherwise() -> None:
+    prompts = [make(f"{i}", group=f"g{i}") for i in range(4000)]
+    parts = split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=1)
+    assert [len(parts[part]) / 4000 for part in "abc"] == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+    assert split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=1) == parts
+    assert split(prompts, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=2) != parts
+
+
+def test_no_group_changes_sides_when_data_is_added() -> None:
+    prompts = [make(f"{i}", group=f"g{i}") for i in range(200)]
+    early = split(prompts[:100], {"train": 0.8, "held_out": 0.2}, seed=1)
+    late = split(prompts, {"train": 0.8, "held_out": 0.2}, seed=1)
+    assert [prompt for prompt in late["held_out"] if prompt in prompts[:100]] == early["held_out"]
+
+
+@pytest.mark.parametrize("fractions", [{}, {"a": 0.5}, {"a": 1.5, "b": -0.5}, {"a": 1.0, "b": 0.0}])
+def test_shares_that_do_not_sum_to_one_are_refused(fractions: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="above 0 and sum to 1"):
+        split([make("a")], fractions, seed=0)
+
+
+def test_an_empty_part_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r'part "(train|held_out)" of the split is empty: 1 prompts in 1 groups'):
+        split([make("a")], {"train": 0.5, "held_out": 0.5}, seed=0)
+
+
+def test_a_sample_is_seeded_and_does_not_depend_on_the_order() -> None:
+    prompts = [make(f"{i}") for i in range(100)]
+    drawn = sample(prompts, 10, seed=3)
+    assert drawn == sample(prompts[::-1], 10, seed=3)
+    assert drawn != sample(prompts, 10, seed=4)
+    assert len({prompt.id for prompt in drawn}) == 10
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_a_sample_of_the_wrong_size_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"count must be from 0 to 2, the number of prompts; got {count}"):
+        sample([make("a"), make("b")], count, seed=0)
+
+
+def test_a_row_with_a_chat_loses_the_answer_at_its_end_only() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    row = {"messages": [*chat, {"role": "assistant", "content": "d"}], "domain": "chat"}
+    prompt = prompt_from_row(row, "messages", "", "g", "row 1")
+    assert [message.content for message in prompt.messages] == ["a", "b", "c"]
+    assert prompt.domain == "chat"
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": "a"}, r'row 1: no column "messages"; there are: text'),
+        ({"messages": "a"}, r'row 1: set the parameter "domain"'),
+        ({"messages": "a", "domain": 3}, r'row 1: set the parameter "domain"'),
+        ({"messages": 3, "domain": "d"}, r'row 1: column "messages": wanted a text or a list of messages, got int'),
+        ({"messages": "  ", "domain": "d"}, r'message 0: "content" is .*not blank'),
+        ({"messages": [], "domain": "d"}, r'column "messages": no message before'),
+        ({"messages": ["a"], "domain": "d"}, r"message 0: wanted an object with role and content, got str"),
+        (
+            {"messages": [{"role": "bot", "content": "a"}], "domain": "d"},
+            r"message 0: \"role\" is 'bot', wanted one of system",
+        ),
+        ({"messages": "a\ud800", "domain": "d"}, r"message 0: \"content\" is 'a.ud800', wanted a text"),
+        ({"messages": [{"role": "user", "content": None}], "domain": "d"}, r'message 0: "content" is None'),
+    ],
+)
+def test_a_wrong_row_is_refused_with_place_and_field(row: dict, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        prompt_from_row(json.loads(json.dumps(row)), "messages", "", "g", "row 1")

@@ -1,0 +1,86 @@
+"""Requests for functions, mined from docstrings."""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.sources import Prompt
+from models.sources.stdlib_code import Params, _mine
+
+SOURCE = '''
+import sys
+
+def area(width: float, *, height=1.0) -> float:
+    """Return the area of a rectangle.
+
+    Both in metres.
+    """
+    return width * height
+
+def short():
+    """Too short."""
+
+def bare(): ...
+
+class Shape:
+    """A class's own docstring makes no prompt."""
+
+    async def draw(self, /, canvas):
+        """Draw onto the canvas, then wait for it."""
+        def inner():
+            """Functions within functions make no prompts."""
+'''
+
+
+@pytest.fixture
+def mined(tmp_path: Path) -> list[Prompt]:
+    package = tmp_path / "shapes"
+    package.mkdir()
+    (package / "plane.py").write_text(SOURCE)
+    return list(_mine(tmp_path, package / "plane.py", Params()))
+
+
+def test_a_prompt_holds_signature_and_docstring_and_no_body(mined: list[Prompt]) -> None:
+    assert mined[0].messages[0].content == (
+        "Write the Python function below.\n```python\n"
+        "def area(width: float, *, height=1.0) -> float:\n"
+        '    """Return the area of a rectangle.\n\n    Both in metres."""\n```'
+    )
+
+
+def test_methods_are_mined_and_classes_and_undocumented_functions_are_not(mined: list[Prompt]) -> None:
+    assert len(mined) == 2
+    assert "async def draw(self, /, canvas):" in mined[1].messages[0].content
+
+
+def test_the_group_is_the_top_level_module(mined: list[Prompt]) -> None:
+    assert {prompt.group for prompt in mined} == {"stdlib:shapes"}
+
+
+def test_a_long_docstring_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(f'def f():\n    """{"word " * 300}"""\n')
+    (prompt,) = _mine(tmp_path, tmp_path / "long.py", Params(max_chars=100))
+    assert prompt.messages[0].content.count("word") == 20
+
+
+@pytest.fixture
+def library(default_stream: Callable[[str], list[Prompt]]) -> list[Prompt]:
+    return default_stream("stdlib_code")
+
+
+def test_the_library_gives_thousands_of_prompts(library: list[Prompt]) -> None:
+    assert len(library) > 4000
+
+
+def test_tests_and_installed_packages_are_not_mined(library: list[Prompt]) -> None:
+    groups = {prompt.group.removeprefix("stdlib:") for prompt in library}
+    assert {"asyncio", "json", "textwrap"} <= groups
+    assert not groups & {"test", "idlelib", "site-packages", "encodings", "pydantic", "torch"}
+
+
+def test_every_prompt_is_python_once_a_body_is_there(library: list[Prompt]) -> None:
+    for prompt in library[::50]:
+        text = prompt.messages[0].content
+        ast.parse(text.removeprefix("Write the Python function below.\n```python\n").removesuffix("\n```"))

@@ -1,0 +1,41 @@
+"""Settings are frozen and an error names the key at fault."""
+
+from typing import Literal
+
+import pytest
+from pydantic import Field
+
+from models.params import BaseParams, validate
+
+
+class Params(BaseParams):
+    """A method's settings for these tests."""
+
+    name: Literal["example"] = "example"
+    learning_rate: float = Field(1e-3, gt=0)
+    path: str
+
+
+def test_right_values_build_the_params() -> None:
+    assert validate(Params, {"path": "x"}, "family.example") == Params(path="x")
+
+
+def test_a_misspelt_key_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(
+        ValueError, match=r'family\.example: unknown key "learnig_rate" \(did you mean "learning_rate"\?\)'
+    ):
+        validate(Params, {"path": "x", "learnig_rate": 1.0}, "family.example")
+
+
+def test_each_fault_has_its_own_line() -> None:
+    with pytest.raises(ValueError) as caught:
+        validate(Params, {"learning_rate": -1.0}, "family.example")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert 'key "learning_rate": Input should be greater than 0, got -1.0' in lines[0]
+    assert 'key "path" is missing' in lines[1]
+
+
+def test_params_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Params(path="x").path = "y"
