@@ -1,0 +1,323 @@
+"""The one distillation loop: a draft learns to say what the target would say next.
+
+Two things make it cheap. The target runs once per sequence (`models.hidden`). And of the unrolled steps only those rows run
+whose earlier drafted tokens were right: when one is wrong, serving throws the rest of the block away, so what the draft would
+have said next is never read. The work per token follows the acceptance rate instead of K.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.catalog import load as load_method
+from models.catalog import parse
+from models.drafts.eagle3 import Eagle3, Rows, output_embedding, read_tensor
+from models.hidden import HiddenStates, Sample, length_buckets
+from models.params import BaseParams
+
+__all__ = ["Params", "Progress", "Report", "Sample", "hidden_states", "train"]
+
+
+class Params(BaseParams):
+    """Settings of the loop.
+
+    Attributes:
+        num_unroll: drafted tokens a row is trained for, the served K.
+        step_decay: weight of unroll j is step_decay ** j.
+        follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one.
+        batch_tokens: tokens, padding included, of one optimizer step.
+        max_minutes: training ends then at the latest, the learning rate's schedule with it.
+        checkpoint_s: seconds between checkpoints.
+    """
+
+    name: Literal["distill"] = "distill"
+    learning_rate: float = 1.5e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    num_epochs: int = 6
+    batch_tokens: int = 1536
+    num_unroll: int = 3
+    step_decay: float = 0.8
+    follow: Literal["accepted", "all"] = "accepted"
+    max_grad_norm: float = 1.0
+    max_minutes: float | None = None
+    checkpoint_s: float = 30.0
+    num_threads: int = 0
+    loss: dict[str, Any] = {"name": "forward_kl"}  # noqa: RUF012 - pydantic copies defaults
+
+
+class Progress(NamedTuple):
+    """How far a stage is, in tokens; `loss` is a running mean."""
+
+    stage: Literal["hidden states", "train"]
+    done: int
+    total: int
+    loss: float | None
+    tokens_per_s: float
+
+
+class Report(NamedTuple):
+    """What training cost. A token is one of a sequence, prompt included, each epoch anew."""
+
+    tokens_per_s: float
+    hidden_tokens_per_s: float
+    seconds: float
+    num_tokens: int
+    num_steps: int
+    losses: list[tuple[int, float]]
+    peak_memory_mib: float
+
+
+class _Teacher(NamedTuple):
+    """The target's last norm and the rows of its head that the draft can propose."""
+
+    norm: Tensor
+    eps: float
+    head: Tensor
+
+    def probs(self, states: Tensor, log_sums: Tensor) -> Tensor:
+        """[N, H] last residual stream, [N] → [N, D] probabilities, not normalised over D."""
+        normed = torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
+        return (normed @ self.head.T - log_sums[:, None]).exp()
+
+
+def train(
+    head: Eagle3,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    params: Params,
+    work_dir: Path,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Train `head` in place.
+
+    Args:
+        head: the draft, in float32; its `lm_head` and the borrowed embedding stay as they are.
+        target_dir: the target that the answers came from.
+        samples: prompts with the target's answers of two tokens and more.
+        params: the loop's settings.
+        work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
+        seed: of the order of batches.
+        on_progress: called a few times a second at most.
+
+    Raises:
+        ValueError: no sample has anything to learn from.
+        FloatingPointError: the loss is NaN or infinite; `head` must be thrown away.
+    """
+    samples = [s for s in samples if len(s.completion_ids) > 2]
+    if not samples:
+        raise ValueError("no sample has an answer of more than two tokens")
+    if params.num_threads:
+        torch.set_num_threads(params.num_threads)
+    report = on_progress or (lambda progress: None)
+    states = hidden_states(
+        head, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r))
+    )
+    return _Loop(head, target_dir, states, params, work_dir, seed).run(report)
+
+
+def hidden_states(
+    head: Eagle3,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    work_dir: Path,
+    on_progress: Callable[[int, int, float], None] | None = None,
+) -> HiddenStates:
+    """Extract the states that `head` reads, and the last layer's for the target's probabilities."""
+    aux = head.config["eagle_aux_hidden_state_layer_ids"]
+    last = json.loads((target_dir / "config.json").read_text())["num_hidden_layers"]
+    states = HiddenStates(work_dir / "hidden", samples, sorted({*aux, last}), head.config["hidden_size"])
+    states.extract(target_dir, on_progress=on_progress)
+    return states
+
+
+class _Loop:
+    def __init__(
+        self, head: Eagle3, target_dir: Path, states: HiddenStates, params: Params, work_dir: Path, seed: int
+    ) -> None:
+        self.head, self.states, self.params, self.seed = head, states, params, seed
+        self.work_dir = work_dir
+        loss = parse("losses", params.loss)
+        self.loss = lambda logits, probs: load_method("losses", loss.name).loss(logits, probs, loss)
+        self.teacher = teacher(head, target_dir)
+        self.trained = {name: p for name, p in head.named_parameters() if not name.startswith("lm_head")}
+        head.lm_head.weight.requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(),
+            lr=params.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=params.weight_decay,
+            fused=True,
+        )
+        self.buckets = length_buckets(states.samples, params.batch_tokens)
+        self.total = params.num_epochs * len(self.buckets)
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.losses: list[tuple[int, float]] = []
+
+    def run(self, report: Callable[[Progress], None]) -> Report:
+        self._resume()
+        epoch_tokens = sum(len(s.token_ids) for s in self.states.samples)
+        saved = shown = time.perf_counter()
+        mean = self.losses[-1][1] if self.losses else None
+        while (done := self._done()) < 1.0:
+            started = time.perf_counter()
+            order = torch.randperm(
+                len(self.buckets),
+                generator=torch.Generator().manual_seed(self.seed * 1000 + self.step // len(self.buckets)),
+            )
+            batch = self.buckets[int(order[self.step % len(self.buckets)])]
+            value = self._optimize(batch, done)
+            mean = value if mean is None else 0.95 * mean + 0.05 * value
+            self.step += 1
+            self.tokens += sum(len(s.token_ids) for s in batch)
+            self.losses.append((self.step, mean))
+            now = time.perf_counter()
+            self.seconds += now - started
+            if now - shown > 0.5 or self.step == self.total:
+                shown = now
+                report(
+                    Progress(
+                        "train", self.tokens, self.params.num_epochs * epoch_tokens, mean, self.tokens / self.seconds
+                    )
+                )
+            if now - saved > self.params.checkpoint_s:
+                self._save()
+                saved = time.perf_counter()
+        self.head.eval()
+        return Report(
+            tokens_per_s=self.tokens / max(self.seconds, 1e-9),
+            hidden_tokens_per_s=self.states.tokens_per_s,
+            seconds=self.seconds,
+            num_tokens=self.tokens,
+            num_steps=self.step,
+            losses=self.losses,
+            peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        )
+
+    def _done(self) -> float:
+        """Fraction of the schedule, by steps or by time, whichever is further."""
+        by_time = self.seconds / (60 * self.params.max_minutes) if self.params.max_minutes else 0.0
+        return max(self.step / self.total, by_time)
+
+    def _optimize(self, batch: list[Sample], done: float) -> float:
+        warm = min(1.0, (done + 1 / self.total) / max(self.params.warmup, 1e-9))
+        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.params.learning_rate * warm * max(cosine, 0.02)
+        loss = self._loss(batch)
+        value = float(loss.detach())
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {value} at step {self.step}; the draft is discarded and its parent stays"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_grad_norm)
+        self.optimizer.step()
+        return value
+
+    def _loss(self, batch: list[Sample]) -> Tensor:
+        packed = pack(batch, self.states, self.params.num_unroll, self.head.fc.in_features)
+        rows, final, log_sums, lengths = packed
+        last = lengths[rows.sequence] - 1
+        vocabulary = self.head.vocabulary
+
+        def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
+            index, sequence = rows.index[running], rows.sequence[running]
+            going = index + 3 + step <= last[running]
+            if self.params.follow == "accepted":
+                going &= vocabulary[logits.argmax(-1)] == rows.token_ids[sequence, index + 2 + step]
+            return going
+
+        total = torch.zeros(())
+        for step, (running, logits) in enumerate(self.head.unroll(rows, self.params.num_unroll, keep)):
+            if len(running) == 0:
+                break
+            sequence, position = rows.sequence[running], rows.index[running] + 1 + step
+            with torch.no_grad():
+                probs = self.teacher.probs(final[sequence, position], log_sums[sequence, position])
+            total = total + self.params.step_decay**step * self.loss(logits, probs).sum()
+        return total / len(rows.index)
+
+    def _save(self) -> None:
+        tensors = {f"weight/{name}": p.detach() for name, p in self.trained.items()}
+        for name, parameter in self.trained.items():
+            state = self.optimizer.state[parameter]
+            tensors |= {
+                f"{key}/{name}": state[key].detach().reshape(-1 if key == "step" else state[key].shape) for key in state
+            }
+        progress = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "losses": self.losses,
+            "key": self._key(),
+        }
+        file = self.work_dir / "checkpoint.safetensors"
+        save_file(tensors, f"{file}.new", metadata={"progress": json.dumps(progress)})
+        os.replace(f"{file}.new", file)
+
+    def _resume(self) -> None:
+        file = self.work_dir / "checkpoint.safetensors"
+        if not file.is_file():
+            return
+        with safe_open(file, framework="pt") as handle:
+            progress = json.loads(handle.metadata()["progress"])
+        if progress["key"] != self._key():
+            return  # another recipe's work: start over
+        tensors = load_file(file)
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(tensors[f"weight/{name}"])
+                self.optimizer.state[parameter] = {
+                    key: tensors[f"{key}/{name}"].reshape(() if key == "step" else parameter.shape)
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                }
+        self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
+        self.losses = [(step, loss) for step, loss in progress["losses"]]
+
+    def _key(self) -> str:
+        """What must be equal for a checkpoint to be this run's."""
+        settings = self.params.model_dump(exclude={"num_threads", "checkpoint_s"})
+        ids = [[s.id for s in bucket] for bucket in self.buckets]
+        return json.dumps([settings, self.seed, ids], sort_keys=True)
+
+
+def teacher(head: Eagle3, target_dir: Path) -> _Teacher:
+    """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
+    config = json.loads((target_dir / "config.json").read_text())
+    norm = read_tensor(target_dir, "model.norm.weight").float()
+    return _Teacher(norm, config["rms_norm_eps"], output_embedding(target_dir)[head.vocabulary])
+
+
+def pack(
+    batch: Sequence[Sample], states: HiddenStates, num_steps: int, width: int
+) -> tuple[Rows, Tensor, Tensor, Tensor]:
+    """Pad a batch and list its rows.
+
+    A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples from the
+    prompt by itself.
+
+    Returns:
+        the rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].
+    """
+    read = [states.read(sample) for sample in batch]
+    hidden = torch.nn.utils.rnn.pad_sequence([h.float() for h, _ in read], batch_first=True)
+    log_sums = torch.nn.utils.rnn.pad_sequence([s for _, s in read], batch_first=True)
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.token_ids) for s in batch], batch_first=True)
+    tokens = torch.nn.functional.pad(tokens, (0, num_steps + 1))
+    lengths = torch.tensor([len(s.token_ids) for s in batch])
+    index = [torch.arange(len(s.prompt_ids) - 1, len(s.token_ids) - 2) for s in batch]
+    sequence = [torch.full_like(rows, number) for number, rows in enumerate(index)]
+    rows = Rows(hidden[..., :width], tokens, torch.cat(sequence), torch.cat(index))
+    return rows, hidden[..., -states.hidden_size :], log_sums, lengths

@@ -1,0 +1,299 @@
+"""The engine's outside: one object around vLLM's AsyncLLM."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from models.engines.vllm import Completion, Params, Sampling
+from models.engines.vllm.scheduler import STEPS
+from models.precision import fast_dtype
+
+# Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix is near 1.
+TOLERANCE = 0.05
+
+OnFinish = Callable[[Completion, SamplingParams], None]
+
+
+class TappedLLM(AsyncLLM):
+    """AsyncLLM that tells `on_finish` of every request once it has ended, aborted ones too."""
+
+    on_finish: OnFinish | None = None
+    draft_version: str = ""
+    speculating: bool = False
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See the base class."""
+        tap = _Tap(request_id, sampling_params, self.draft_version, self.speculating)
+        try:
+            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                tap.see(output)
+                if output.finished:
+                    output.completion = tap.completion()
+                    tap.ended = True
+                    self._tell(output.completion, sampling_params)
+                yield output
+        finally:
+            if not tap.ended and tap.token_ids:  # the client went away
+                self._tell(tap.completion(), sampling_params)
+
+    def _tell(self, completion: Completion, sampling_params: SamplingParams) -> None:
+        if self.on_finish is not None:
+            self.on_finish(completion, sampling_params)
+
+
+class _Tap:
+    """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
+
+    def __init__(self, request_id: str, sampling: SamplingParams, draft_version: str, speculating: bool) -> None:
+        self.request_id, self.sampling = request_id, sampling
+        self.draft_version, self.speculating = draft_version, speculating
+        self.started, self.first_token = time.monotonic(), 0.0
+        self.last_token = self.started
+        self.prompt_ids: tuple[int, ...] = ()
+        self.token_ids: list[int] = []
+        self.gaps: list[float] = []
+        self.steps: list[list[int]] = []
+        self.finish_reason: str | None = None
+        self.ended = False
+
+    def see(self, output: RequestOutput) -> None:
+        self.prompt_ids = tuple(output.prompt_token_ids or ())
+        answer = output.outputs[0]
+        if self.sampling.output_kind == RequestOutputKind.DELTA:
+            self.token_ids += answer.token_ids
+        else:
+            self.token_ids = list(answer.token_ids)
+        if answer.logprobs and (self.sampling.logprobs or 0) >= 2:
+            self.gaps += [_gap(position) for position in answer.logprobs[len(self.gaps) :]]
+        if self.token_ids:
+            self.last_token = time.monotonic()
+            self.first_token = self.first_token or self.last_token
+        if answer.finish_reason is not None:
+            self.finish_reason = answer.finish_reason
+            transfer = output.kv_transfer_params or {}
+            self.steps = transfer.pop(STEPS, [])
+            output.kv_transfer_params = transfer or None
+
+    def completion(self) -> Completion:
+        num_later = max(len(self.token_ids) - 1, 1)
+        return Completion(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            token_ids=tuple(self.token_ids),
+            drafted=tuple(len(ids) for _, *ids in self.steps),
+            accepted=tuple(_accepted(self.steps, self.token_ids)),
+            drafted_ids=tuple(tuple(ids) for _, *ids in self.steps),
+            finish_reason=self.finish_reason,
+            first_token_ms=1000 * max(self.first_token - self.started, 0.0),
+            per_token_ms=1000 * max(self.last_token - self.first_token, 0.0) / num_later,
+            draft_version=self.draft_version,
+            speculating=self.speculating,
+            gaps=tuple(self.gaps),
+        )
+
+
+def _accepted(steps: list[list[int]], token_ids: list[int]) -> list[int]:
+    """Count each step's accepted tokens.
+
+    A rejected token is never the one that is emitted in its place (the residual max(p − q, 0) is 0 there), so the accepted ones are
+    what drafted and emitted tokens have in common from the left; that also holds for a step that a stop cut short.
+    """
+    accepted, position = [], 1
+    for num_emitted, *drafted in steps:
+        emitted = token_ids[position : position + num_emitted]
+        accepted.append(len(os.path.commonprefix([emitted, drafted])))
+        position += num_emitted
+    return accepted
+
+
+def _gap(position: dict[int, Any]) -> float:
+    best = sorted((entry.logprob for entry in position.values()), reverse=True)
+    return float(best[0] - best[1]) if len(best) > 1 else float("inf")
+
+
+class VllmEngine:
+    """A target and its draft, running.
+
+    Attributes:
+        llm: the AsyncLLM; vLLM's OpenAI handlers are built over it.
+        frontend_args: what those handlers are configured by.
+        draft: directory of the draft that is loaded, or None.
+    """
+
+    def __init__(self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None) -> None:
+        self.llm, self.draft = llm, draft
+        frontend = FrontendArgs()
+        self.frontend_args = argparse.Namespace(**{**vars(frontend), **vars(args)})
+
+    @classmethod
+    async def start(
+        cls, target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+    ) -> "VllmEngine":
+        """Start the engine's processes and load both models.
+
+        Args:
+            target: a Hugging Face directory.
+            draft: a draft's directory, or None for an engine without speculation.
+            params: how it runs.
+            served_name: the model name that requests use.
+            draft_version: what the draft is called in outputs.
+
+        Raises:
+            ValueError: a directory can't be loaded.
+        """
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        speculative = {}
+        if draft is not None and params.num_draft_tokens > 0:
+            speculative["speculative_config"] = {
+                "method": _method(draft),
+                "model": str(draft),
+                "num_speculative_tokens": params.num_draft_tokens,
+                "draft_sample_method": params.draft_sample_method,
+            }
+        args = AsyncEngineArgs(
+            **{
+                "model": str(target),
+                "served_model_name": [served_name],
+                "dtype": str(fast_dtype()).removeprefix("torch.") if params.dtype == "auto" else params.dtype,
+                "max_model_len": params.max_model_len,
+                "max_num_seqs": params.max_num_seqs,
+                "enforce_eager": params.enforce_eager,
+                "distributed_executor_backend": "mp",
+                "worker_extension_cls": "models.engines.vllm.worker.DraftWorker",
+                "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
+                "async_scheduling": False,
+                "disable_log_stats": False,
+                **speculative,
+                **params.extra,
+            }
+        )
+        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+        llm.draft_version, llm.speculating = draft_version, bool(speculative)
+        return cls(llm, args, draft)
+
+    @property
+    def draft_version(self) -> str:
+        """What the loaded draft is called."""
+        return self.llm.draft_version
+
+    @property
+    def speculating(self) -> bool:
+        """Whether steps are drafted."""
+        return self.llm.speculating
+
+    @property
+    def on_finish(self) -> OnFinish | None:
+        """Called once for every request that ended, in the event loop; must not block."""
+        return self.llm.on_finish
+
+    @on_finish.setter
+    def on_finish(self, callback: OnFinish | None) -> None:
+        self.llm.on_finish = callback
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+        """Answer one prompt.
+
+        Raises:
+            ValueError: the prompt does not fit the context, or a setting is out of range.
+        """
+        wanted = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            logprobs=sampling.num_logprobs,
+            ignore_eos=sampling.ignore_eos,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        async for output in self.llm.generate({"prompt_token_ids": list(prompt_ids)}, wanted, request_id):
+            last = output
+        completion: Completion = last.completion
+        return completion
+
+    async def swap_draft(self, directory: Path, version: str) -> float:
+        """Replace the draft between two engine steps; return the milliseconds it took.
+
+        Raises:
+            ValueError: the file doesn't fit; nothing was changed.
+        """
+        started = time.monotonic()
+        await self._call("swap_draft", str(_weights(directory)))
+        await self.llm.update_weight_version(version)
+        self.llm.draft_version, self.draft = version, directory
+        return 1000 * (time.monotonic() - started)
+
+    async def check_draft(self, directory: Path) -> float:
+        """Hold the engine's draft modules against the weights of `directory`; return the largest relative error.
+
+        Raises:
+            ValueError: a module computes something else than the file says.
+        """
+        errors: dict[str, float] = await self._call("draft_errors", str(_weights(directory)))
+        name = max(errors, key=lambda module: errors[module])
+        if not errors[name] <= TOLERANCE:
+            raise ValueError(
+                f"module {name} of the loaded draft is off by {errors[name]:.3g} from {directory.name}'s weights"
+            )
+        return errors[name]
+
+    async def set_speculation(self, on: bool) -> None:
+        """Switch drafting on or off; off costs nothing.
+
+        Raises:
+            ValueError: the engine has no draft to switch on.
+        """
+        if on and self.draft is None:
+            raise ValueError("speculation can't be switched on: the engine was started without a draft")
+        if self.draft is not None:
+            await self._call("set_speculation", on)
+        self.llm.speculating = on
+
+    async def health(self) -> None:
+        """Raise RuntimeError when the target can't serve."""
+        try:
+            await self.llm.check_health()
+        except Exception as error:  # vLLM's own classes don't unpickle where vLLM is not imported
+            raise RuntimeError(f"the engine is dead: {error}") from None
+
+    async def close(self) -> None:
+        """End the engine's processes."""
+        self.llm.shutdown()
+
+    async def _call(self, method: str, *args: object) -> Any:
+        """Run a worker's method between two steps.
+
+        Raises:
+            ValueError: the worker refused.
+        """
+        answer: dict[str, Any] = (await self.llm.collective_rpc(method, args=args))[0]
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        return answer["value"]
+
+
+def _weights(directory: Path) -> Path:
+    files = sorted(directory.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ValueError(f"draft {directory} holds {len(files)} safetensors files; wanted one")
+    return files[0]
+
+
+def _method(draft: Path) -> str:
+    """vLLM's name of the draft's family, from its architecture."""
+    architecture = json.loads((draft / "config.json").read_text())["architectures"][0]
+    return "eagle3" if "Eagle3" in architecture else "draft_model"

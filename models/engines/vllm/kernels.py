@@ -1,0 +1,37 @@
+"""The kernel that makes sampling under speculation right on a CPU.
+
+vLLM 0.32's CPU stand-in for `expand_kernel` computes into a copy, so temperature, top-p and top-k of the verified tokens are
+whatever the memory held (vllm-project/vllm#55005). Greedy decoding does not read them, which is how it goes unseen.
+"""
+
+import torch
+from torch import Tensor
+
+NAME = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand(
+    output: Tensor, values: Tensor, ends: Tensor, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int | None = None
+) -> None:
+    """Repeat each request's value over its drafted tokens, in place.
+
+    Args:
+        output: [num_tokens] written.
+        values: [B] one a request.
+        ends: [B] cumulative number of drafted tokens.
+        replace_from: a value that is written as `replace_to`.
+        replace_to: see there.
+        MAX_NUM_TOKENS: a bound that the compiled kernel needs; the name is the caller's.
+    """
+    counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    output.copy_(torch.repeat_interleave(replaced, counts))
+
+
+def install() -> None:
+    """Register the kernel, on CPUs only. It must happen in the worker, when it imports its extension; a plugin runs too early."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    if current_platform.is_cpu():
+        register_kernels({NAME: expand})

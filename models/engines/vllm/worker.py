@@ -1,0 +1,145 @@
+"""What redraft adds to vLLM's worker: replace the draft, prove what was loaded, stop and resume speculation.
+
+Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
+`load_weights` alone would fail, because linear weights are packed into oneDNN handles and have no elements left; so the whole of
+vLLM's layer-wise reload runs inside the one call. A malformed file would leave the target's shared embedding without storage,
+which is why everything is checked before the first module is touched.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from models.engines.vllm import kernels
+
+kernels.install()
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Return a refusal as an answer, because an exception in a worker's method reads like a broken engine."""
+
+    @wraps(method)
+    def answer(self: "DraftWorker", *args: Any) -> dict[str, Any]:
+        try:
+            return {"value": method(self, *args)}
+        except (ValueError, OSError, SafetensorError) as error:
+            return {"refused": str(error)}
+
+    return answer
+
+
+class DraftWorker:
+    """Mixed into vLLM's worker by `worker_extension_cls`."""
+
+    @answering
+    def swap_draft(self, path: str) -> int:
+        """Load the draft at `path`, a safetensors file; return how many tensors were loaded.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not finite.
+        """
+        draft = self._draft()
+        weights = {name: tensor for name, tensor in load_file(path).items() if not self._shared(name)}
+        self._require_like_start(weights)
+        config = self.vllm_config.speculative_config.draft_model_config
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            initialize_layerwise_reload(draft)
+            draft.load_weights(iter(weights.items()))
+            finalize_layerwise_reload(draft, config)
+            for module in draft.modules():  # a packed output layer keeps its old copy otherwise
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        return len(weights)
+
+    @answering
+    def draft_errors(self, path: str) -> dict[str, float]:
+        """Compare what the loaded modules compute with what the file says they should.
+
+        Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held against the
+        product with the file's matrix. Norms and the vocabulary map are compared as they are.
+
+        Returns:
+            for each module max |got − wanted| / max |wanted|.
+        """
+        weights = {name: t for name, t in load_file(path).items() if not self._shared(name)}
+        errors = {}
+        for name, module in self._draft().named_modules():
+            wanted = _file_weight(name, weights)
+            if wanted is None:
+                continue
+            if wanted.ndim == 1:
+                errors[name] = _relative(module.weight.detach().float(), wanted.float())
+            else:
+                dtype = self.vllm_config.model_config.dtype
+                inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+                with torch.no_grad():
+                    got = module.quant_method.apply(module, inputs, bias=None)
+                errors[name] = _relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
+        if "d2t" in weights:
+            errors["d2t"] = float((self._draft().draft_id_to_target_id != weights["d2t"]).any())
+        return errors
+
+    @answering
+    def set_speculation(self, on: bool) -> None:
+        """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
+
+        The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens as
+        `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: acceptance of the requests in
+        flight is lower for a while after switching on, their output is the same.
+        """
+        runner = self.model_runner
+        if not hasattr(self, "_speculation"):
+            self._speculation = (runner.num_spec_tokens, runner.effective_drafter_max_model_len)
+        runner.num_spec_tokens, runner.effective_drafter_max_model_len = self._speculation if on else (0, 0)
+
+    def _draft(self) -> nn.Module:
+        draft = self.get_draft_model()
+        if draft is None:
+            raise ValueError("this engine was started without a draft")
+        return draft
+
+    def _shared(self, name: str) -> bool:
+        """Whether a tensor's module is the target's own; writing through it would change the target."""
+        draft, target = self._draft(), self.get_model()
+        if "embed_tokens" in name:
+            return draft.model.embed_tokens is target.model.embed_tokens
+        if "lm_head" in name:
+            return draft.lm_head is getattr(target, "lm_head", None)
+        return False
+
+    def _require_like_start(self, weights: dict[str, Tensor]) -> None:
+        if not hasattr(self, "_wanted"):
+            start = Path(self.vllm_config.speculative_config.draft_model_config.model)
+            self._wanted: dict[str, Any] = {}
+            for file in sorted(start.glob("*.safetensors")):
+                tensors = load_file(file)
+                self._wanted |= {n: (tuple(t.shape), t.dtype) for n, t in tensors.items() if not self._shared(n)}
+        got = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+        for name in sorted(got.keys() | self._wanted.keys()):
+            if got.get(name) != self._wanted.get(name):
+                raise ValueError(f"tensor {name} is {got.get(name)}; the engine started with {self._wanted.get(name)}")
+        for name, tensor in weights.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"tensor {name} holds NaN or infinite values")
+
+
+def _file_weight(module: str, weights: dict[str, Tensor]) -> Tensor | None:
+    """Find a module's matrix or gain in the file, whose names are the checkpoint's; fused layers are stacked."""
+    name = module.removeprefix("model.").replace("layers.0.", "midlayer.")
+    for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        if name.endswith(fused):
+            return torch.cat([weights[f"{name.removesuffix(fused)}{part}.weight"] for part in parts])
+    return weights.get(f"{name}.weight")
+
+
+def _relative(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))

@@ -1,0 +1,108 @@
+"""Would-be acceptance of a draft on answers that the target has already given.
+
+The draft is run on the target's own tokens with its own state, as in serving, so for greedy answers the count is what the engine
+would have accepted, with no engine started. Parent and candidate are scored on the same tokens; that pairing is what lets a gate
+tell a small gain from noise.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.distill import hidden_states, pack
+from models.drafts.eagle3 import Eagle3, Rows, load, output_embedding, read_tensor
+from models.gate import Score
+from models.hidden import HiddenStates, Sample, length_buckets
+
+
+def score(
+    draft_dir: Path, target_dir: Path, samples: Sequence[Sample], num_draft_tokens: int, work_dir: Path
+) -> list[Score]:
+    """Score a draft conversation by conversation.
+
+    Args:
+        draft_dir: the draft.
+        target_dir: the target that gave the answers.
+        samples: prompts with answers; those of two tokens and less have no verification step to score and are left out.
+        num_draft_tokens: K as served.
+        work_dir: keeps the target's hidden states for the next draft.
+
+    Returns:
+        a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the expected
+        number Σ min(p, q) along the answer, each token taken as a possible start of a block.
+    """
+    head = load(draft_dir, target_dir)
+    samples = [s for s in samples if len(s.completion_ids) > 2]
+    states = hidden_states(head, target_dir, samples, work_dir)
+    greedy = [s for s in samples if s.temperature == 0]
+    sampled = [s for s in samples if s.temperature > 0]
+    with torch.inference_mode():
+        scores = _greedy_scores(head, states, greedy, num_draft_tokens)
+        if sampled:
+            scores |= _sampled_scores(head, target_dir, states, sampled, num_draft_tokens)
+    return [scores[s.id] for s in samples]
+
+
+def _greedy_scores(head: Eagle3, states: HiddenStates, samples: Sequence[Sample], num_steps: int) -> dict[str, Score]:
+    scores = {}
+    for batch in length_buckets(samples, 2048):
+        rows, _, _, lengths = pack(batch, states, num_steps, head.fc.in_features)
+        last = lengths[rows.sequence] - 1
+        matches = torch.zeros(len(rows.index), dtype=torch.int64)
+
+        matched = partial(_matched, rows, last, head.vocabulary)
+        for step, (running, logits) in enumerate(head.unroll(rows, num_steps, matched)):
+            matches[running] += matched(step, running, logits)
+        for number, sample in enumerate(batch):
+            scores[sample.id] = _walk(sample, matches[rows.sequence == number].tolist())
+    return scores
+
+
+def _matched(rows: Rows, last: Tensor, vocabulary: Tensor, step: int, running: Tensor, logits: Tensor) -> Tensor:
+    """[n] whether the target said the drafted token."""
+    index = rows.index[running] + 2 + step
+    token = rows.token_ids[rows.sequence[running], index]
+    return (index <= last[running]) & (vocabulary[logits.argmax(-1)] == token)
+
+
+def _inside(rows: Rows, length: int, step: int, running: Tensor, logits: Tensor) -> Tensor:
+    """[n] whether the answer goes on to the next drafted token."""
+    return rows.index[running] + 3 + step < length
+
+
+def _walk(sample: Sample, matches: list[int]) -> Score:
+    """Go through an answer as the engine would: `matches[i]` drafted tokens after answer token i are right."""
+    position, steps, accepted = 0, 0, 0
+    remaining = len(sample.completion_ids) - 1
+    while remaining > 0:
+        kept = min(matches[position], remaining) if position < len(matches) else 0
+        steps, accepted = steps + 1, accepted + kept
+        position, remaining = position + kept + 1, remaining - kept - 1
+    return Score(id=sample.id, domain=sample.domain, steps=steps, accepted=accepted)
+
+
+def _sampled_scores(
+    head: Eagle3, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int
+) -> dict[str, Score]:
+    norm = read_tensor(target_dir, "model.norm.weight").float()
+    output = output_embedding(target_dir)
+    scores = {}
+    for sample in samples:
+        rows, final, _, lengths = pack([sample], states, num_steps, head.fc.in_features)
+        alive = torch.ones(len(rows.index))
+        expected = torch.zeros(len(rows.index))
+        inside = partial(_inside, rows, int(lengths[0]))
+        for step, (running, logits) in enumerate(head.unroll(rows, num_steps, inside)):
+            states_here = final[0, rows.index[running] + 1 + step]
+            normed = torch.nn.functional.rms_norm(states_here, states_here.shape[-1:], norm, head.eps)
+            p = ((normed @ output.T) / sample.temperature).softmax(-1)[:, head.vocabulary]
+            q = (logits / sample.temperature).softmax(-1)
+            alive[running] *= torch.minimum(p, q).sum(-1)
+            expected[running] += alive[running]
+        scores[sample.id] = Score(
+            id=sample.id, domain=sample.domain, steps=len(rows.index), accepted=float(expected.sum())
+        )
+    return scores

@@ -1,0 +1,66 @@
+"""Where a target comes from, and what makes two targets the same.
+
+Each file's `build` writes a plain Hugging Face directory: config, safetensors, tokenizer and chat template. A draft fits a
+target only if the weights and the tokenizer hash to what it was trained with, so both hashes are taken from the files.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from models.params import Frozen
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+
+
+class TargetCard(Frozen):
+    """What identifies a target; the hashes are sha256 in hexadecimal."""
+
+    name: str
+    sha256: str
+    tokenizer_sha256: str
+    vocab_size: int
+    chat_template_sha256: str
+    hidden_size: int
+    num_layers: int
+
+
+def describe(directory: Path) -> TargetCard:
+    """Read a target's card off its directory.
+
+    Raises:
+        ValueError: a file that every target has is missing.
+    """
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{directory} is not a Hugging Face model directory: config.json is missing")
+    config = json.loads(config_file.read_text())
+    return TargetCard(
+        name=str(config.get("_name_or_path") or config.get("_model_name_or_path") or config["model_type"]),
+        sha256=_digest(sorted(directory.glob("*.safetensors")), f"safetensors weights in {directory}"),
+        tokenizer_sha256=_digest(
+            [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()], f"tokenizer in {directory}"
+        ),
+        vocab_size=config["vocab_size"],
+        chat_template_sha256=hashlib.sha256(_chat_template(directory).encode()).hexdigest(),
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+    )
+
+
+def _digest(files: list[Path], what: str) -> str:
+    if not files:
+        raise ValueError(f"no {what}")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _chat_template(directory: Path) -> str:
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        return template.read_text()
+    settings = directory / "tokenizer_config.json"
+    return str(json.loads(settings.read_text()).get("chat_template", "")) if settings.is_file() else ""

@@ -1,0 +1,75 @@
+"""A small Llama with random weights and a byte-level tokenizer, made from nothing: the tests' target.
+
+The weights are drawn wider than usual (`init_std`), because at 0.02 every next token is nearly equally likely and a greedy
+output hangs on rounding.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from models.params import BaseParams
+
+PAPER = "none"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class Params(BaseParams):
+    """Shape of the target; heads are 64 wide, the least that vLLM's CPU attention takes."""
+
+    name: Literal["random"] = "random"
+    num_layers: int = 2
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    intermediate_size: int = 256
+    init_std: float = 0.08
+    seed: int = 0
+
+
+def build(params: Params, directory: Path) -> None:
+    """Write the target into `directory`."""
+    tokenizer = byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64 * params.num_heads,
+        intermediate_size=params.intermediate_size,
+        num_hidden_layers=params.num_layers,
+        num_attention_heads=params.num_heads,
+        num_key_value_heads=params.num_kv_heads,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=params.init_std,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    config._name_or_path = f"random-llama-{params.seed}"
+    with torch.random.fork_rng():
+        torch.manual_seed(params.seed)
+        model = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 256 bytes and the special tokens, without merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *letters])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )
