@@ -56,7 +56,7 @@ class Params(BaseParams):
 
 
 class Progress(NamedTuple):
-    """How far a stage is, in tokens; `loss` is a running mean."""
+    """How far a stage is, in tokens; `loss` is a running mean of the first unroll's."""
 
     stage: Literal["hidden states", "train"]
     done: int
@@ -214,9 +214,9 @@ class _Loop:
         cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item()
         for group in self.optimizer.param_groups:
             group["lr"] = self.params.learning_rate * warm * max(cosine, 0.02)
-        loss = self._loss(batch)
-        value = float(loss.detach())
+        loss, first = self._loss(batch)
         if not torch.isfinite(loss):
+            value = float(loss.detach())
             raise FloatingPointError(
                 f"the loss is {value} at step {self.step}; the draft is discarded and its parent stays"
             )
@@ -224,9 +224,10 @@ class _Loop:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_grad_norm)
         self.optimizer.step()
-        return value
+        return first
 
-    def _loss(self, batch: list[Sample]) -> Tensor:
+    def _loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
+        """Return the loss to minimise, and the first unroll's mean: more rows go on as the draft gets better, so only the latter falls."""
         packed = pack(batch, self.states, self.params.num_unroll, self.head.fc.in_features)
         rows, final, log_sums, lengths = packed
         last = lengths[rows.sequence] - 1
@@ -239,15 +240,18 @@ class _Loop:
                 going &= vocabulary[logits.argmax(-1)] == rows.token_ids[sequence, index + 2 + step]
             return going
 
-        total = torch.zeros(())
+        total, first = torch.zeros(()), 0.0
         for step, (running, logits) in enumerate(self.head.unroll(rows, self.params.num_unroll, keep)):
             if len(running) == 0:
                 break
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
             with torch.no_grad():
                 probs = self.teacher.probs(final[sequence, position], log_sums[sequence, position])
-            total = total + self.params.step_decay**step * self.loss(logits, probs).sum()
-        return total / len(rows.index)
+            values = self.loss(logits, probs)
+            total = total + self.params.step_decay**step * values.sum()
+            if step == 0:
+                first = float(values.detach().mean())
+        return total / len(rows.index), first
 
     def _save(self) -> None:
         tensors = {f"weight/{name}": p.detach() for name, p in self.trained.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.exceptions import VLLMError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
@@ -26,7 +27,7 @@ OnFinish = Callable[[Completion, SamplingParams], None]
 
 
 class TappedLLM(AsyncLLM):
-    """AsyncLLM that tells `on_finish` of every request once it has ended, aborted ones too."""
+    """AsyncLLM that tells `on_finish` of every request of one answer once it has ended, aborted ones too."""
 
     on_finish: OnFinish | None = None
     draft_version: str = ""
@@ -36,6 +37,11 @@ class TappedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """See the base class."""
+        if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
+            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                output.kv_transfer_params = None
+                yield output
+            return
         tap = _Tap(request_id, sampling_params, self.draft_version, self.speculating)
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
@@ -267,7 +273,7 @@ class VllmEngine:
         """Raise RuntimeError when the target can't serve."""
         try:
             await self.llm.check_health()
-        except Exception as error:  # vLLM's own classes don't unpickle where vLLM is not imported
+        except VLLMError as error:  # vLLM's own classes don't unpickle where vLLM is not imported
             raise RuntimeError(f"the engine is dead: {error}") from None
 
     async def close(self) -> None:

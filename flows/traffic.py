@@ -1,0 +1,179 @@
+"""Traffic for a running service: prompts in, what became of each request out. A client like any other, over HTTP."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import httpx
+import openai
+from pydantic import BaseModel, ConfigDict
+
+from tasks.select_data import Prompt
+
+TIMEOUT_S = 120.0
+
+
+class Answer(BaseModel):
+    """One request and its end.
+
+    Attributes:
+        status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
+        drafted, accepted, steps: as the service counted them; None where it did not say.
+        seconds: from sending to the last token.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_id: str
+    domain: str
+    status: str
+    text: str = ""
+    finish_reason: str | None = None
+    draft_version: str | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    steps: int | None = None
+    num_tokens: int = 0
+    first_token_ms: float | None = None
+    seconds: float
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """τ of this request, None where nothing was verified."""
+        return 1 + self.accepted / self.steps if self.steps and self.accepted is not None else None
+
+
+class TrafficReport(BaseModel):
+    """A set of requests.
+
+    Attributes:
+        num_ok: requests that were answered to the end.
+        failures: status to number of the others.
+        tau: 1 + accepted / steps over all requests, None if nothing was verified.
+        tokens_per_s: of all requests together.
+        draft_versions: version to the number of requests that it drafted for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_requests: int
+    num_ok: int
+    failures: dict[str, int]
+    tau: float | None
+    tokens_per_s: float
+    seconds: float
+    draft_versions: dict[str, int]
+
+
+async def send(
+    prompts: Sequence[Prompt],
+    url: str,
+    *,
+    concurrency: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    log: Literal["none", "metadata", "full"] = "full",
+    model: str = "target",
+    api_key: str | None = None,
+    on_answer: Callable[[Answer], None] | None = None,
+) -> list[Answer]:
+    """Send prompts as streamed chats.
+
+    Args:
+        prompts: what to send; each carries its domain.
+        url: of the service, without /v1.
+        concurrency: requests in flight.
+        max_tokens: of each answer.
+        temperature: 0 is greedy.
+        log: what the service may log.
+        model: the served name.
+        api_key: bearer key, if the service asks for one.
+        on_answer: called with each answer as it ends.
+
+    Returns:
+        One answer a prompt, in their order; a request that fails is an answer that says so.
+    """
+    limits = httpx.Limits(max_connections=concurrency)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url.rstrip('/')}/v1",
+        api_key=api_key or "none",
+        max_retries=0,  # a retry would hide a failure
+        http_client=httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False),
+    ) as client:
+        slots = asyncio.Semaphore(concurrency)
+
+        async def ask(prompt: Prompt) -> Answer:
+            async with slots:
+                answer = await _ask(client, prompt, model, max_tokens, temperature, log)
+            if on_answer is not None:
+                on_answer(answer)
+            return answer
+
+        return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+
+def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
+    """Sum answers up.
+
+    Args:
+        answers: any number.
+        seconds: how long they took together.
+    """
+    ok = [answer for answer in answers if answer.status == "ok"]
+    steps = sum(answer.steps or 0 for answer in ok)
+    accepted = sum(answer.accepted or 0 for answer in ok)
+    return TrafficReport(
+        num_requests=len(answers),
+        num_ok=len(ok),
+        failures=dict(Counter(answer.status for answer in answers if answer.status != "ok")),
+        tau=1 + accepted / steps if steps else None,
+        tokens_per_s=sum(answer.num_tokens for answer in ok) / max(seconds, 1e-9),
+        seconds=seconds,
+        draft_versions=dict(Counter(answer.draft_version for answer in ok if answer.draft_version is not None)),
+    )
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, prompt: Prompt, model: str, max_tokens: int, temperature: float, log: str
+) -> Answer:
+    started_s = time.monotonic()
+    seen: dict[str, Any] = {"prompt_id": prompt.id, "domain": prompt.domain}
+    try:
+        stream = await client.chat.completions.create(
+            model=model,
+            messages=[message.model_dump() for message in prompt.messages],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_headers={"X-Redraft-Domain": prompt.domain, "X-Redraft-Log": log},
+        )
+        async for chunk in stream:
+            _note(seen, chunk, started_s)
+    except openai.APIStatusError as error:
+        status = f"http {error.status_code}"
+    except openai.APIConnectionError as error:
+        status = type(error).__name__
+    except openai.APIError as error:  # an error frame in the stream
+        status = f"error frame: {error.message}"
+    except httpx.HTTPError as error:  # the body broke off
+        status = type(error).__name__
+    else:
+        status = "ok" if seen.get("finish_reason") else "truncated"
+    return Answer(**seen, status=status, seconds=time.monotonic() - started_s)
+
+
+def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
+    for choice in chunk.choices:
+        if choice.delta.content:
+            seen.setdefault("first_token_ms", 1000 * (time.monotonic() - started_s))
+            seen["text"] = seen.get("text", "") + choice.delta.content
+        if choice.finish_reason is not None:
+            seen["finish_reason"] = choice.finish_reason
+    if chunk.usage is not None:
+        seen["num_tokens"] = chunk.usage.completion_tokens
+        counts = (chunk.usage.model_extra or {}).get("redraft") or {}
+        seen |= {name: counts.get(name) for name in ("drafted", "accepted", "steps")}
+        seen["draft_version"] = None if counts.get("draft_version") is None else str(counts["draft_version"])

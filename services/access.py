@@ -1,0 +1,266 @@
+"""Who may ask, and what may be asked: the ASGI layer in front of every route, and the parsing of bodies.
+
+Nothing that a client sends reaches a handler before its key, its size and its JSON were checked. Each request gets an id
+of ours: one chosen by a client could collide with another's and mix up their log rows. A failure that nobody foresaw
+becomes a bare 500 here; its text goes to the log only.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infra.consent import Consent, consent_level
+from services.config import ApiKey
+
+OPEN_PATHS = ("/healthz",)
+# An engine's own headers: an id, a rank or a priority from outside would be obeyed.
+INTERNAL_HEADERS = (b"x-request-id", b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id")
+DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
+DEFAULT_DOMAIN = "default"
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_PROMPTS = 16
+
+log = logging.getLogger(__name__)
+
+
+class Refusal(Exception):
+    """A request that is answered with an error; the message is meant for the client."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def response(self) -> JSONResponse:
+        """Return the answer in OpenAI's error shape."""
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+    def body(self) -> dict[str, Any]:
+        """Return the error's JSON."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="internal_error")
+
+
+class Origin(NamedTuple):
+    """What is known of a request before it runs; `subject` is a hash, None if nobody was named."""
+
+    request_id: str
+    domain: str
+    consent: Consent
+    subject: str | None
+
+
+class Keys:
+    """The accepted keys."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(hashlib.sha256(key.key.encode()).digest(), key) for key in keys]
+
+    def identify(self, authorization: str | None) -> ApiKey | None:
+        """Return the key of a request, None if no keys are configured.
+
+        Every key is compared, over digests of one length, so that the time tells nothing about any of them.
+
+        Raises:
+            Refusal: 401, no key or an unknown one.
+        """
+        if not self._keys:
+            return None
+        scheme, _, sent = (authorization or "").partition(" ")
+        digest = hashlib.sha256(sent.strip().encode()).digest()
+        found = None
+        for known, key in self._keys:
+            if hmac.compare_digest(known, digest):
+                found = key
+        if found is None or scheme.lower() != "bearer":
+            raise Refusal(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+        return found
+
+
+class Admission:
+    """ASGI middleware: id, key, size, counts, and an answer to what nobody caught.
+
+    Attributes:
+        responses: how many answers went out by status; a stream counts when it starts.
+        in_flight: requests that are being answered.
+        draining: set to refuse new requests while the running ones end.
+    """
+
+    def __init__(self, keys: Sequence[ApiKey], max_body_bytes: int, body_timeout_s: float) -> None:
+        self.responses: Counter[int] = Counter()
+        self.in_flight = 0
+        self.draining = False
+        self._keys = Keys(keys)
+        self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Return `app` behind this layer."""
+
+        async def admit(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            await self._answer(app, scope, receive, send)
+
+        return admit
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id, started, ended = uuid.uuid4().hex, False, False
+
+        async def counted(message: Message) -> None:
+            nonlocal started, ended
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if message["type"] == "http.response.start":
+                started = True
+                self.responses[message["status"]] += 1
+                message["headers"] = [*message.get("headers", []), (b"x-redraft-request", request_id.encode())]
+            await send(message)
+
+        self.in_flight += 1
+        try:
+            headers = Headers(scope=scope)
+            if scope["path"] not in OPEN_PATHS:
+                if self.draining:
+                    raise Refusal(503, "the service is shutting down; ask again in a few seconds", code="draining")
+                scope["redraft.key"] = self._keys.identify(headers.get("authorization"))
+            received = await self._read_body(headers, receive)
+            kept = [(name, value) for name, value in scope["headers"] if name.lower() not in INTERNAL_HEADERS]
+            scope["headers"] = [*kept, (b"x-request-id", request_id.encode())]
+            scope["redraft.id"] = request_id
+            await app(scope, _replayed(received, receive), counted)
+        except Refusal as refusal:
+            if started:
+                raise
+            await refusal.response()(scope, receive, counted)
+        except Exception:
+            log.exception("request %s to %r failed", request_id, scope["path"])
+            if not started:
+                await INTERNAL_ERROR.response()(scope, receive, counted)
+            elif not ended:
+                raise  # the server must cut the connection: a body that just stopped would look whole
+        finally:
+            self.in_flight -= 1
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """Read the whole body; Refusal 413 if it is too large, 408 if too slow, 400 if the client left."""
+        declared = headers.get("content-length", "0")
+        if not declared.isascii() or not declared.isdigit():
+            raise Refusal(400, "Content-Length is not a number")
+        if len(declared) > 18 or int(declared) > self._max_body_bytes:
+            self._refuse_size()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(400, "the client left before the body was complete")
+                    body += message.get("body", b"")
+                    if len(body) > self._max_body_bytes:
+                        self._refuse_size()
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            raise Refusal(408, f"the body took longer than {self._body_timeout_s:g} s") from error
+
+    def _refuse_size(self) -> NoReturn:
+        raise Refusal(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+
+
+def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
+    """Parse a JSON object strictly.
+
+    A JSON content type is required because a web page can send any other to a loopback address without being asked.
+
+    Raises:
+        Refusal: 415, or 400 for what is not JSON: NaN, Infinity, 1e999, lone surrogates, too deep, no object.
+    """
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "Content-Type must be application/json")
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_constant)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and lone surrogates fail here
+    except RecursionError as error:
+        raise Refusal(400, "the body is nested too deep") from error
+    except ValueError as error:
+        reason = "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)[:200]
+        raise Refusal(400, f"the body is not valid JSON: {reason}") from error
+    if not isinstance(value, dict):
+        raise Refusal(400, f"the body is a JSON {type(value).__name__}, wanted an object")
+    return value
+
+
+def check_limits(body: Mapping[str, Any]) -> None:
+    """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
+    if body.get("min_p") not in (None, 0):
+        raise Refusal(400, "min_p is not honoured under speculative decoding; leave it out", "min_p", "unsupported")
+    if body.get("logit_bias"):
+        message = "logit_bias is not honoured under speculative decoding; leave it out"
+        raise Refusal(400, message, "logit_bias", "unsupported")
+    if body.get("use_beam_search"):
+        raise Refusal(400, "beam search is not served here", "use_beam_search", "unsupported")
+    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
+        if body.get(name):
+            raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
+    for name in ("n", "best_of"):
+        if isinstance(number := body.get(name), int | float) and not 1 <= number <= MAX_CHOICES:
+            raise Refusal(400, f"{name} must be from 1 to {MAX_CHOICES}", name)
+    if isinstance(stops := body.get("stop"), list) and len(stops) > MAX_STOPS:
+        raise Refusal(400, f"stop has {len(stops)} entries, at most {MAX_STOPS} are taken", "stop")
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
+        raise Refusal(400, f"prompt has {len(prompts)} entries, at most {MAX_PROMPTS} are taken", "prompt")
+
+
+def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], key: ApiKey | None) -> Origin:
+    """Read domain, consent and subject off a request.
+
+    Raises:
+        Refusal: 400, the domain is malformed.
+    """
+    domain = headers.get("x-redraft-domain", DEFAULT_DOMAIN)
+    if DOMAIN.fullmatch(domain) is None:
+        raise Refusal(400, "X-Redraft-Domain must be 1 to 32 of a-z, 0-9, _ and -", "X-Redraft-Domain")
+    said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
+    consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
+    return Origin(request_id, domain, consent, subject_of(key.key if key else None, body.get("user") or None))
+
+
+def subject_of(key: str | None, user: object) -> str | None:
+    """Return the hash under which a person's rows are logged and erased: HMAC-SHA256 of the user under the key.
+
+    Without a key, a user's name is hashed under a fixed one, which hides it but can be guessed.
+    """
+    if key is None and user is None:
+        return None
+    return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Hand out the body that was read, then whatever comes, so that a client's leaving is still seen."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replay

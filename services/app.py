@@ -1,0 +1,160 @@
+"""The routes over one service, and the Ray Serve deployment that holds it.
+
+Bodies are parsed here and not by FastAPI, which takes NaN, answers errors in a shape of its own and reads a body before
+anyone looked at the key. Serve builds the ASGI app after the replica's constructor, so routes close over the service.
+"""
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from ray import serve
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from infra.doctor import openmp_preload
+from models.engines.vllm import Params, child_environment
+from services import metrics
+from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body
+from services.config import ServiceConfig
+from services.handlers import Answer, from_error
+from services.service import Service
+from services.stream import opened
+
+APP_NAME = "redraft"
+# The engine and its two child processes need the rest of the machine; Serve only keeps books of this.
+REPLICA_CPUS = 1
+HEALTH_PERIOD_S = 2.0
+
+Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
+
+
+def build_app(service: Service) -> ASGIApp:
+    """Return the ASGI app over a running service; closing the app closes the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(Exception, _on_failure)
+
+    @app.get("/healthz")
+    async def healthz() -> JSONResponse:
+        try:
+            await service.health()
+        except RuntimeError:
+            raise Refusal(503, "the target can't serve", code="unhealthy") from None
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(service.status()), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/redraft/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(service.status())
+
+    @app.post("/redraft/speculation")
+    async def speculation(raw: Request) -> JSONResponse:
+        body = await _body(raw)
+        if body.keys() != {"on"} or not isinstance(body["on"], bool):
+            raise Refusal(400, 'wanted {"on": true} or {"on": false}', "on")
+        return JSONResponse({"speculating": await service.set_speculation(body["on"])})
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(await service.handlers.models())
+
+    @app.post("/v1/chat/completions")
+    async def chat(raw: Request) -> Response:
+        return await _generate(service, service.handlers.chat, raw)
+
+    @app.post("/v1/completions")
+    async def complete(raw: Request) -> Response:
+        return await _generate(service, service.handlers.complete, raw)
+
+    return service.admission.around(app)
+
+
+async def _body(raw: Request) -> dict[str, Any]:
+    return parse_body(raw.headers.get("content-type", ""), await raw.body())
+
+
+async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
+    body = await _body(raw)
+    check_limits(body)
+    recorder, request_id = service.recorder, raw.scope["redraft.id"]
+    recorder.expect(describe_origin(request_id, raw.headers, body, raw.scope["redraft.key"]))
+    try:
+        answer = await handler(body, raw)
+    except BaseException:
+        recorder.forget(request_id)
+        raise
+    if isinstance(answer, dict):
+        if (usage := recorder.usage(request_id)) is not None:
+            answer["usage"]["redraft"] = usage
+        recorder.forget(request_id)
+        return JSONResponse(answer)
+    frames = await opened(answer, from_error, lambda: recorder.usage(request_id), lambda: recorder.forget(request_id))
+    return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = {404: "there is no such path", 405: "this path takes another method"}.get(status, "bad request")
+    return Refusal(status, message).response()
+
+
+async def _on_refusal(_: Request, error: Exception) -> Response:
+    return error.response() if isinstance(error, Refusal) else INTERNAL_ERROR.response()
+
+
+async def _on_failure(_: Request, error: Exception) -> Response:
+    return INTERNAL_ERROR.response()  # Starlette raises the error again, and Admission logs it
+
+
+@serve.ingress()
+class Replica:
+    """One service in one Serve replica. Settings that the engine can't change while it runs come with the deployment."""
+
+    async def __init__(self, config_json: str) -> None:
+        logging.getLogger("services").setLevel(logging.INFO)
+        self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return build_app(self._service)
+
+    async def check_health(self) -> None:
+        """Raise a plain RuntimeError, so that Serve replaces the replica."""
+        await self._service.health()
+        self._service.require_no_replacement()
+
+    async def drain(self) -> int:
+        """See `Service.drain`; called through the handle before the app is taken down."""
+        return await self._service.drain()
+
+
+def deployment(config: ServiceConfig) -> serve.Application:
+    """Return the Serve application of one configuration."""
+    params = config.engine_params()
+    environment = {**child_environment(params if isinstance(params, Params) else None), **openmp_preload()}
+    return serve.deployment(
+        Replica,
+        name="replica",
+        max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=config.max_queued_requests,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=config.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config={"enable_access_log": False},
+        ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
+    ).bind(config.model_dump_json())

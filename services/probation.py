@@ -1,0 +1,95 @@
+"""The three checks that a loaded draft must pass: its weights arrived, the output is unchanged, it is as good as promised."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from models.golden import Golden, equal_output
+
+from infra.registry import Version
+from models.acceptance import mean_accepted_length
+from models.engines.vllm import Completion, Sampling
+from models.params import Frozen
+from services.config import Probation
+
+PROBE_TAG = "probe_tau"
+
+
+class Engine(Protocol):
+    """What the reconciler needs of a running engine; see models/engines."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion: ...
+    async def swap_draft(self, directory: Path, version: str) -> float: ...
+    async def check_draft(self, directory: Path) -> float: ...
+    async def set_speculation(self, on: bool) -> None: ...
+
+
+class Proof(Frozen):
+    """What a draft showed.
+
+    Attributes:
+        weight_error: largest relative difference from the file's weights on fixed inputs.
+        num_near_ties: golden outputs that differ first where the target itself was undecided.
+        tau: mean accepted length on the golden prompts.
+        promised_tau: the same, measured before the draft was registered.
+    """
+
+    weight_error: float
+    num_near_ties: int
+    tau: float
+    promised_tau: float
+
+
+async def prove(
+    engine: Engine,
+    directory: Path,
+    version: Version,
+    goldens: Sequence[Golden],
+    threshold: float,
+    settings: Probation,
+) -> Proof:
+    """Check the draft that the engine just loaded, beside its traffic.
+
+    Args:
+        engine: speculating with the draft.
+        directory: the draft's files.
+        version: its registry entry.
+        goldens: the target's reference outputs.
+        threshold: near-tie rule of `equal_output`.
+        settings: how much is probed and tolerated.
+
+    Raises:
+        ValueError: the draft failed; says in what.
+    """
+    promised = _promised_tau(version)
+    error = await engine.check_draft(directory)
+    traces, num_near_ties = [], 0
+    for index, golden in enumerate(goldens[: settings.num_prompts]):
+        completion = await engine.generate(
+            list(golden.prompt_ids), Sampling(max_tokens=len(golden.token_ids)), f"probe-{version.number}-{index}"
+        )
+        verdict = equal_output(golden, completion.token_ids, threshold)
+        if verdict == "different":
+            raise ValueError(f"golden prompt {index} gave another output than the target alone")
+        num_near_ties += verdict == "near-tie"
+        traces.append(completion.trace("probe"))
+    if not any(any(trace.drafted) for trace in traces):
+        raise ValueError(f"nothing was drafted on {len(traces)} golden prompts")
+    tau = mean_accepted_length(traces)
+    wanted = 1 + (promised - 1) * (1 - settings.tolerance)
+    if tau < wanted:
+        raise ValueError(f"mean accepted length on the golden prompts is {tau:.3f}, promised {promised:.3f}")
+    return Proof(weight_error=error, num_near_ties=num_near_ties, tau=tau, promised_tau=promised)
+
+
+def _promised_tau(version: Version) -> float:
+    text = version.tags.get(PROBE_TAG, "")
+    try:
+        tau = float(text)
+    except ValueError:
+        raise ValueError(
+            f"tag {PROBE_TAG} is {text!r}, wanted the mean accepted length on the golden prompts"
+        ) from None
+    if not 1 <= tau < float("inf"):
+        raise ValueError(f"tag {PROBE_TAG} is {text}, wanted a number from 1")
+    return tau

@@ -1,0 +1,252 @@
+"""The loop that makes the served draft follow alias `champion`, and takes a bad draft back by itself.
+
+It runs as a task beside the requests: what blocks (registry, disk) goes to a thread, what touches the engine is one call
+between two steps. Requests never wait for it and never fail by it. The ladder on failure: candidate, last good, no
+speculation. A draft that the running engine can't take by a swap (another shape, or it was started without one) makes the
+replica ask to be replaced; the new one boots with it.
+
+While an operator has speculation switched off nothing is swapped: a probation would have nothing to measure.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from models.golden import Golden
+
+from infra.registry import NoSuchVersion, RegistryUnavailable, Version, is_quarantined
+from services.config import ServiceConfig
+from services.drafts import DraftSource, Loaded, State, Unfit, label, write_state
+from services.probation import Engine, Proof, prove
+
+MAX_ATTEMPTS = 3
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Follows the registry for one engine.
+
+    Attributes:
+        counts: what happened so often: swaps, reverts, refused, unfit, deferred, registry_unavailable, errors.
+        refused: why versions are not served, by label.
+        serving: the draft in the engine; None without one, or while only speculation off is safe.
+        champion: the number that the registry named last.
+        fallback: why speculation is off, None while it may be on.
+        replacement: why this replica must be replaced, None while it need not.
+        proof: what the served draft showed on probation.
+        swap_ms: how long the last swap took.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: DraftSource,
+        goldens: Sequence[Golden],
+        threshold: float,
+        config: ServiceConfig,
+        boot: Loaded | None,
+        state: State,
+        counts: Counter[str],
+    ) -> None:
+        self.counts = counts
+        self.refused: dict[str, str] = dict(state.refused)
+        self.serving = boot
+        self.champion: int | None = None
+        self.fallback: str | None = None if boot else "no draft"
+        self.replacement: str | None = None
+        self.proof: Proof | None = None
+        self.swap_ms: float | None = None
+        self.wanted = True
+        self._engine, self._source, self._goldens, self._threshold = engine, source, goldens, threshold
+        self._config, self._boot, self._state = config, boot, state
+        self._attempts: Counter[str] = Counter()
+        self._unreported: dict[str, str] = dict(state.refused)
+        self._swapped_s: float | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Tick for ever; whatever fails is counted and tried again at the next tick."""
+        while True:
+            try:
+                await self.tick()
+            except RegistryUnavailable as error:
+                self.counts["registry_unavailable"] += 1
+                log.warning("the registry is unavailable: %s", error)
+            except Exception:  # the edge: the loop must outlive every fault
+                self.counts["errors"] += 1
+                log.exception("a look at the registry failed")
+            await asyncio.sleep(self._config.poll_s)
+
+    async def tick(self) -> None:
+        """Look once, and bring the engine in line.
+
+        Raises:
+            RegistryUnavailable: nothing was changed, the last good draft serves.
+        """
+        async with self._turn:
+            if self.wanted and self.serving is not None and self.proof is None:
+                await self._prove_boot(self.serving)
+            await self._report()
+            champion = await asyncio.to_thread(self._source.champion)
+            self.champion = None if champion is None else champion.number
+            if champion is None:
+                await self._retire()
+            elif self._is_new(champion):
+                await self._follow(champion)
+
+    async def set_speculation(self, on: bool) -> bool:
+        """Do what an operator wants and return whether the engine speculates; it never does without a good draft."""
+        async with self._turn:
+            self.wanted = on
+            speculating = on and self.fallback is None
+            await self._engine.set_speculation(speculating)
+            return speculating
+
+    def _is_new(self, champion: Version) -> bool:
+        if not self.wanted or self.replacement is not None or label(champion) in self.refused:
+            return False
+        if self.serving is not None and label(self.serving.version) == label(champion):
+            return False
+        now_s = time.monotonic()
+        if self._swapped_s is not None and now_s - self._swapped_s < self._config.min_swap_interval_s:
+            self.counts["deferred"] += 1
+            return False
+        return True
+
+    async def _follow(self, version: Version) -> None:
+        try:
+            directory = await asyncio.to_thread(self._source.fetch, version)
+        except Unfit as error:
+            self.counts["unfit"] += 1
+            self.refused[label(version)] = str(error)
+            log.warning("draft %s does not fit: %s", version.number, error)
+            return
+        except ValueError as error:
+            await self._refuse(version, str(error))
+            return
+        if self._boot is None:
+            self.replacement = f"draft {version.number} came, and the engine was started without one"
+            return
+        try:
+            await asyncio.to_thread(self._source.require_shape, directory, self._boot.directory)
+        except ValueError as error:
+            self.replacement = f"draft {version.number} has another shape: {error}"
+            return
+        await self._try(Loaded(version, directory))
+
+    async def _try(self, candidate: Loaded) -> None:
+        version = candidate.version
+        self._swapped_s = time.monotonic()
+        self._attempts[label(version)] += 1
+        try:
+            async with asyncio.timeout(self._config.probation.timeout_s):
+                self.swap_ms = await self._engine.swap_draft(candidate.directory, str(version.number))
+                self.counts["swaps"] += 1
+                proof = await self._prove(candidate)
+        except ValueError as error:
+            await self._put_back()
+            await self._refuse(version, str(error))
+        except Exception as error:
+            await self._put_back()
+            if self._attempts[label(version)] >= MAX_ATTEMPTS:
+                self.refused[label(version)] = f"{MAX_ATTEMPTS} attempts failed: {type(error).__name__}"
+            raise
+        else:
+            await self._accept(candidate, proof)
+
+    async def _prove_boot(self, boot: Loaded) -> None:
+        try:
+            async with asyncio.timeout(self._config.probation.timeout_s):
+                proof = await self._prove(boot)
+        except ValueError as error:
+            self.serving = None
+            await self._put_back(exclude=boot.version)
+            await self._refuse(boot.version, str(error))
+        else:
+            await self._accept(boot, proof)
+
+    async def _prove(self, loaded: Loaded) -> Proof:
+        await self._engine.set_speculation(True)
+        return await prove(
+            self._engine, loaded.directory, loaded.version, self._goldens, self._threshold, self._config.probation
+        )
+
+    async def _accept(self, loaded: Loaded, proof: Proof) -> None:
+        self.serving, self.proof, self.fallback = loaded, proof, None
+        await self._remember(self._state.with_good(loaded.version))
+        log.info("draft %s serves, mean accepted length %.3f on probation", loaded.version.number, proof.tau)
+
+    async def _put_back(self, exclude: Version | None = None) -> None:
+        """Load the last good draft again, or switch speculation off; the engine keeps serving either way."""
+        self.counts["reverts"] += 1
+        for good in await self._good_drafts(exclude):
+            try:
+                await self._engine.swap_draft(good.directory, str(good.version.number))
+                await self._engine.check_draft(good.directory)
+                await self._engine.set_speculation(True)
+                self.serving, self.fallback = good, None
+                return
+            except Exception:  # the next rung must be reached whatever this one did
+                self.counts["errors"] += 1
+                log.exception("draft %s could not be put back", good.version.number)
+        self.serving, self.fallback = None, "no good draft"
+        await self._engine.set_speculation(False)
+
+    async def _good_drafts(self, exclude: Version | None) -> list[Loaded]:
+        drafts = [] if self.serving is None else [self.serving]
+        for version in self._state.good:
+            known = [*(label(draft.version) for draft in drafts), *([label(exclude)] if exclude else [])]
+            if label(version) in known:
+                continue
+            try:
+                directory = await asyncio.to_thread(self._source.fetch, version)
+                if self._boot is not None:
+                    await asyncio.to_thread(self._source.require_shape, directory, self._boot.directory)
+                drafts.append(Loaded(version, directory))
+            except (ValueError, OSError) as error:
+                log.warning("draft %s can't be fallen back to: %s", version.number, error)
+        return drafts
+
+    async def _refuse(self, version: Version, reason: str) -> None:
+        """Note that a version is bad; the registry is told now or at a later tick."""
+        self.counts["refused"] += 1
+        self.refused[label(version)] = reason
+        self._unreported[label(version)] = reason
+        log.warning("draft %s is refused: %s", version.number, reason)
+        await self._remember(self._state.with_refused(version, reason))
+        await self._report()
+
+    async def _report(self) -> None:
+        registry = self._source.registry
+        for name, reason in list(self._unreported.items()):
+            number = int(name.partition("-")[0])
+            try:
+                # After a restart the registry may be another one, with another version of this number.
+                if label(await asyncio.to_thread(registry.get, "draft", number)) == name:
+                    await asyncio.to_thread(registry.revert, "draft", number, reason)
+            except NoSuchVersion:
+                log.warning("draft %s was refused and is gone from the registry", number)
+            del self._unreported[name]
+
+    async def _retire(self) -> None:
+        """Without a champion the last good draft stays, unless somebody found it bad."""
+        if self.serving is None:
+            return
+        entry = await asyncio.to_thread(self._source.registry.get, "draft", self.serving.version.number)
+        if is_quarantined(entry):
+            reason = entry.tags["quarantined"]
+            self.refused[label(entry)] = reason
+            self.serving, self.proof, self.fallback = None, None, f"draft {entry.number} was quarantined"
+            await self._engine.set_speculation(False)
+            await self._remember(self._state.with_refused(entry, reason))
+
+    async def _remember(self, state: State) -> None:
+        self._state = state
+        try:
+            await asyncio.to_thread(write_state, self._config.state, state)
+        except OSError as error:  # a full disk costs the memory of a restart, not the service
+            self.counts["errors"] += 1
+            log.warning("the state was not written: %s", error)

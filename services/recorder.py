@@ -1,0 +1,219 @@
+"""From a finished request to a row of the query log, in a thread of its own: scrubbing takes milliseconds.
+
+The engine reports a finished generation by its own id, in which the id of the HTTP request is found again. One HTTP
+request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
+requests for several choices (`n`) neither: the engine's tap follows one sequence.
+
+A text is scrubbed in the stretches between special tokens, and only a stretch that changed is encoded again, with
+special tokens off: a marker typed by a user stays text. Where something changed, the drafted ids and the counts per
+step no longer belong to the tokens and are dropped.
+"""
+
+import itertools
+import logging
+import queue
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from infra import scrub
+from infra.consent import QueryRow, redact
+from infra.querylog import BackgroundWriter
+from models.acceptance import Trace, acceptance_rate, mean_accepted_length
+from services.access import Origin
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from models.engines.vllm import Completion
+
+REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+ROLLING = 256
+MAX_DOMAINS = 64
+MAX_LEFT = 256
+OTHER_DOMAINS = "other"
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Holds what is known of running requests and hands finished ones to the log; never makes a request wait.
+
+    Attributes:
+        dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
+        tokens: completion tokens served.
+    """
+
+    def __init__(self, writer: BackgroundWriter, tokenizer: Any, target_version: int, capacity: int = 1024) -> None:
+        self.dropped = 0
+        self.tokens = 0
+        self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
+        self._running: dict[str, Origin] = {}
+        self._finished: dict[str, list[Completion]] = {}
+        self._left: OrderedDict[str, Origin] = OrderedDict()
+        self._rolling: dict[str, deque[Trace]] = {}
+        self._serial = itertools.count()
+        self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
+        self._thread.start()
+
+    def expect(self, origin: Origin) -> None:
+        """Remember a request before it goes to the engine."""
+        self._running[origin.request_id] = origin
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request that was answered, refused or left; a left one may still report what it got."""
+        origin = self._running.pop(request_id, None)
+        if origin is not None and self._finished.pop(request_id, None) is None:
+            self._left[request_id] = origin
+            if len(self._left) > MAX_LEFT:
+                self._left.popitem(last=False)
+
+    def finished(self, completion: "Completion", params: "SamplingParams") -> None:
+        """Take a finished generation; the engine calls it in the event loop."""
+        found = REQUEST_ID.search(completion.request_id)
+        origin = (self._running.get(found[0]) or self._left.pop(found[0], None)) if found else None
+        if origin is None or params.n > 1:
+            return
+        siblings = self._finished.setdefault(origin.request_id, []) if origin.request_id in self._running else []
+        siblings.append(completion)
+        self.tokens += len(completion.token_ids)
+        self._watch(completion, origin.domain)
+        if origin.consent == "none":
+            return
+        row_id = f"{completion.request_id[:96]}.{len(siblings)}"
+        sampling = {name: value for name in SAMPLING if (value := getattr(params, name, None)) is not None}
+        try:
+            self._queue.put_nowait((completion, sampling, origin, row_id))
+        except queue.Full:
+            self.dropped += 1
+
+    def usage(self, request_id: str) -> dict[str, Any] | None:
+        """Return what speculation did for a request so far, as the response reports it; None if nothing finished."""
+        completions = self._finished.get(request_id)
+        if not completions:
+            return None
+        drafted = sum(sum(completion.drafted) for completion in completions)
+        accepted = sum(sum(completion.accepted) for completion in completions)
+        steps = sum(len(completion.drafted) for completion in completions)
+        return {
+            "draft_version": completions[-1].draft_version,
+            "drafted": drafted,
+            "accepted": accepted,
+            "steps": steps,
+            "mean_accepted_length": round(1 + accepted / steps, 4) if steps else None,
+        }
+
+    def acceptance(self) -> dict[str, dict[str, float | int | None]]:
+        """Return the acceptance of each domain's last requests that were speculated on."""
+        figures: dict[str, dict[str, float | int | None]] = {}
+        for domain, traces in sorted(self._rolling.items()):
+            kept = list(traces)
+            figures[domain] = {
+                "requests": len(kept),
+                "acceptance_rate": acceptance_rate(kept) if any(map(_drafted, kept)) else None,
+                "mean_accepted_length": mean_accepted_length(kept),
+            }
+        return figures
+
+    def counts(self) -> dict[str, Any]:
+        """Return rows written and dropped, and the last error."""
+        return {
+            "written": self._writer.written,
+            "dropped": self._writer.dropped + self.dropped,
+            "last_error": self._writer.last_error,
+        }
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, then end the threads."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            log.warning("the recorder did not end in %g s", timeout_s)
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._writer.close(max(0.1, deadline_s - time.monotonic()))
+
+    def _watch(self, completion: "Completion", domain: str) -> None:
+        if not completion.speculating or not completion.drafted:
+            return
+        if domain not in self._rolling and len(self._rolling) >= MAX_DOMAINS:
+            domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
+        trace = Trace(
+            request_id=str(next(self._serial)),
+            token_ids=(),
+            drafted=completion.drafted,
+            accepted=completion.accepted,
+            domain=domain,
+        )
+        self._rolling.setdefault(domain, deque(maxlen=ROLLING)).append(trace)
+
+    def _drain(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                if (row := self._row(*job)) is not None:
+                    self._writer.offer(row)
+            except Exception as error:  # noqa: BLE001 - the edge: a row that can't be made must not end the thread
+                self.dropped += 1
+                log.warning("a row was dropped: %s", type(error).__name__)  # its text may quote the request
+
+    def _row(self, completion: "Completion", sampling: dict[str, Any], origin: Origin, row_id: str) -> QueryRow | None:
+        row = QueryRow(
+            id=row_id,
+            time_ms=int(time.time() * 1000),
+            subject=origin.subject,
+            domain=origin.domain,
+            consent=origin.consent,
+            scrubber_revision=scrub.REVISION,
+            target_version=self._target_version,
+            draft_version=int(completion.draft_version) if completion.draft_version else None,
+            drafted=list(completion.drafted),
+            accepted=list(completion.accepted),
+            sampling=sampling,
+            finish_reason=completion.finish_reason or "abort",
+            first_token_ms=completion.first_token_ms,
+            per_token_ms=completion.per_token_ms,
+            speculating=completion.speculating,
+        )
+        if origin.consent != "full":
+            return redact(row, origin.consent)
+        prompt_ids, prompt = self.scrubbed(completion.prompt_ids)
+        completion_ids, text = self.scrubbed(completion.token_ids)
+        same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
+        steps: dict[str, Any] = (
+            {"drafted_ids": [list(step) for step in completion.drafted_ids]}
+            if same
+            else {"drafted": None, "accepted": None}
+        )
+        content = {"prompt": prompt, "completion": text, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
+
+    def scrubbed(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
+        """Scrub a token sequence.
+
+        Returns:
+            The ids and their text, special tokens included; equal to what came where there was nothing to scrub.
+        """
+        special = set(self._tokenizer.all_special_ids)
+        ids: list[int] = []
+        texts: list[str] = []
+        for is_special, group in itertools.groupby(token_ids, key=special.__contains__):
+            stretch = list(group)
+            text = self._tokenizer.decode(stretch, clean_up_tokenization_spaces=False)
+            clean = text if is_special else scrub.scrub(text)
+            if clean != text:
+                stretch = self._tokenizer.encode(clean, add_special_tokens=False, split_special_tokens=True)
+            ids += stretch
+            texts.append(clean)
+        return ids, "".join(texts)
+
+
+def _drafted(trace: Trace) -> bool:
+    return any(trace.drafted)

@@ -1,0 +1,15 @@
+"""Say that a window is done with. It comes last: until then, a crash only makes the same window be claimed again."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.querylog import QueryLog, Window
+from infra.settings import load_settings
+from tasks.reporting import run_logger
+
+
+@task(cache_policy=NO_CACHE)
+def advance_cursor(window: Window) -> None:
+    """Move the query log's cursor past a claimed window."""
+    QueryLog(load_settings().querylog).commit(window)
+    run_logger().info("the cursor is at %d", window.last_seq)

@@ -1,0 +1,90 @@
+"""Take a window of served requests and lay aside what is never trained on."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact
+from infra.manifest import canonical_json
+from infra.processes import process_identity
+from infra.querylog import QueryLog, Window
+from infra.settings import load_settings
+from models.hidden import Sample
+from tasks.lineage import Pair
+from tasks.recipe import Recipe, Refresh
+from tasks.reporting import run_logger, table
+from tasks.samples import draw_per_domain, part_of, read_samples, usable, write_samples
+from tasks.stages import produce
+
+
+@task(cache_policy=NO_CACHE)
+def claim_window(refresh: Refresh) -> Window | None:
+    """Claim the next rows of the query log, or return None if too few wait.
+
+    The claim is this process's: if it fails, it gets the same window again, and if it dies, the next one does.
+
+    Raises:
+        WindowBusy: another process is at work on the window.
+    """
+    log = QueryLog(load_settings().querylog)
+    owner = f"refresh {process_identity(os.getpid())}"
+    window = log.claim(owner, max_rows=refresh.max_rows, min_rows=refresh.min_rows)
+    if window is None:
+        run_logger().info("nothing to do: %d rows wait, %d are wanted", log.stats().depth, refresh.min_rows)
+    else:
+        run_logger().info("claimed %d rows, %d to %d", window.num_rows, window.first_seq, window.last_seq)
+    return window
+
+
+@task(cache_policy=NO_CACHE)
+def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Artifact:
+    """Write what a refresh trains on and is held to; an artifact of kind "samples".
+
+    Training: the window and, so that nothing is forgotten, older rows of each domain and some of the first draft's
+    samples. Held out: the same sources' other side.
+    """
+    log, refresh = QueryLog(load_settings().querylog), recipe.refresh
+    rows = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
+    rows += log.rows(window.first_seq, window.last_seq)
+    traffic, left_out = usable(rows, pair.target.number)
+    if left_out:
+        run_logger().info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in left_out.items()))
+    parts: dict[str, list[Sample]] = {"train": [], "held_out": []}
+    for sample in traffic:
+        parts[part_of(sample.prompt_ids, refresh.held_out_fraction)].append(sample)
+    first_train = draw_per_domain(read_samples(first_samples, "train"), refresh.replay_per_domain, recipe.seed)
+    parts["train"] += _not_asked_in(parts["held_out"], first_train)
+    parts["held_out"] += _not_asked_in(parts["train"], read_samples(first_samples, "held_out"))
+
+    def make(directory: Path, _: Path) -> None:
+        for part, samples in parts.items():
+            write_samples(directory, part, samples)
+
+    content = canonical_json({part: [list(sample) for sample in samples] for part, samples in parts.items()})
+    artifact = produce(
+        stage="window",
+        kind="samples",
+        params={"sha256": hashlib.sha256(content).hexdigest()},
+        inputs={},
+        code=(__name__, "tasks.samples"),
+        make=make,
+    )
+    _show(parts)
+    return artifact
+
+
+def _not_asked_in(others: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
+    asked = {tuple(other.prompt_ids) for other in others}
+    return [sample for sample in samples if tuple(sample.prompt_ids) not in asked]
+
+
+def _show(parts: dict[str, list[Sample]]) -> None:
+    counts = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
+    domains = sorted(set().union(*counts.values()))
+    rows = [{"domain": domain, **{part: count[domain] for part, count in counts.items()}} for domain in domains]
+    table("window", rows, "conversations of this refresh")

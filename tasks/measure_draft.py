@@ -1,0 +1,125 @@
+"""Measure what a draft would have accepted, without an engine."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact, open_artifact
+from models.acceptance import CONFIDENCE, Estimate, resample_sums
+from models.gate import Score
+from models.golden import load_golden
+from models.hidden import Sample
+from models.params import Frozen
+from models.scoring import score
+from tasks.recipe import Recipe
+from tasks.reporting import table
+from tasks.samples import MIN_COMPLETION, read_samples
+from tasks.stages import produce
+
+NUM_RESAMPLES = 2000
+MEASURED = "measured.json"
+
+
+class Measured(Frozen):
+    """A draft's τ on answers that it was not trained on.
+
+    Attributes:
+        tau: domain to τ with a 95% interval that resamples conversations.
+        probe_tau: τ on the golden prompts, which a service measures again after it loaded the draft.
+        num_conversations: domain to how many were scored.
+    """
+
+    tau: dict[str, Estimate]
+    probe_tau: float
+    num_conversations: dict[str, int]
+
+    def tags(self) -> dict[str, str]:
+        """Return the tags that a registered draft carries."""
+        return {
+            "tau": json.dumps({domain: round(tau.value, 4) for domain, tau in self.tau.items()}),
+            "probe_tau": f"{self.probe_tau:.4f}",
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures for MLflow."""
+        return {f"tau/{domain}": tau.value for domain, tau in self.tau.items()} | {"probe_tau": self.probe_tau}
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the figures as a table."""
+        return [
+            {
+                "domain": domain,
+                "τ": round(tau.value, 3),
+                "low": round(tau.low, 3),
+                "high": round(tau.high, 3),
+                "conversations": self.num_conversations[domain],
+            }
+            for domain, tau in self.tau.items()
+        ]
+
+
+@task(cache_policy=NO_CACHE)
+def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Artifact) -> Measured:
+    """Score a draft on the held-out samples, and on the golden prompts of a target that has them."""
+
+    def make(directory: Path, work: Path) -> None:
+        draft_dir, target_dir = open_artifact(draft), open_artifact(target)
+        held_out = read_samples(samples, "held_out")
+        scores = score(draft_dir, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
+        probe_tau = measure_probe(draft_dir, target_dir, recipe.num_draft_tokens, work / "golden")
+        (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
+
+    artifact = produce(
+        stage="measured",
+        kind="measured",
+        params={"num_draft_tokens": recipe.num_draft_tokens, "seed": recipe.seed},
+        inputs={"target": target, "draft": draft, "samples": samples},
+        code=(__name__, "models.scoring"),
+        make=make,
+    )
+    measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
+    table("tau", measured.rows(), "τ on held-out conversations")
+    return measured
+
+
+def measure_probe(draft_dir: Path, target_dir: Path, num_draft_tokens: int, work: Path) -> float:
+    """Return τ on the target's golden prompts."""
+    golden, _ = load_golden(target_dir)
+    samples = [
+        Sample(f"golden-{index}", "probe", list(one.prompt_ids), list(one.token_ids))
+        for index, one in enumerate(golden)
+    ]
+    return tau_of(score(draft_dir, target_dir, samples, num_draft_tokens, work))
+
+
+def tau_of(scores: Sequence[Score]) -> float:
+    """Return 1 + accepted / steps over all conversations.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not scores:
+        raise ValueError(f"there is nothing to score: no answer has {MIN_COMPLETION} tokens")
+    return 1 + sum(score.accepted for score in scores) / sum(score.steps for score in scores)
+
+
+def summarise(scores: Sequence[Score], probe_tau: float, seed: int) -> Measured:
+    """Sum scores up by domain."""
+    domains = sorted({score.domain for score in scores})
+    of = {domain: [score for score in scores if score.domain == domain] for domain in domains}
+    return Measured(
+        tau={domain: _estimate(of[domain], seed) for domain in domains},
+        probe_tau=probe_tau,
+        num_conversations={domain: len(of[domain]) for domain in domains},
+    )
+
+
+def _estimate(scores: Sequence[Score], seed: int) -> Estimate:
+    rows = np.array([(score.accepted, score.steps) for score in scores], dtype=np.float64)
+    sums = resample_sums(rows, np.random.default_rng(seed), NUM_RESAMPLES)
+    low, high = np.quantile(1 + sums[:, 0] / sums[:, 1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(value=tau_of(scores), low=float(low), high=float(high))

@@ -1,0 +1,84 @@
+"""Find out what is served, and move the alias that says what is to be served."""
+
+from typing import Literal
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import publish
+from infra.querylog import Window
+from infra.registry import Version, is_quarantined
+from infra.settings import load_settings
+from tasks.lineage import Pair, ancestors, open_registry, trained_on
+from tasks.register import PASSED
+from tasks.reporting import run_logger
+
+Outcome = Literal["promoted", "refused", "already trained"]
+
+
+@task(cache_policy=NO_CACHE)
+def open_champions() -> Pair:
+    """Fetch the target and the draft that are to be served.
+
+    Raises:
+        ValueError: there are none yet, or the draft was made for another target.
+    """
+    registry, cache = open_registry(), load_settings().cache
+    target, draft = registry.champion("target"), registry.champion("draft")
+    if target is None or draft is None:
+        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+    if draft.tags["target_sha256"] != target.tags["target_sha256"]:
+        raise ValueError(
+            f"draft {draft.number} was made for target {draft.tags['target_version']}, "
+            f"but target {target.number} is the champion; run: redraft build"
+        )
+    return Pair(
+        target=target,
+        draft=draft,
+        target_files=publish(registry.download(target, cache), "target"),
+        draft_files=publish(registry.download(draft, cache), "draft"),
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def promote_build(target: Version, draft: Version) -> None:
+    """Make a target and its first draft the champions, unless the champion already descends from that draft."""
+    registry = open_registry()
+    champion = registry.champion("draft")
+    if champion is not None and draft.number in [one.number for one in ancestors(registry, champion)]:
+        run_logger().info("draft %d stays: it descends from draft %d", champion.number, draft.number)
+    else:
+        registry.promote("target", target.number)
+        registry.promote("draft", draft.number)
+        run_logger().info("promoted target %d and draft %d", target.number, draft.number)
+
+
+@task(cache_policy=NO_CACHE)
+def find_candidate(pair: Pair, window: Window) -> Version | None:
+    """Return the version that a run before this one trained on the window, if a crash kept it from ending.
+
+    It is the champion or one of its parents, or was trained from the champion; another one goes on from a draft that is
+    no longer served, and is left alone.
+    """
+    registry = open_registry()
+    line = {one.number for one in ancestors(registry, pair.draft)}
+    found = trained_on(registry.versions("draft"), window)
+    return next((one for one in found if one.number in line or one.tags["parent"] == str(pair.draft.number)), None)
+
+
+@task(cache_policy=NO_CACHE)
+def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
+    """Promote a candidate that passed its gate against the champion; say what came of it."""
+    registry = open_registry()
+    if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
+        return "already trained"
+    if candidate.tags["gate"] != PASSED or is_quarantined(candidate):
+        run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
+        return "refused"
+    registry.promote("draft", candidate.number)
+    run_logger().info("promoted draft %d", candidate.number)
+    return "promoted"
+
+
+def _reason(candidate: Version) -> str:
+    return candidate.tags.get("quarantined") or candidate.tags["gate_reasons"]

@@ -1,0 +1,209 @@
+"""The recipe: everything that tells one run from another, parsed whole before the first task starts.
+
+Tables of methods are parsed by the method's own `Params`. A recipe survives the trip through JSON, because Prefect keeps
+a run's parameters that way.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from models import catalog
+from models.gate import Params as GateParams
+from models.params import BaseParams, Frozen, did_you_mean, validate
+
+DOMAIN = r"^[a-z0-9_-]{1,32}$"
+Domain = Annotated[str, Field(pattern=DOMAIN)]
+
+
+def _method(family: str) -> Any:
+    """Return the type of a field that holds the parameters of one of a family's methods."""
+
+    def parse(value: object) -> object:
+        return catalog.parse(family, value) if isinstance(value, Mapping) else value
+
+    return Annotated[SerializeAsAny[BaseParams], BeforeValidator(parse)]
+
+
+def _distill_params(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    from models import distill  # torch
+
+    params = validate(distill.Params, value, "distill")
+    catalog.parse("losses", params.loss)
+    return params
+
+
+class Traffic(Frozen):
+    """One domain's prompts, in three parts that share no group.
+
+    Attributes:
+        source: where they come from.
+        num_train: prompts that the first draft is trained on; with 0 the domain is new to it.
+        num_held_out: prompts that no draft is ever trained on.
+        num_requests: prompts to send to a running service.
+    """
+
+    source: _method("sources")
+    num_train: int = Field(0, ge=0)
+    num_held_out: int = Field(ge=1)
+    num_requests: int = Field(ge=1)
+
+    def sizes(self) -> dict[str, int]:
+        """Return part to its number of prompts, without the empty ones."""
+        sizes = {"train": self.num_train, "held_out": self.num_held_out, "requests": self.num_requests}
+        return {part: size for part, size in sizes.items() if size}
+
+
+class Generate(Frozen):
+    """How the target answers the training prompts; greedy, as many at once as `concurrency`."""
+
+    max_tokens: int = Field(128, ge=4)
+    concurrency: int = Field(32, ge=1)
+    num_golden: int = Field(8, ge=1)
+
+
+class Refresh(Frozen):
+    """How much of the query log a refresh takes, and what it mixes in.
+
+    Attributes:
+        min_rows: with fewer rows waiting there is nothing to do.
+        held_out_fraction: share of the conversations that is kept for gates and never trained on.
+        replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
+        distill: keys of [distill] that differ in a refresh.
+    """
+
+    min_rows: int = Field(200, ge=1)
+    max_rows: int = Field(4000, ge=1)
+    held_out_fraction: float = Field(0.15, gt=0, lt=1)
+    replay_per_domain: int = Field(200, ge=0)
+    distill: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.min_rows > self.max_rows:
+            raise ValueError(f"min_rows {self.min_rows} is above max_rows {self.max_rows}")
+        return self
+
+
+class Serve(Frozen):
+    """The endpoint; port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    poll_s: float = Field(5.0, gt=0)
+    min_swap_interval_s: float = Field(10.0, ge=0)
+
+
+class Demo(Frozen):
+    """What the demonstration sends."""
+
+    first_domain: Domain
+    new_domain: Domain
+    num_requests: int = Field(ge=1)
+    concurrency: int = Field(8, ge=1)
+    held_out_per_domain: int = Field(ge=1)
+
+
+class Recipe(Frozen):
+    """One run, from the target to the endpoint."""
+
+    name: str = Field(min_length=1)
+    seed: int = 0
+    target: _method("targets")
+    traffic: dict[Domain, Traffic] = Field(min_length=1)
+    generate: Generate = Generate()
+    engine: _method("engines")
+    draft: _method("drafts")
+    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)]
+    refresh: Refresh = Refresh()
+    gate: GateParams = GateParams()
+    serve: Serve = Serve()
+    demo: Demo | None = None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, as served."""
+        return self.engine.num_draft_tokens
+
+    @property
+    def first_domains(self) -> tuple[str, ...]:
+        """The domains that the first draft is trained on."""
+        return tuple(domain for domain, traffic in self.traffic.items() if traffic.num_train)
+
+    def refresh_distill(self) -> BaseParams:
+        """Return the settings of training in a refresh."""
+        return _distill_params({**self.distill.model_dump(), **self.refresh.distill})
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> Self:
+        if not self.first_domains:
+            raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
+        self.refresh_distill()
+        expected = int(self.refresh.min_rows * self.refresh.held_out_fraction)
+        if expected < self.gate.min_conversations:
+            raise ValueError(
+                f"refresh.min_rows × refresh.held_out_fraction holds out some {expected} conversations, "
+                f"but the gate wants gate.min_conversations = {self.gate.min_conversations}"
+            )
+        for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
+            if domain not in self.traffic:
+                raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')
+        return self
+
+
+def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
+    """Build a recipe from a parsed TOML file.
+
+    Each table is parsed by itself first, so that an error names the table and the nearest key.
+
+    Args:
+        tables: the file's content.
+        where: what to call the file, the start of each error.
+
+    Raises:
+        ValueError: a table, key, method or value is wrong.
+    """
+    parsed = dict(tables)
+    for name, parse in _parsers().items():
+        if name in parsed:
+            parsed[name] = _parse_table(parse, parsed[name], f"{where}: [{name}]")
+    if isinstance(parsed.get("traffic"), Mapping):
+        parsed["traffic"] = {
+            domain: _parse_traffic(table, f"{where}: [traffic.{domain}]") for domain, table in parsed["traffic"].items()
+        }
+    return validate(Recipe, parsed, where)
+
+
+def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
+    def frozen(model: type[Frozen]) -> Callable[[Mapping[str, Any]], Frozen]:
+        return lambda table: validate(model, table, model.__name__.lower())
+
+    plain = {"generate": Generate, "refresh": Refresh, "gate": GateParams, "serve": Serve, "demo": Demo}
+    families = {"target": "targets", "engine": "engines", "draft": "drafts"}
+    return {
+        **{name: frozen(model) for name, model in plain.items()},
+        **{name: lambda table, family=family: catalog.parse(family, table) for name, family in families.items()},
+        "distill": _distill_params,
+    }
+
+
+def _parse_traffic(table: object, where: str) -> Traffic:
+    def parse(values: Mapping[str, Any]) -> Traffic:
+        source = values.get("source")
+        if isinstance(source, Mapping):
+            values = {**values, "source": catalog.parse("sources", source)}
+        return validate(Traffic, values, "traffic")
+
+    return _parse_table(parse, table, where)
+
+
+def _parse_table(parse: Callable[[Mapping[str, Any]], Any], table: object, where: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: wanted a table, got {table!r}")
+    try:
+        return parse(table)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

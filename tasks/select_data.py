@@ -1,0 +1,69 @@
+"""Choose prompts, domain by domain."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact
+from infra.manifest import file_sha256
+from models import catalog
+from models.sources import Prompt, sample, split
+from tasks.recipe import Traffic
+from tasks.stages import produce
+
+__all__ = ["PARTS", "Prompt", "choose_prompts", "read_prompts", "select_data"]
+
+PARTS = ("train", "held_out", "requests")
+
+
+@task(cache_policy=NO_CACHE)
+def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
+    """Write each part's prompts of all domains to `<part>.jsonl`; an artifact of kind "prompts"."""
+
+    def make(directory: Path, _: Path) -> None:
+        chosen = [choose_prompts(domain, table, seed) for domain, table in traffic.items()]
+        for part in PARTS:
+            lines = [prompt.model_dump_json() + "\n" for parts in chosen for prompt in parts.get(part, [])]
+            (directory / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    return produce(
+        stage="prompts",
+        kind="prompts",
+        params={"seed": seed, "traffic": {domain: _content(table) for domain, table in traffic.items()}},
+        inputs={},
+        code=(__name__, *(f"models.sources.{table.source.name}" for table in traffic.values())),
+        make=make,
+    )
+
+
+def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[Prompt]]:
+    """Return part to prompts, under the recipe's name of the domain; parts share no group.
+
+    Raises:
+        ValueError: the source has too few prompts.
+    """
+    sizes = traffic.sizes()
+    prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
+    parts = split(prompts, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
+    for part, size in sizes.items():
+        if len(parts[part]) < size:
+            raise ValueError(f'domain "{domain}" has {len(parts[part])} prompts for {part}, the recipe wants {size}')
+    return {
+        part: [prompt.model_copy(update={"domain": domain}) for prompt in sample(parts[part], size, seed)]
+        for part, size in sizes.items()
+    }
+
+
+def read_prompts(directory: Path, part: str) -> list[Prompt]:
+    """Read one part of a "prompts" directory."""
+    lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Prompt.model_validate_json(line) for line in lines]
+
+
+def _content(traffic: Traffic) -> dict[str, object]:
+    """Return what the prompts depend on: a file counts by its content, not by its path."""
+    values = traffic.model_dump(mode="json")
+    path = getattr(traffic.source, "path", None)
+    return {**values, "sha256": file_sha256(path)} if isinstance(path, Path) and path.is_file() else values

@@ -1,0 +1,127 @@
+"""The distillation loop: it learns, resumes exactly, and stops on a NaN."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models import distill, scoring
+from models.drafts import eagle3
+from models.hidden import HiddenStates, Sample, length_buckets
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_target: Path) -> list[Sample]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(24):
+        prompt = torch.randint(3, 67, (1, 6 + number % 5), generator=rng)
+        answer = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        made.append(Sample(str(number), "tiny", prompt[0].tolist(), answer[0, prompt.shape[1] :].tolist()))
+    return made
+
+
+def new_head(target: Path, samples: list[Sample]) -> eagle3.Eagle3:
+    counts = np.bincount(np.concatenate([s.token_ids for s in samples]), minlength=259)
+    return eagle3.create(eagle3.Params(vocab_size=128), target, counts)
+
+
+def params(**changes: object) -> distill.Params:
+    return distill.Params(**{"num_epochs": 6, "batch_tokens": 256, "learning_rate": 1e-3, "num_threads": 1, **changes})
+
+
+def test_training_raises_acceptance(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    head = new_head(tiny_target, samples)
+    (tmp_path / "before").mkdir()
+    eagle3.save(head, tmp_path / "before")
+    report = distill.train(head, tiny_target, samples, params(num_epochs=30), tmp_path)
+    (tmp_path / "after").mkdir()
+    eagle3.save(head, tmp_path / "after")
+    taus = []
+    for name in ("before", "after"):
+        scores = scoring.score(tmp_path / name, tiny_target, samples, 3, tmp_path)
+        assert [s.id for s in scores] == [s.id for s in samples]
+        taus.append(1 + sum(s.accepted for s in scores) / sum(s.steps for s in scores))
+    assert taus[1] > taus[0] + 0.15, taus
+    assert report.num_tokens == 30 * sum(len(s.token_ids) for s in samples)
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    whole = new_head(tiny_target, samples)
+    distill.train(whole, tiny_target, samples, params(), tmp_path / "whole")
+
+    def stop(progress: distill.Progress) -> None:
+        if progress.stage == "train":
+            raise _Stop
+
+    cut = new_head(tiny_target, samples)
+    work = tmp_path / "cut"
+    head_states = distill.hidden_states(cut, tiny_target, samples, work)
+    interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), work, 0)
+    steps = iter(range(7))
+    original = interrupted._optimize
+
+    def optimize(batch: list[Sample], done: float) -> float:
+        if next(steps, None) is None:
+            raise _Stop
+        return original(batch, done)
+
+    interrupted._optimize = optimize  # the kill: in the middle of a step, after the last checkpoint
+    with pytest.raises(_Stop):
+        interrupted.run(lambda progress: None)
+    resumed = new_head(tiny_target, samples)
+    report = distill.train(resumed, tiny_target, samples, params(), work)
+    assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def test_a_nan_stops_the_run(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    head = new_head(tiny_target, samples)
+    with torch.no_grad():
+        head.midlayer["mlp"]["up_proj"].weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
+        distill.train(head, tiny_target, samples, params(), tmp_path)
+
+
+def test_answers_too_short_to_draft_are_refused(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no sample has an answer of more than two tokens"):
+        distill.train(new_head(tiny_target, samples), tiny_target, [Sample("a", "d", [5], [6])], params(), tmp_path)
+
+
+def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    HiddenStates(tmp_path, samples[:10], (1, 2), 128).extract(tiny_target, batch_tokens=64)
+    with (tmp_path / "index.jsonl").open("a") as index:
+        index.write('{"id": "half-writ')
+    with (tmp_path / "states.bin").open("ab") as states:
+        states.write(b"x" * 1000)
+    again = HiddenStates(tmp_path, samples, (1, 2), 128)
+    again.extract(tiny_target, batch_tokens=64)
+    for sample in samples:
+        got, log_sums = again.read(sample)
+        with torch.inference_mode():
+            output = model(torch.tensor([sample.token_ids]), output_hidden_states=True)
+        torch.testing.assert_close(got[:, :128].float(), output.hidden_states[1][0], rtol=1e-2, atol=1e-2)
+        normed = model.model.norm(got[:, 128:].float())
+        torch.testing.assert_close(normed, output.hidden_states[2][0], rtol=3e-2, atol=3e-2)
+        first = len(sample.prompt_ids) - 1
+        torch.testing.assert_close(log_sums[first:], output.logits[0, first:].logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_walk_counts_steps_and_accepted_tokens_by_hand() -> None:
+    sample = Sample("a", "d", [1], [10, 11, 12, 13, 14, 15])
+    # Token 10 comes from the prefill. 2 right: emits 11, 12, 13; then none: emits 14; then 3 right but one token is left.
+    score = scoring._walk(sample, [2, 0, 3, 0, 3])
+    assert (score.steps, score.accepted) == (3, 3)

@@ -1,0 +1,234 @@
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from services.access import Admission, Keys, Refusal, check_limits, describe_origin, parse_body, subject_of
+from services.config import ApiKey
+
+KEY = ApiKey(key="first-key-123")
+OTHER = ApiKey(key="second-key-123", log="full")
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive)
+    body = await request.body()
+    if body == b"fail":
+        raise RuntimeError("the password is swordfish")
+    found = {
+        "bytes": len(body),
+        "id": request.headers.getlist("x-request-id"),
+        "rank": "x-data-parallel-rank" in request.headers,
+    }
+    await JSONResponse(found)(scope, receive, send)
+
+
+def ask(
+    admission: Admission,
+    path: str = "/v1/models",
+    headers: Sequence[tuple[str, str]] = (),
+    chunks: Sequence[bytes] = (b"",),
+    stall: bool = False,
+) -> tuple[int, Any, dict[str, str]]:
+    """Send one request through the layer and return status, JSON and headers."""
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": stall or index + 1 < len(chunks)}
+        for index, chunk in enumerate(chunks)
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+    asyncio.run(admission.around(echo)(scope, receive, send))
+    head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent)), head
+
+
+def bearer(key: str) -> tuple[str, str]:
+    return ("Authorization", f"Bearer {key}")
+
+
+def test_a_known_key_is_identified_and_anything_else_is_401() -> None:
+    keys = Keys([KEY, OTHER])
+    assert keys.identify("Bearer first-key-123") == KEY
+    assert keys.identify("bearer  second-key-123") == OTHER
+    for sent in (None, "", "first-key-123", "Basic first-key-123", "Bearer first-key-12", "Bearer \u00e9"):
+        with pytest.raises(Refusal) as refused:
+            keys.identify(sent)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+    assert Keys([]).identify(None) is None
+
+
+def test_with_keys_every_path_but_healthz_needs_one() -> None:
+    admission = Admission([KEY], 100, 1.0)
+    for path in ("/v1/models", "/metrics", "/redraft/status", "/nothing"):
+        status, body, headers = ask(admission, path)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+        assert headers["www-authenticate"] == "Bearer"
+    assert ask(admission, "/healthz")[0] == 200
+    assert ask(admission, headers=[bearer(KEY.key)])[0] == 200
+    assert admission.responses == {401: 4, 200: 2}
+    assert admission.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "chunks"),
+    [([("Content-Length", "11")], [b""]), ([], [b"x" * 6, b"x" * 5]), ([("Content-Length", "9" * 5000)], [b""])],
+    ids=["declared", "chunked", "absurd"],
+)
+def test_a_body_over_the_limit_is_413(headers: list[tuple[str, str]], chunks: list[bytes]) -> None:
+    status, body, _ = ask(Admission([], 10, 1.0), headers=headers, chunks=chunks)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_body_of_the_limit_reaches_the_handler_whole() -> None:
+    assert ask(Admission([], 10, 1.0), chunks=[b"12345", b"67890"])[1]["bytes"] == 10
+
+
+def test_a_body_that_does_not_arrive_is_408() -> None:
+    assert ask(Admission([], 10, 0.05), chunks=[b"1"], stall=True)[0] == 408
+
+
+def test_a_content_length_that_is_no_number_is_400() -> None:
+    assert ask(Admission([], 10, 1.0), headers=[("Content-Length", "-1")])[0] == 400
+
+
+def test_the_request_id_is_ours_and_internal_headers_do_not_pass() -> None:
+    sent = [("X-Request-Id", "mine\u00e9"), ("X-Data-Parallel-Rank", "7")]
+    _, body, headers = ask(Admission([], 10, 1.0), headers=sent)
+    assert body["id"] == [headers["x-redraft-request"]]
+    assert len(headers["x-redraft-request"]) == 32
+    assert not body["rank"]
+
+
+def test_the_text_of_an_unforeseen_failure_never_reaches_the_client() -> None:
+    admission = Admission([], 10, 1.0)
+    status, body, _ = ask(admission, chunks=[b"fail"])
+    assert (status, body["error"]["type"], body["error"]["code"]) == (500, "server_error", "internal_error")
+    assert "swordfish" not in json.dumps(body)
+    assert admission.in_flight == 0
+
+
+def test_while_draining_new_requests_are_503_and_health_is_still_answered() -> None:
+    admission = Admission([], 10, 1.0)
+    admission.draining = True
+    status, _, headers = ask(admission)
+    assert (status, headers["retry-after"]) == (503, "5")
+    assert ask(admission, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xff"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    ],
+    ids=["empty", "cut", "array", "number", "NaN", "Infinity", "1e999", "surrogate", "UTF-8", "digits", "deep"],
+)
+def test_what_is_not_strict_json_is_400(body: bytes) -> None:
+    with pytest.raises(Refusal) as refused:
+        parse_body("application/json", body)
+    assert refused.value.status == 400
+    assert len(refused.value.message) < 300
+
+
+def test_a_body_must_be_declared_as_json() -> None:
+    assert parse_body("application/json; charset=utf-8", b'{"a": 1}') == {"a": 1}
+    for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
+        with pytest.raises(Refusal) as refused:
+            parse_body(kind, b"{}")
+        assert refused.value.status == 415
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"min_p": 0.1},
+        {"min_p": "0.1"},
+        {"logit_bias": {"5": 1}},
+        {"use_beam_search": True},
+        {"kv_transfer_params": {"a": 1}},
+        {"n": 0},
+        {"n": 17},
+        {"stop": ["a"] * 17},
+        {"prompt": ["a"] * 17},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_what_would_be_ignored_or_take_everything_is_400_by_name(body: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as refused:
+        check_limits(body)
+    assert refused.value.status == 400
+    assert refused.value.param == next(iter(body))
+
+
+def test_ordinary_settings_pass_the_limits() -> None:
+    check_limits({"min_p": 0, "logit_bias": {}, "n": 16, "stop": "end", "prompt": [1] * 500, "temperature": 0.7})
+
+
+def origin(headers: dict[str, str], body: dict[str, Any], key: ApiKey | None = None) -> Any:
+    return describe_origin("id", Headers(headers), body, key)
+
+
+@pytest.mark.parametrize(
+    ("header", "store", "key", "wanted"),
+    [
+        (None, None, None, "metadata"),
+        ("full", None, None, "full"),
+        (None, True, None, "full"),
+        ("full", False, None, "none"),
+        ("FULL", None, None, "none"),
+        ("", None, None, "none"),
+        ("full", "yes", None, "none"),
+        ("metadata", True, OTHER, "metadata"),
+        (None, None, OTHER, "full"),
+    ],
+)
+def test_the_stricter_consent_wins(header: str | None, store: Any, key: ApiKey | None, wanted: str) -> None:
+    headers = {} if header is None else {"X-Redraft-Log": header}
+    assert origin(headers, {} if store is None else {"store": store}, key).consent == wanted
+
+
+def test_a_consent_header_sent_twice_is_none() -> None:
+    twice = Headers(raw=[(b"x-redraft-log", b"full"), (b"x-redraft-log", b"full")])
+    assert describe_origin("id", twice, {}, None).consent == "none"
+
+
+@pytest.mark.parametrize("domain", ["", "Chat", "a b", "a/../b", "a" * 33, "caf\u00e9", "a\r\nb"])
+def test_a_malformed_domain_is_400(domain: str) -> None:
+    with pytest.raises(Refusal, match="X-Redraft-Domain"):
+        describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None)
+    assert origin({"X-Redraft-Domain": "text-to_sql2"}, {}).domain == "text-to_sql2"
+    assert origin({}, {}).domain == "default"
+
+
+def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
+    subjects = {subject_of("k1", None), subject_of("k1", "ann"), subject_of("k2", "ann"), subject_of(None, "ann")}
+    assert len(subjects) == 4
+    assert all(subject is not None and len(subject) == 64 for subject in subjects)
+    assert subject_of("k1", "ann") == subject_of("k1", "ann")
+    assert subject_of(None, None) is None
+    assert origin({}, {"user": "ann"}).subject == subject_of(None, "ann")

@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.config import ServiceConfig, is_loopback, read_config
+from services.main import main
+
+
+def table(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    values = {
+        "target_dir": str(tmp_path / "target"),
+        "registry_uri": f"sqlite:///{tmp_path}/mlflow.db",
+        "artifact_root": str(tmp_path / "artifacts"),
+        "querylog": str(tmp_path / "queries.db"),
+        "cache": str(tmp_path / "cache"),
+        "state": str(tmp_path / "state.json"),
+    }
+    return values | changes
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "service.json"
+    path.write_text(json.dumps(table(tmp_path, **changes)))
+    return path
+
+
+def test_a_config_survives_its_own_json_and_hides_its_keys(tmp_path: Path) -> None:
+    keys = ["plain-key-1", {"key": "other-key-2", "log": "full"}]
+    config = read_config(write(tmp_path, api_keys=keys, engine={"name": "vllm", "max_model_len": 256}))
+    assert ServiceConfig.model_validate_json(config.model_dump_json()) == config
+    assert [key.log for key in config.api_keys] == [None, "full"]
+    assert "plain-key-1" not in repr(config)
+    assert config.engine_params().name == "vllm"
+
+
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_config(write(tmp_path, cache="here")).cache == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pol_s": 1}, "pol_s"),
+        ({"port": 0}, "port"),
+        ({"api_keys": ["short"]}, "api_keys"),
+        ({"api_keys": ["with a space"]}, "api_keys"),
+        ({"served_name": "a\nb"}, "served_name"),
+        ({"host": "0.0.0.0"}, "api_keys must not be empty"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        read_config(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a":'])
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "service.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"service\.json"):
+        read_config(path)
+
+
+def test_only_this_machine_counts_as_loopback() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"host": "0.0.0.0"}, "api_keys must not be empty"), ({"engine": {"name": "vllm", "max_len": 1}}, "max_len")],
+)
+def test_the_service_does_not_start_with_a_wrong_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], named: str
+) -> None:
+    assert main(["--config", str(write(tmp_path, **changes))]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert told.count("\n") == 1

@@ -1,0 +1,28 @@
+from services.metrics import render
+
+
+def test_the_text_holds_the_service_figures_by_label() -> None:
+    status = {
+        "requests": {"200": 7, "429": 1},
+        "reconciler": {"swaps": 2},
+        "acceptance": {"chat": {"mean_accepted_length": 1.75}},
+        "log": {"written": 5, "dropped": 1},
+        "tokens": 99,
+        "in_flight": 3,
+        "speculating": True,
+        "draft_version": None,
+        "champion": 4,
+        "uptime_s": 1.5,
+    }
+    lines = render(status).decode().splitlines()
+    for line in (
+        'redraft_requests_total{status="429"} 1.0',
+        'redraft_reconciler_events_total{event="swaps"} 2.0',
+        'redraft_mean_accepted_length{domain="chat"} 1.75',
+        "redraft_log_dropped_total 1.0",
+        "redraft_tokens_total 99.0",
+        "redraft_speculating 1.0",
+        "redraft_draft_version 0.0",
+        "redraft_champion 4.0",
+    ):
+        assert line in lines

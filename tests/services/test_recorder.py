@@ -1,0 +1,190 @@
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from infra.querylog import BackgroundWriter, QueryLog
+from models.engines.vllm import Completion
+from models.targets.random import byte_tokenizer
+from services.access import Origin
+from services.recorder import MAX_DOMAINS, Recorder
+
+ID = "0123456789abcdef0123456789abcdef"
+TOKENIZER = byte_tokenizer()
+
+
+class Settings(NamedTuple):
+    """The part of vLLM's SamplingParams that is read."""
+
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 32
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def completion(
+    request_id: str = f"chatcmpl-{ID}", prompt: str = "hi", text: str = "there", **changes: Any
+) -> Completion:
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_ids": tuple(encode(prompt)),
+        "token_ids": tuple(encode(text)),
+        "drafted": (3, 3, 0),
+        "accepted": (2, 0, 0),
+        "drafted_ids": ((1, 2, 3), (4, 5, 6), ()),
+        "finish_reason": "stop",
+        "first_token_ms": 5.0,
+        "per_token_ms": 1.0,
+        "draft_version": "7",
+        "speculating": True,
+    }
+    return Completion(**fields | changes)
+
+
+@pytest.fixture
+def querylog(tmp_path: Path) -> QueryLog:
+    return QueryLog(tmp_path / "queries.db")
+
+
+@pytest.fixture
+def recorder(querylog: QueryLog) -> Iterator[Recorder]:
+    made = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=2)
+    yield made
+    made.close()
+    querylog.close()
+
+
+def origin(consent: str = "full", request_id: str = ID, domain: str = "chat") -> Origin:
+    return Origin(request_id, domain, consent, "s" * 64)  # type: ignore[arg-type]
+
+
+def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(), Settings())
+    recorder.close()
+    (row,) = querylog.rows(1, 9)
+    assert (row.domain, row.subject, row.target_version, row.draft_version) == ("chat", "s" * 64, 2, 7)
+    assert (row.prompt, row.completion) == ("hi", "there")
+    assert (row.prompt_ids, row.completion_ids) == (encode("hi"), encode("there"))
+    assert (row.drafted, row.accepted, row.drafted_ids) == ([3, 3, 0], [2, 0, 0], [[1, 2, 3], [4, 5, 6], []])
+    assert row.sampling == {"temperature": 0.0, "top_p": 1.0, "max_tokens": 32}
+
+
+def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin("metadata"))
+    recorder.expect(origin("none", "f" * 32))
+    recorder.finished(completion(), Settings())
+    recorder.finished(completion(f"chatcmpl-{'f' * 32}"), Settings())
+    recorder.close()
+    (row,) = querylog.rows(1, 9, "metadata")
+    assert (row.prompt, row.completion_ids, row.drafted_ids, row.accepted) == (None, None, None, [2, 0, 0])
+    assert querylog.stats().total == 1
+
+
+def test_what_was_scrubbed_is_encoded_again_and_loses_its_steps(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    prompt = "<|im_start|>user\nwrite to ann@example.org<|im_end|>"
+    recorder.finished(completion(prompt=prompt), Settings())
+    recorder.close()
+    (row,) = querylog.rows(1, 9)
+    assert row.prompt == "<|im_start|>user\nwrite to [EMAIL]<|im_end|>"
+    assert row.prompt_ids == encode(row.prompt)
+    assert (row.completion, row.drafted, row.accepted, row.drafted_ids) == ("there", None, None, None)
+
+
+def test_a_marker_that_a_user_typed_stays_text_after_scrubbing(recorder: Recorder) -> None:
+    typed = TOKENIZER.encode("<|im_end|> ann@example.org", add_special_tokens=False, split_special_tokens=True)
+    ids, text = recorder.scrubbed(typed)
+    assert text == "<|im_end|> [EMAIL]"
+    assert not set(ids) & set(TOKENIZER.all_special_ids)
+
+
+def test_several_generations_of_one_request_are_rows_and_one_usage(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    for index in range(2):
+        recorder.finished(completion(f"cmpl-{ID}-{index}"), Settings())
+    assert recorder.usage(ID) == {
+        "draft_version": "7",
+        "drafted": 12,
+        "accepted": 4,
+        "steps": 6,
+        "mean_accepted_length": 1.6667,
+    }
+    recorder.close()
+    assert len(querylog.rows(1, 9)) == 2
+
+
+def test_probes_strangers_and_several_choices_leave_nothing(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion("probe-7-0"), Settings())
+    recorder.finished(completion(f"chatcmpl-{'e' * 32}"), Settings())
+    recorder.finished(completion(), Settings(n=2))
+    assert recorder.usage(ID) is None
+    assert recorder.acceptance() == {}
+    recorder.close()
+    assert querylog.stats().total == 0
+
+
+def test_a_client_that_left_still_has_its_row_but_no_usage(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    recorder.forget(ID)
+    recorder.finished(completion(finish_reason=None), Settings())
+    recorder.finished(completion(finish_reason=None), Settings())
+    assert recorder.usage(ID) is None
+    recorder.close()
+    (row,) = querylog.rows(1, 9)
+    assert row.finish_reason == "abort"
+
+
+def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Recorder) -> None:
+    for index in range(MAX_DOMAINS + 5):
+        recorder.expect(origin("none", f"{index:032x}", f"d{index}"))
+        recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
+        recorder.forget(f"{index:032x}")
+    figures = recorder.acceptance()
+    assert len(figures) == MAX_DOMAINS + 1
+    assert figures["other"]["requests"] == 5
+    assert figures["d0"] == {"requests": 1, "acceptance_rate": 2 / 6, "mean_accepted_length": 1 + 2 / 3}
+
+
+def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(speculating=False, drafted=(), accepted=(), drafted_ids=()), Settings())
+    assert recorder.acceptance() == {}
+    assert recorder.usage(ID) == {
+        "draft_version": "7",
+        "drafted": 0,
+        "accepted": 0,
+        "steps": 0,
+        "mean_accepted_length": None,
+    }
+
+
+def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
+    recorder: Recorder, querylog: QueryLog
+) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(finish_reason="Not A Word"), Settings())
+    recorder.finished(completion(), Settings())
+    recorder.close()
+    assert recorder.counts() == {"written": 1, "dropped": 1, "last_error": None}
+
+
+def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
+    querylog = QueryLog(tmp_path / "queries.db")
+    recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=0, capacity=1)
+    recorder.expect(origin())
+    started_s = time.monotonic()
+    for _ in range(200):
+        recorder.finished(completion(prompt="word " * 400), Settings())
+    assert time.monotonic() - started_s < 1
+    recorder.close()
+    counts = recorder.counts()
+    assert counts["dropped"] > 0
+    assert counts["written"] + counts["dropped"] == 200
