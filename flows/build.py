@@ -4,9 +4,9 @@ from prefect import flow
 
 from infra.registry import Version
 from tasks.distill_draft import distill_draft
-from tasks.generate_answers import generate_answers, record_golden
+from tasks.generate_answers import generate_answers
 from tasks.measure_draft import measure_draft
-from tasks.prepare_target import prepare_target
+from tasks.prepare_target import complete_target, prepare_target
 from tasks.promote import promote_build
 from tasks.recipe import Recipe
 from tasks.register import register_draft, register_target
@@ -18,8 +18,8 @@ def build(recipe: Recipe) -> Version:
     """Build what is not there yet, and make it the champion; returns the draft's version."""
     weights = prepare_target(recipe.target)
     prompts = select_data(recipe.traffic, recipe.seed)
-    target = record_golden(recipe, weights, prompts)
     samples = generate_answers(recipe, weights, prompts)
+    target = complete_target(weights, samples)
     draft = distill_draft(recipe, weights, samples)
     measured = measure_draft(recipe, target, draft, samples)
     target_version = register_target(target)

@@ -20,7 +20,8 @@ class Answer(BaseModel):
 
     Attributes:
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
-        drafted, accepted, steps: as the service counted them; None where it did not say.
+        token_ids: of the answer, and `gaps` the log-probability of the best token minus the second's at each, if asked for.
+        drafted_per_step, accepted_per_step: as the service counted them; None where it did not say.
         seconds: from sending to the last token.
     """
 
@@ -32,17 +33,13 @@ class Answer(BaseModel):
     text: str = ""
     finish_reason: str | None = None
     draft_version: str | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    steps: int | None = None
+    token_ids: tuple[int, ...] = ()
+    gaps: tuple[float, ...] = ()
+    drafted_per_step: tuple[int, ...] | None = None
+    accepted_per_step: tuple[int, ...] | None = None
     num_tokens: int = 0
     first_token_ms: float | None = None
     seconds: float
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """τ of this request, None where nothing was verified."""
-        return 1 + self.accepted / self.steps if self.steps and self.accepted is not None else None
 
 
 class TrafficReport(BaseModel):
@@ -77,6 +74,7 @@ async def send(
     log: Literal["none", "metadata", "full"] = "full",
     model: str = "target",
     api_key: str | None = None,
+    gaps: bool = False,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> list[Answer]:
     """Send prompts as streamed chats.
@@ -90,6 +88,7 @@ async def send(
         log: what the service may log.
         model: the served name.
         api_key: bearer key, if the service asks for one.
+        gaps: whether to ask for the two best tokens at each position.
         on_answer: called with each answer as it ends.
 
     Returns:
@@ -106,7 +105,7 @@ async def send(
 
         async def ask(prompt: Prompt) -> Answer:
             async with slots:
-                answer = await _ask(client, prompt, model, max_tokens, temperature, log)
+                answer = await _ask(client, prompt, model, max_tokens, temperature, log, gaps)
             if on_answer is not None:
                 on_answer(answer)
             return answer
@@ -122,8 +121,8 @@ def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
         seconds: how long they took together.
     """
     ok = [answer for answer in answers if answer.status == "ok"]
-    steps = sum(answer.steps or 0 for answer in ok)
-    accepted = sum(answer.accepted or 0 for answer in ok)
+    steps = sum(len(answer.accepted_per_step or ()) for answer in ok)
+    accepted = sum(sum(answer.accepted_per_step or ()) for answer in ok)
     return TrafficReport(
         num_requests=len(answers),
         num_ok=len(ok),
@@ -136,7 +135,7 @@ def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
 
 
 async def _ask(
-    client: openai.AsyncOpenAI, prompt: Prompt, model: str, max_tokens: int, temperature: float, log: str
+    client: openai.AsyncOpenAI, prompt: Prompt, model: str, max_tokens: int, temperature: float, log: str, gaps: bool
 ) -> Answer:
     started_s = time.monotonic()
     seen: dict[str, Any] = {"prompt_id": prompt.id, "domain": prompt.domain}
@@ -148,6 +147,8 @@ async def _ask(
             temperature=temperature,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+            **({"logprobs": True, "top_logprobs": 2} if gaps else {}),
             extra_headers={"X-Redraft-Domain": prompt.domain, "X-Redraft-Log": log},
         )
         async for chunk in stream:
@@ -167,6 +168,10 @@ async def _ask(
 
 def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
     for choice in chunk.choices:
+        seen["token_ids"] = (*seen.get("token_ids", ()), *((choice.model_extra or {}).get("token_ids") or ()))
+        for position in choice.logprobs.content or () if choice.logprobs is not None else ():
+            best, second = sorted((one.logprob for one in position.top_logprobs), reverse=True)[:2]
+            seen["gaps"] = (*seen.get("gaps", ()), best - second)
         if choice.delta.content:
             seen.setdefault("first_token_ms", 1000 * (time.monotonic() - started_s))
             seen["text"] = seen.get("text", "") + choice.delta.content
@@ -175,5 +180,5 @@ def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
     if chunk.usage is not None:
         seen["num_tokens"] = chunk.usage.completion_tokens
         counts = (chunk.usage.model_extra or {}).get("redraft") or {}
-        seen |= {name: counts.get(name) for name in ("drafted", "accepted", "steps")}
+        seen |= {name: counts.get(name) for name in ("drafted_per_step", "accepted_per_step")}
         seen["draft_version"] = None if counts.get("draft_version") is None else str(counts["draft_version"])

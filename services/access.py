@@ -28,6 +28,7 @@ OPEN_PATHS = ("/healthz",)
 INTERNAL_HEADERS = (b"x-request-id", b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id")
 DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
 DEFAULT_DOMAIN = "default"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_PROMPTS = 16
@@ -215,6 +216,10 @@ def check_limits(body: Mapping[str, Any]) -> None:
         raise Refusal(400, message, "logit_bias", "unsupported")
     if body.get("use_beam_search"):
         raise Refusal(400, "beam search is not served here", "use_beam_search", "unsupported")
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Mapping) and message.get("role") not in ROLES:
+            raise Refusal(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
     for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
         if body.get(name):
             raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")

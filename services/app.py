@@ -1,34 +1,24 @@
-"""The routes over one service, and the Ray Serve deployment that holds it.
+"""The routes over one service.
 
 Bodies are parsed here and not by FastAPI, which takes NaN, answers errors in a shape of its own and reads a body before
-anyone looked at the key. Serve builds the ASGI app after the replica's constructor, so routes close over the service.
+anyone looked at the key.
 """
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from ray import serve
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from infra.doctor import openmp_preload
-from models.engines.vllm import Params, child_environment
 from services import metrics
 from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body
-from services.config import ServiceConfig
 from services.handlers import Answer, from_error
 from services.service import Service
 from services.stream import opened
-
-APP_NAME = "redraft"
-# The engine and its two child processes need the rest of the machine; Serve only keeps books of this.
-REPLICA_CPUS = 1
-HEALTH_PERIOD_S = 2.0
 
 Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
 
@@ -119,42 +109,3 @@ async def _on_refusal(_: Request, error: Exception) -> Response:
 
 async def _on_failure(_: Request, error: Exception) -> Response:
     return INTERNAL_ERROR.response()  # Starlette raises the error again, and Admission logs it
-
-
-@serve.ingress()
-class Replica:
-    """One service in one Serve replica. Settings that the engine can't change while it runs come with the deployment."""
-
-    async def __init__(self, config_json: str) -> None:
-        logging.getLogger("services").setLevel(logging.INFO)
-        self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return build_app(self._service)
-
-    async def check_health(self) -> None:
-        """Raise a plain RuntimeError, so that Serve replaces the replica."""
-        await self._service.health()
-        self._service.require_no_replacement()
-
-    async def drain(self) -> int:
-        """See `Service.drain`; called through the handle before the app is taken down."""
-        return await self._service.drain()
-
-
-def deployment(config: ServiceConfig) -> serve.Application:
-    """Return the Serve application of one configuration."""
-    params = config.engine_params()
-    environment = {**child_environment(params if isinstance(params, Params) else None), **openmp_preload()}
-    return serve.deployment(
-        Replica,
-        name="replica",
-        max_ongoing_requests=config.max_ongoing_requests,
-        max_queued_requests=config.max_queued_requests,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=config.drain_s,
-        graceful_shutdown_wait_loop_s=0.5,
-        logging_config={"enable_access_log": False},
-        ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
-    ).bind(config.model_dump_json())

@@ -1,35 +1,25 @@
 """`python -m services.main --config FILE.json`: one service on this machine, until SIGTERM or SIGINT.
 
-Ray is started for this process alone and ends with it. Exit code 2 means that the configuration is
-wrong, 1 that the replica did not start; its log says why.
+This process only watches another one (services/runner.py), which runs in a session of its own with Ray's processes in its
+group. So a signal to this process's group does not hit Ray before the requests were drained, and whatever is left at the
+end dies with that group. Exit code 2 means that the configuration is wrong, 1 that the service failed; the log says why.
 """
 
 import argparse
-import logging
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from infra.processes import require_port_free
 from infra.settings import load_settings
-from services.config import ServiceConfig, read_config
+from services.config import read_config
 
-NUM_CPUS = 4
-OBJECT_STORE_BYTES = 100 << 20
-# Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
-MAX_RAY_DIR = 40
-RAY_VARIABLES = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
-    "RAY_DEDUP_LOGS": "0",
-}
-
-log = logging.getLogger(__name__)
+# Beyond the time that requests get: replica, engine and Ray end in about ten seconds.
+SHUTDOWN_GRACE_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,53 +36,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"services.main: {error}", file=sys.stderr)
         return 2
     settings.prepare_environment()
-    for name, value in RAY_VARIABLES.items():
-        os.environ.setdefault(name, value)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    return serve_until_signalled(config, settings.home / "ray")
+    return _watch([sys.executable, "-m", "services.runner", str(arguments.config)], config.drain_s + SHUTDOWN_GRACE_S)
 
 
-def serve_until_signalled(config: ServiceConfig, ray_dir: Path) -> int:
-    """Start Ray and Serve, wait for a signal, drain, and leave nothing running."""
-    import ray  # reads the variables set above when it is imported
-    from ray import serve
+def _watch(argv: list[str], grace_s: float) -> int:
+    """Run `argv` in a session of its own, pass signals on to it alone, and leave nothing of its group behind."""
+    search_path = os.pathsep.join(path for path in sys.path if path)
+    program = subprocess.Popen(argv, start_new_session=True, env={**os.environ, "PYTHONPATH": search_path})
+    signalled = False
 
-    from services.app import APP_NAME, deployment
+    def pass_on(number: int, _: object) -> None:
+        nonlocal signalled
+        if not signalled:  # once: a group and its leader may both be signalled
+            signalled = True
+            signal.signal(signal.SIGALRM, lambda *_: os.killpg(program.pid, signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+            program.send_signal(number)
 
-    ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    if len(str(ray_dir)) > MAX_RAY_DIR:
-        ray_dir = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
-    ray_dir.mkdir(parents=True, exist_ok=True)
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(ray_dir),
-        log_to_driver=True,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}},
-    )
-    try:
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": config.host, "port": config.port, "request_timeout_s": None},
-        )
-        handle = serve.run(deployment(config), name=APP_NAME, route_prefix="/")
-        print(f"serving {config.served_name} on http://{config.host}:{config.port}", flush=True)
-        ended.wait()
-        print("draining", flush=True)
-        left = handle.drain.remote().result(timeout_s=config.drain_s + 10)
-        if left:
-            log.warning("%d requests were cut off after %g s", left, config.drain_s)
-    except RuntimeError as error:
-        print(f"services.main: the service did not start: {error}", file=sys.stderr)
-        return 1
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-    return 0
+        signal.signal(number, pass_on)
+    # Not reaped before its group is gone, so that the group's id can't be another's.
+    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    code = program.wait()
+    return code if code >= 0 else 1
 
 
 if __name__ == "__main__":

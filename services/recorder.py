@@ -109,6 +109,8 @@ class Recorder:
             "accepted": accepted,
             "steps": steps,
             "mean_accepted_length": round(1 + accepted / steps, 4) if steps else None,
+            "drafted_per_step": [count for completion in completions for count in completion.drafted],
+            "accepted_per_step": [count for completion in completions for count in completion.accepted],
         }
 
     def acceptance(self) -> dict[str, dict[str, float | int | None]]:

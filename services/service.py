@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from typing import Any
 
-from models.golden import load_golden
-
 from infra.querylog import BackgroundWriter, QueryLog
 from infra.registry import Registry
 from models import catalog
 from models.engines.vllm import VllmEngine
+from models.golden import load_golden
 from models.targets import describe
 from services.access import Admission
 from services.config import ServiceConfig

@@ -1,10 +1,10 @@
 """Let the target answer, in its production engine and without a draft."""
 
 import asyncio
+import gc
 import itertools
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +22,7 @@ from models.hidden import Sample
 from models.params import BaseParams
 from models.sources import Prompt
 from models.tokens import encode_chat
-from tasks.recipe import Recipe
+from tasks.recipe import Generate, Recipe
 from tasks.reporting import progress
 from tasks.samples import write_samples
 from tasks.select_data import read_prompts
@@ -35,57 +35,28 @@ ANSWERS = "answers.jsonl"
 def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Artifact:
     """Answer the training and held-out prompts of the first draft's domains; an artifact of kind "samples".
 
-    Each answer is written as it comes, so a killed run asks only for the rest.
+    Each answer is written as it comes, so a killed run asks only for the rest. The target's reference outputs
+    (`models.golden`) are recorded beside the answers, because starting the engine costs more than they do.
     """
 
     def make(directory: Path, work: Path) -> None:
-        target_dir, folder = open_artifact(target), open_artifact(prompts)
-        parts = {
-            part: [prompt for prompt in read_prompts(folder, part) if prompt.domain in recipe.first_domains]
-            for part in ("train", "held_out")
-        }
-        wanted = [prompt for part in parts.values() for prompt in part]
-        asyncio.run(_answer_rest(recipe, target_dir, wanted, work / ANSWERS))
-        answers = _read_answers(work / ANSWERS)
-        for part, asked in parts.items():
-            write_samples(directory, part, (answers[prompt.id]._replace(domain=prompt.domain) for prompt in asked))
+        folder = open_artifact(prompts)
+        parts = {part: read_prompts(folder, part) for part in ("train", "held_out")}
+        golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
+        asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
+        wanted = [prompt for part in asked.values() for prompt in part]
+        answers = asyncio.run(_run_engine(recipe, open_artifact(target), wanted, golden_prompts, work, directory))
+        gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
+        for part, of_part in asked.items():
+            write_samples(directory, part, (answers[prompt.id]._replace(domain=prompt.domain) for prompt in of_part))
 
     return produce(
         stage="samples",
         kind="samples",
         params={
-            "max_tokens": recipe.generate.max_tokens,
+            "generate": recipe.generate.model_dump(exclude={"concurrency"}),
             "engine": recipe.engine.model_dump(mode="json"),
             "domains": recipe.first_domains,
-        },
-        inputs={"target": target, "prompts": prompts},
-        code=(__name__, f"models.engines.{recipe.engine.name}"),
-        make=make,
-    )
-
-
-@task(cache_policy=NO_CACHE)
-def record_golden(recipe: Recipe, target: Artifact, prompts: Artifact) -> Artifact:
-    """Add reference outputs to a target's files; an artifact of kind "target".
-
-    The prompts are asked one at a time, which is the reference, then two at a time and all at once, which fixes what
-    counts as a near-tie.
-    """
-
-    def make(directory: Path, _: Path) -> None:
-        target_dir = open_artifact(target)
-        chosen = _across_domains(read_prompts(open_artifact(prompts), "held_out"), recipe.generate.num_golden)
-        golden, threshold = asyncio.run(_reference(recipe, target_dir, chosen))
-        shutil.copytree(target_dir, directory, dirs_exist_ok=True)
-        save_golden(directory, golden, threshold)
-
-    return produce(
-        stage="golden",
-        kind="target",
-        params={
-            "max_tokens": recipe.generate.max_tokens,
-            "num_golden": recipe.generate.num_golden,
-            "engine": recipe.engine.model_dump(mode="json"),
         },
         inputs={"target": target, "prompts": prompts},
         code=(__name__, f"models.engines.{recipe.engine.name}", "models.golden"),
@@ -93,9 +64,25 @@ def record_golden(recipe: Recipe, target: Artifact, prompts: Artifact) -> Artifa
     )
 
 
+async def _run_engine(
+    recipe: Recipe,
+    target_dir: Path,
+    prompts: Sequence[Prompt],
+    golden_prompts: Sequence[Prompt],
+    work: Path,
+    directory: Path,
+) -> dict[str, Sample]:
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    async with _engine(target_dir, recipe.engine) as engine:
+        golden, threshold = await _reference(engine, tokenizer, golden_prompts, recipe.generate)
+        save_golden(directory, golden, threshold)
+        return await _answers(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
+
+
 @asynccontextmanager
 async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Any]:
     # The engine's own processes inherit these when they start.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update({**child_environment(params), **openmp_preload()})
     from models.engines.vllm import VllmEngine  # vLLM takes seconds to import
 
@@ -106,27 +93,26 @@ async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Any]:
         await engine.close()
 
 
-async def _answer_rest(recipe: Recipe, target_dir: Path, prompts: Sequence[Prompt], file: Path) -> None:
+async def _answers(
+    engine: Any, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
+) -> dict[str, Sample]:
+    """Return prompt id to answer; those in `file` are not asked for again, the others are added to it."""
     answered = _read_answers(file)
-    rest = [prompt for prompt in prompts if prompt.id not in answered]
-    if not rest:
-        return
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    sampling = Sampling(max_tokens=recipe.generate.max_tokens)
-    slots = asyncio.Semaphore(recipe.generate.concurrency)
+    sampling = Sampling(max_tokens=generate.max_tokens)
+    slots = asyncio.Semaphore(generate.concurrency)
     with progress("answer prompts") as show, file.open("a", encoding="utf-8") as lines:
-        async with _engine(target_dir, recipe.engine) as engine:
 
-            async def answer(prompt: Prompt) -> None:
-                async with slots:
-                    completion = await engine.generate(_encode(tokenizer, prompt), sampling, prompt.id)
-                sample = Sample(prompt.id, prompt.domain, list(completion.prompt_ids), list(completion.token_ids))
-                answered[prompt.id] = sample
-                lines.write(json.dumps(sample._asdict()) + "\n")
-                lines.flush()
-                show(len(answered), len(prompts))
+        async def answer(prompt: Prompt) -> None:
+            async with slots:
+                completion = await engine.generate(_encode(tokenizer, prompt), sampling, prompt.id)
+            sample = Sample(prompt.id, prompt.domain, list(completion.prompt_ids), list(completion.token_ids))
+            answered[prompt.id] = sample
+            lines.write(json.dumps(sample._asdict()) + "\n")
+            lines.flush()
+            show(len(answered), len(prompts))
 
-            await asyncio.gather(*(answer(prompt) for prompt in rest))
+        await asyncio.gather(*(answer(prompt) for prompt in prompts if prompt.id not in answered))
+    return answered
 
 
 def _read_answers(file: Path) -> dict[str, Sample]:
@@ -140,22 +126,23 @@ def _read_answers(file: Path) -> dict[str, Sample]:
     return {sample.id: sample for sample in samples}
 
 
-async def _reference(recipe: Recipe, target_dir: Path, prompts: Sequence[Prompt]) -> tuple[list[Golden], float]:
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    sampling = Sampling(max_tokens=recipe.generate.max_tokens, num_logprobs=2)
+async def _reference(
+    engine: Any, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate
+) -> tuple[list[Golden], float]:
+    """Ask one prompt at a time, which is the reference, then two and all at once, which fixes what a near-tie is."""
+    sampling = Sampling(max_tokens=generate.max_tokens, num_logprobs=2)
+    passes: list[list[Completion]] = []
     with progress("record reference outputs") as show:
-        async with _engine(target_dir, recipe.engine) as engine:
-            passes: list[list[Completion]] = []
-            for size in sorted({1, 2, len(prompts)}):
-                completions: list[Completion] = []
-                for start in range(0, len(prompts), size):
-                    batch = [
-                        engine.generate(_encode(tokenizer, prompt), sampling, f"golden-{size}-{prompt.id}")
-                        for prompt in prompts[start : start + size]
-                    ]
-                    completions += await asyncio.gather(*batch)
-                    show(len(completions), len(prompts), f"{size} at a time")
-                passes.append(completions)
+        for size in sorted({1, 2, len(prompts)}):
+            completions: list[Completion] = []
+            for start in range(0, len(prompts), size):
+                wanted = (
+                    engine.generate(_encode(tokenizer, prompt), sampling, f"golden-{size}-{prompt.id}")
+                    for prompt in prompts[start : start + size]
+                )
+                completions += await asyncio.gather(*wanted)
+                show(len(completions), len(prompts), f"{size} at a time")
+            passes.append(completions)
     reference, *reruns = passes
     golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in reference]
     return golden, near_tie_threshold(golden, [[one.token_ids for one in rerun] for rerun in reruns])

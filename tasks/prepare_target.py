@@ -1,10 +1,14 @@
-"""Bring a target into a plain Hugging Face directory."""
+"""Bring a target into a plain Hugging Face directory, and later its reference outputs beside the weights."""
+
+import shutil
+from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.artifacts import Artifact
+from infra.artifacts import Artifact, open_artifact
 from models import catalog
+from models.golden import FILE
 from models.params import BaseParams
 from tasks.stages import produce
 
@@ -20,4 +24,22 @@ def prepare_target(params: BaseParams) -> Artifact:
         inputs={},
         code=(__name__, f"models.targets.{params.name}"),
         make=lambda directory, _: method.build(params, directory),
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def complete_target(target: Artifact, samples: Artifact) -> Artifact:
+    """Add the reference outputs that came with the samples to a copy of the target's files; what is registered."""
+
+    def make(directory: Path, _: Path) -> None:
+        shutil.copytree(open_artifact(target), directory, dirs_exist_ok=True)
+        shutil.copy(open_artifact(samples) / FILE, directory)
+
+    return produce(
+        stage="complete_target",
+        kind="target",
+        params={},
+        inputs={"target": target, "samples": samples},
+        code=(__name__,),
+        make=make,
     )

@@ -175,6 +175,7 @@ def test_a_body_must_be_declared_as_json() -> None:
         {"n": 17},
         {"stop": ["a"] * 17},
         {"prompt": ["a"] * 17},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "root", "content": "x"}]},
     ],
     ids=lambda body: next(iter(body)),
 )

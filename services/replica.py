@@ -1,0 +1,65 @@
+"""The Ray Serve deployment: one service in one replica.
+
+This module is imported by the driver and the controller too, so the engine's libraries come in with the constructor. Serve
+builds the ASGI app after it, so that routes can close over the running service.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from ray import serve
+
+from infra.doctor import openmp_preload
+from models.engines.vllm import Params, child_environment
+from services.config import ServiceConfig
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+# The engine has processes of its own; Serve only keeps books of this.
+REPLICA_CPUS = 1
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 30.0
+
+
+@serve.ingress()
+class Replica:
+    """What Serve starts, asks for its health, and drains."""
+
+    async def __init__(self, config_json: str) -> None:
+        from services.service import Service
+
+        logging.getLogger("services").setLevel(logging.INFO)
+        self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+
+    def __serve_build_asgi_app__(self) -> "ASGIApp":
+        from services.app import build_app
+
+        return build_app(self._service)
+
+    async def check_health(self) -> None:
+        """Raise a plain RuntimeError, so that Serve replaces the replica."""
+        await self._service.health()
+        self._service.require_no_replacement()
+
+    async def drain(self) -> int:
+        """See `Service.drain`; called through the handle before the app is taken down."""
+        return await self._service.drain()
+
+
+def deployment(config: ServiceConfig) -> serve.Application:
+    """Return the Serve application of one configuration."""
+    params = config.engine_params()
+    environment = {**child_environment(params if isinstance(params, Params) else None), **openmp_preload()}
+    return serve.deployment(
+        Replica,
+        name="replica",
+        max_ongoing_requests=config.max_ongoing_requests,
+        max_queued_requests=config.max_queued_requests,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config={"enable_access_log": False},
+        ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
+    ).bind(config.model_dump_json())
