@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
 from flows.build import build
@@ -104,7 +104,6 @@ class _Run:
         self.speculate(False)
         self.ask("reference", equality, gaps=True)
         self.speculate(True)
-        (self.folder / "service.json").write_text(json.dumps(self.status()))
 
     def prompts(self, domain: str, part: str) -> list[Prompt]:
         return choose_prompts(domain, self.recipe.traffic[domain], self.recipe.seed)[part]
@@ -173,10 +172,11 @@ class _Run:
             if outcome not in ("promoted", "already trained") or candidate is None:
                 raise RuntimeError(f"the refresh ended with: {outcome}; redraft status says why")
             self.wait_for_draft(candidate.number)
+        (self.folder / "service.json").write_text(json.dumps(self.status()))
 
     def wait_for_draft(self, number: int) -> None:
         until = time.monotonic() + SWAP_TIMEOUT_S
-        while (status := self.status())["draft_version"] != str(number):
+        while str((status := self.status())["draft_version"]) != str(number):
             if time.monotonic() > until:
                 raise RuntimeError(
                     f"the service still drafts with {status['draft_version']}, not with {number}: {status['refused']}"
@@ -198,10 +198,17 @@ class _Run:
 
     def time_in_turn(self, prompts: Sequence[Prompt]) -> None:
         """One stream, each prompt once with and once without speculation, the first of the two alternating."""
-        for number, prompt in enumerate(prompts):
-            for on in (True, False) if number % 2 == 0 else (False, True):
-                self.speculate(on)
-                self.ask(f"timed-{'on' if on else 'off'}", [prompt], concurrency=1)
+        answered = {name: {row["prompt_id"] for row in self.rows(name)} for name in ("timed-on", "timed-off")}
+        for number, prompt in enumerate(track(prompts, "timed", console=out)):
+            for name in ("timed-on", "timed-off") if number % 2 == 0 else ("timed-off", "timed-on"):
+                if prompt.id not in answered[name]:
+                    self.speculate(name == "timed-on")
+                    with (self.folder / f"{name}.jsonl").open("a") as file:
+                        asyncio.run(
+                            self._send(
+                                [prompt], lambda answer: file.write(answer.model_dump_json() + "\n"), "none", 1, False
+                            )
+                        )
         self.speculate(True)
 
     def report(self, seconds: float) -> Row:

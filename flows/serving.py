@@ -3,15 +3,16 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from infra.doctor import openmp_preload
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
 from infra.settings import Settings
-from tasks.promote import open_champions
-from tasks.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tasks.recipe import Recipe
 
 SERVED_NAME = "target"
 START_TIMEOUT_S = 300.0
@@ -23,12 +24,14 @@ def config_path(settings: Settings) -> Path:
     return settings.home / "service.json"
 
 
-def write_config(recipe: Recipe, settings: Settings) -> dict[str, Any]:
+def write_config(recipe: "Recipe", settings: Settings) -> dict[str, Any]:
     """Write what the service needs to know, see services/config.py, and return it.
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.
     """
+    from tasks.promote import open_champions  # torch: too slow for who only asks how the service is
+
     pair = open_champions.fn()
     port = recipe.serve.port or free_port(settings.host)
     require_port_free(settings.host, port)
@@ -55,7 +58,7 @@ def write_config(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     return config
 
 
-def start_service(recipe: Recipe, settings: Settings) -> tuple[Child, str]:
+def start_service(recipe: "Recipe", settings: Settings) -> tuple[Child, str]:
     """Start the service, wait until it answers, and return it with its URL.
 
     Raises:

@@ -168,12 +168,14 @@ async def _ask(
 
 def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
     for choice in chunk.choices:
-        seen["token_ids"] = (*seen.get("token_ids", ()), *((choice.model_extra or {}).get("token_ids") or ()))
+        token_ids = (choice.model_extra or {}).get("token_ids") or ()
+        if token_ids:  # its text may come later: a token can be part of a letter
+            seen.setdefault("first_token_ms", 1000 * (time.monotonic() - started_s))
+            seen["token_ids"] = (*seen.get("token_ids", ()), *token_ids)
         for position in choice.logprobs.content or () if choice.logprobs is not None else ():
             best, second = sorted((one.logprob for one in position.top_logprobs), reverse=True)[:2]
             seen["gaps"] = (*seen.get("gaps", ()), best - second)
         if choice.delta.content:
-            seen.setdefault("first_token_ms", 1000 * (time.monotonic() - started_s))
             seen["text"] = seen.get("text", "") + choice.delta.content
         if choice.finish_reason is not None:
             seen["finish_reason"] = choice.finish_reason

@@ -1,0 +1,48 @@
+"""The whole first build on the tiny recipe, with the real engine."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.manifest import check_manifest
+from infra.registry import LINEAGE_TAGS, Registry
+
+pytestmark = pytest.mark.engine
+
+
+def registry_of(home: Path) -> Registry:
+    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+
+
+def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(built, tmp_path):
+    cli, output = built
+    registry = registry_of(cli.home)
+    target, draft = registry.champion("target"), registry.champion("draft")
+    assert (target.number, draft.number) == (1, 1)
+    assert "built: draft 1" in output
+    golden = json.loads((registry.download(target, tmp_path) / "golden.json").read_text())
+    assert len(golden["outputs"]) == 4
+    assert set(LINEAGE_TAGS) <= draft.tags.keys()
+    assert draft.tags["target_sha256"] == target.tags["target_sha256"]
+    assert json.loads(draft.tags["tau"])["chat"] > 1.1
+    assert float(draft.tags["probe_tau"]) >= 1
+    check_manifest(registry.download(draft, tmp_path))
+
+
+def test_a_finished_build_leaves_no_work_behind(built):
+    cli, _ = built
+    assert list((cli.home / "artifacts" / "work").iterdir()) == []
+    assert [path for path in (cli.home / "artifacts").rglob(".staging-*")] == []
+
+
+def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in, tmp_path):
+    shutil.copytree(built[0].home, tmp_path / "home")
+    damaged = next((tmp_path / "home" / "artifacts" / "draft").glob("*/model.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    output = cli_in(tmp_path / "home").run("build", "--recipe", "tiny")
+    made = [line.split(" - ")[1].split(":")[0] for line in output.splitlines() if ": made, " in line]
+    assert made == ["draft"]
+    assert output.count(": cached, ") == 5
+    assert "model.safetensors has" in output
