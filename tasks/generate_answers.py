@@ -81,16 +81,21 @@ async def _run_engine(
 
 @asynccontextmanager
 async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Any]:
-    # The engine's own processes inherit these when they start.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.update({**child_environment(params), **openmp_preload()})
-    from models.engines.vllm import VllmEngine  # vLLM takes seconds to import
-
-    engine = await VllmEngine.start(target_dir, None, params)
+    engine = await _start(target_dir, params)
     try:
         yield engine
     finally:
         await engine.close()
+
+
+async def _start(target_dir: Path, params: BaseParams) -> Any:
+    # The engine's own processes inherit these when they start.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.update({**child_environment(params), **openmp_preload()})
+    # vLLM takes seconds to import. It keeps a traceback with this frame in it, which must not hold the engine.
+    from models.engines.vllm import VllmEngine
+
+    return await VllmEngine.start(target_dir, None, params)
 
 
 async def _answers(
