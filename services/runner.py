@@ -22,6 +22,7 @@ RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: whatever trains beside the replica would come first
 }
 
 log = logging.getLogger(__name__)

@@ -178,13 +178,10 @@ def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
 
 
 def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
-    def frozen(model: type[Frozen]) -> Callable[[Mapping[str, Any]], Frozen]:
-        return lambda table: validate(model, table, model.__name__.lower())
-
     plain = {"generate": Generate, "refresh": Refresh, "gate": GateParams, "serve": Serve, "demo": Demo}
     families = {"target": "targets", "engine": "engines", "draft": "drafts"}
     return {
-        **{name: frozen(model) for name, model in plain.items()},
+        **{name: lambda table, name=name, model=model: validate(model, table, name) for name, model in plain.items()},
         **{name: lambda table, family=family: catalog.parse(family, table) for name, family in families.items()},
         "distill": _distill_params,
     }

@@ -21,11 +21,12 @@ class Cli:
         self._env |= {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command; its output goes to one pipe."""
+        """Start a command in a process group of its own; its output goes to one pipe."""
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *arguments],
             env=self._env,
             text=True,
+            start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

@@ -1,0 +1,84 @@
+"""The command line: help, exit codes and messages."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from flows import cli
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Return what runs a command in a fresh home."""
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    # What a command puts into the environment must not reach the other tests.
+    monkeypatch.setattr(cli, "_settings", cli.load_settings)
+    return lambda *arguments: CliRunner().invoke(cli.app, arguments)
+
+
+def test_help_names_every_command(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    for name in ("build", "serve", "refresh", "traffic", "status", "demo", "doctor"):
+        assert name in result.output
+
+
+def test_a_misspelt_key_is_one_line_and_exit_code_2(run, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[refresh]\nmin_rowz = 3\n")
+    result = run("build", "--recipe", str(recipe))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        'redraft: mine.toml: [refresh]: refresh: unknown key "min_rowz" (did you mean "min_rows"?)'
+    )
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_method_is_answered_with_the_nearest_one(run, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[target]\nname = "smolm2"\n')
+    result = run("build", "--recipe", str(recipe))
+    assert result.exit_code == 2
+    assert 'no method "smolm2" in targets (did you mean "smollm2"?)' in result.stderr
+
+
+def test_an_unknown_recipe_is_exit_code_2(run):
+    result = run("refresh", "--recipe", "tinny")
+    assert result.exit_code == 2
+    assert 'did you mean "tiny"' in result.stderr
+
+
+def test_a_misspelt_setting_is_exit_code_2(run, monkeypatch):
+    monkeypatch.setenv("REDRAFT_HOMES", "x")
+    result = run("doctor")
+    assert result.exit_code == 2
+    assert "REDRAFT_HOMES is not a setting; did you mean REDRAFT_HOME?" in result.stderr
+
+
+def test_an_unknown_domain_of_traffic_is_exit_code_2(run):
+    result = run("traffic", "--recipe", "tiny", "--domain", "cod")
+    assert result.exit_code == 2
+    assert 'has no domain "cod"; there are: chat, code' in result.stderr
+
+
+def test_traffic_without_a_service_says_how_to_start_one(run):
+    result = run("traffic", "--recipe", "tiny")
+    assert result.exit_code == 2
+    assert "no service was started yet; run: redraft serve" in result.stderr
+
+
+def test_ctrl_c_is_exit_code_130(run, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_settings", interrupted)
+    assert run("doctor").exit_code == 130
+
+
+def test_the_command_line_starts_without_torch_prefect_and_mlflow():
+    code = (
+        "import sys, flows.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'vllm', 'ray') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

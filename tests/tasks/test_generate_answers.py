@@ -1,0 +1,27 @@
+"""What a kill leaves of the answers, and which prompts become golden."""
+
+import json
+
+from models.hidden import Sample
+from models.sources import Message, Prompt
+from tasks.generate_answers import _across_domains, _read_answers
+
+
+def prompt(text: str, domain: str) -> Prompt:
+    return Prompt(messages=(Message(role="user", content=text),), domain=domain, group=text)
+
+
+def test_a_line_that_was_cut_short_is_removed_and_asked_for_again(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    whole = json.dumps(Sample("a", "chat", [1], [2, 3, 4])._asdict()) + "\n"
+    file.write_text(whole + '{"id": "b", "dom')
+    assert list(_read_answers(file)) == ["a"]
+    assert file.read_text() == whole
+    file.write_text('{"id": "b", "dom')
+    assert _read_answers(file) == {}
+    assert file.read_text() == ""
+
+
+def test_golden_prompts_take_the_domains_in_turn():
+    prompts = [prompt("1", "a"), prompt("2", "a"), prompt("3", "a"), prompt("4", "b")]
+    assert [one.messages[0].content for one in _across_domains(prompts, 3)] == ["1", "4", "2"]

@@ -1,0 +1,30 @@
+"""Summing scores up."""
+
+import pytest
+
+from models.gate import Score
+from tasks.measure_draft import summarise, tau_of
+
+SCORES = [
+    Score(id="a", domain="chat", steps=10, accepted=5),
+    Score(id="b", domain="chat", steps=30, accepted=25),
+    Score(id="c", domain="code", steps=4, accepted=8),
+]
+
+
+def test_tau_counts_every_step_once():
+    assert tau_of(SCORES[:2]) == 1.75
+    assert tau_of(SCORES) == 1 + 38 / 44
+
+
+def test_nothing_to_score_is_refused():
+    with pytest.raises(ValueError, match="nothing to score"):
+        tau_of([])
+
+
+def test_each_domain_has_its_figure_and_interval():
+    measured = summarise(SCORES, probe_tau=1.5, seed=0)
+    assert measured.num_conversations == {"chat": 2, "code": 1}
+    assert measured.tau["chat"].value == 1.75
+    assert (measured.tau["chat"].low, measured.tau["chat"].high) == pytest.approx((1.5, 1 + 25 / 30))
+    assert measured.tags() == {"tau": '{"chat": 1.75, "code": 3.0}', "probe_tau": "1.5000"}

@@ -1,0 +1,34 @@
+"""Choosing prompts: sizes, sides and refusals."""
+
+import pytest
+
+from models.sources.synthetic import Params
+from tasks.recipe import Traffic
+from tasks.select_data import choose_prompts, read_prompts, select_data
+
+TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
+
+
+def test_parts_have_the_wanted_sizes_the_recipes_domain_and_no_common_group():
+    parts = choose_prompts("chat", TRAFFIC, seed=0)
+    assert {part: len(prompts) for part, prompts in parts.items()} == {"train": 20, "held_out": 10, "requests": 30}
+    assert {prompt.domain for prompts in parts.values() for prompt in prompts} == {"chat"}
+    groups = [{prompt.group for prompt in prompts} for prompts in parts.values()]
+    assert sum(map(len, groups)) == len(set.union(*groups))
+
+
+def test_a_domain_without_training_has_no_such_part():
+    assert "train" not in choose_prompts("chat", TRAFFIC.model_copy(update={"num_train": 0}), seed=0)
+
+
+def test_too_few_prompts_are_refused_by_name():
+    with pytest.raises(ValueError, match='domain "chat" has .* prompts for train, the recipe wants 500'):
+        choose_prompts("chat", TRAFFIC.model_copy(update={"num_train": 500}), seed=0)
+
+
+def test_the_task_writes_every_part(tmp_path, monkeypatch):
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    artifact = select_data.fn({"chat": TRAFFIC}, 0)
+    assert {part: read_prompts(artifact.path, part) for part in ("train", "held_out", "requests")} == choose_prompts(
+        "chat", TRAFFIC, seed=0
+    )
