@@ -6,7 +6,6 @@ environment before that, because these libraries read it when they are imported.
 
 import asyncio
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -206,8 +205,6 @@ def _prepare(recipe: str) -> "tuple[Settings, Recipe]":
 def _settings() -> Settings:
     settings = load_settings()
     settings.prepare_environment()
-    # Prefect's own server makes its tables at the first start, which on a busy machine takes longer than its 20 s.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     settings.home.mkdir(parents=True, exist_ok=True)  # Prefect makes its folder, but not the one above
     return settings
 

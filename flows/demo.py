@@ -22,7 +22,7 @@ from flows.build import build
 from flows.refresh import refresh
 from flows.serving import SERVED_NAME, start_service
 from flows.traffic import Answer, send
-from infra.registry import Registry
+from infra.registry import Registry, Version
 from infra.settings import Settings
 from tasks.compare_traffic import DomainComparison, Outputs, compare_acceptance, compare_outputs
 from tasks.figures import draw_acceptance
@@ -47,10 +47,11 @@ def demo(recipe: Recipe, settings: Settings) -> Row:
     """
     if recipe.demo is None:
         raise ValueError(f"recipe {recipe.name} has no table [demo]")
-    run = _Run(recipe, settings)
     started_s = time.monotonic()
-    run.stage("build: target, answers, first draft")
+    out.rule("build: target, answers, first draft", align="left")
     first = build(recipe)
+    run = _Run(recipe, settings, first)
+    run.seconds["build"] = round(time.monotonic() - started_s, 1)
     run.stage("serve")
     service, run.url = start_service(recipe, settings)
     try:
@@ -64,10 +65,11 @@ def demo(recipe: Recipe, settings: Settings) -> Row:
 
 
 class _Run:
-    def __init__(self, recipe: Recipe, settings: Settings) -> None:
+    def __init__(self, recipe: Recipe, settings: Settings, first: Version) -> None:
         assert recipe.demo is not None
         self.recipe, self.demo, self.settings = recipe, recipe.demo, settings
-        self.folder = settings.home / "demo" / recipe.name
+        # Answers that another first draft helped with are another run's.
+        self.folder = settings.home / "demo" / f"{recipe.name}-{first.sha256[:12]}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.url = ""
         self.seconds: dict[str, float] = {}
@@ -215,10 +217,10 @@ class _Run:
         self.stage("result")
         before, after = self.rows("before"), self.rows("after")
         comparisons = compare_acceptance(before, after)
-        target = Registry(self.settings.mlflow_uri, self.settings.artifacts / "mlflow")
-        champion = target.champion("target")
+        registry = Registry(self.settings.mlflow_uri, self.settings.artifacts / "mlflow")
+        champion = registry.champion("target")
         assert champion is not None
-        outputs = compare_outputs(self.rows("reference"), after, target.download(champion, self.settings.cache))
+        outputs = compare_outputs(self.rows("reference"), after, registry.download(champion, self.settings.cache))
         sent = [row for name in ("before", "traffic", "meanwhile", "after") for row in self.rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self.rows(name))]
         swap_at = len([row for row in sent if row["draft_version"] == sent[0]["draft_version"]])
@@ -234,6 +236,10 @@ class _Run:
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
             "requests": dict(Counter(row["status"] for row in everything)),
             "swaps": status["swaps"],
+            "training": [
+                {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
+                for run in reversed(registry.recorded("distill")[:2])
+            ],
             "stage_seconds": self.seconds,
             "seconds": round(seconds, 1),
         }
@@ -307,6 +313,8 @@ def _show(result: Row, comparisons: dict[str, DomainComparison], outputs: Output
         table.add_row(f"tokens/s, speculation {name}", *(str(result["tokens_per_s"][name][d]) for d in comparisons))
     out.print(table)
     out.print(f"outputs of {outputs.num_compared} prompts after the swap against no speculation: {outputs.verdicts}")
+    for name, run in zip(("first", "new"), result["training"], strict=False):
+        out.print(f"training of the {name} draft: {run['seconds']:.0f} s, {run['tokens_per_s']:.0f} tokens/s")
     out.print(f"requests: {result['requests']}, swaps: {result['swaps']}, seconds: {result['seconds']}")
 
 

@@ -162,6 +162,14 @@ class Registry:
             self._client.set_terminated(run_id)
         return run_id
 
+    def recorded(self, name: str) -> list[dict[str, float]]:
+        """Return the metrics of the runs recorded as `name`, newest first."""
+        with _translated(f"look up runs named {name}"):
+            runs = self._client.search_runs(
+                [self._experiment_id], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"]
+            )
+        return [dict(run.data.metrics) for run in runs]
+
     def champion(self, kind: Kind) -> Version | None:
         """Return the version that is to be served, None if there is none yet."""
         try:

@@ -80,6 +80,9 @@ class Settings(BaseModel):
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "prefect" / "results"),
             "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # Prefect's own server makes its tables at the first start, which on a busy machine takes longer than its 20 s.
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "MLFLOW_TRACKING_URI": self.mlflow_uri,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             **QUIET_MLFLOW,

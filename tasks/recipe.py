@@ -89,9 +89,8 @@ class Refresh(Frozen):
 
 
 class Serve(Frozen):
-    """The endpoint; port 0 takes a free one."""
+    """The endpoint; port 0 takes a free one. The address to bind is the machine's: REDRAFT_HOST."""
 
-    host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     poll_s: float = Field(5.0, gt=0)
     min_swap_interval_s: float = Field(10.0, ge=0)

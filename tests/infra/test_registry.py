@@ -189,6 +189,7 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(registry: Registry,
     figure = tmp_path / "figure.svg"
     figure.write_text("<svg/>")
     run_id = registry.record_run("gate", {"K": 3, "domains": ["chat"]}, {"gain": 0.5}, [figure])
+    assert registry.recorded("gate") == [{"gain": 0.5}]
     (stored,) = (tmp_path / "artifacts").rglob("figure.svg")
     assert stored.parts[-3] == run_id
     assert stored.read_text() == "<svg/>"

@@ -33,6 +33,9 @@ class TappedLLM(AsyncLLM):
     draft_version: str = ""
     speculating: bool = False
 
+    def __del__(self) -> None:
+        """Nothing: `VllmEngine.close` ends the engine, and when the interpreter ends, what the base class calls here is gone."""
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
