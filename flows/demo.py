@@ -264,7 +264,7 @@ class _Run:
 class _Client:
     """A client in a thread that asks one prompt after another until the block ends."""
 
-    PAUSE_S = 1.0
+    PAUSE_S = 10.0  # a trainer on the same two cores starves beside a client that hardly pauses
 
     def __init__(self, run: _Run, prompts: Sequence[Prompt]) -> None:
         self._run, self._prompts = run, prompts
