@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from models.golden import Golden, equal_output
-
 from infra.registry import Version
 from models.acceptance import mean_accepted_length
 from models.engines.vllm import Completion, Sampling
+from models.golden import Golden, equal_output
 from models.params import Frozen
 from services.config import Probation
 

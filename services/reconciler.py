@@ -14,9 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from models.golden import Golden
-
 from infra.registry import NoSuchVersion, RegistryUnavailable, Version, is_quarantined
+from models.golden import Golden
 from services.config import ServiceConfig
 from services.drafts import DraftSource, Loaded, State, Unfit, label, write_state
 from services.probation import Engine, Proof, prove
