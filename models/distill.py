@@ -20,7 +20,8 @@ from torch import Tensor
 
 from models.catalog import load as load_method
 from models.catalog import parse
-from models.drafts.eagle3 import Eagle3, Rows, output_embedding, read_tensor
+from models.checkpoint import output_embedding, read_tensor
+from models.drafts import Draft, Rows
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
 
@@ -31,7 +32,7 @@ class Params(BaseParams):
     """Settings of the loop.
 
     Attributes:
-        num_unroll: drafted tokens a row is trained for, the served K.
+        num_unroll: drafted tokens a row is trained for, the served K; families whose steps are all alike take one.
         step_decay: weight of unroll j is step_decay ** j.
         follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one.
         batch_tokens: tokens, padding included, of one optimizer step.
@@ -91,7 +92,7 @@ class _Teacher(NamedTuple):
 
 
 def train(
-    head: Eagle3,
+    draft: Draft,
     target_dir: Path,
     samples: Sequence[Sample],
     params: Params,
@@ -99,10 +100,10 @@ def train(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Report:
-    """Train `head` in place.
+    """Train `draft` in place.
 
     Args:
-        head: the draft, in float32; its `lm_head` and the borrowed embedding stay as they are.
+        draft: in float32; parameters that need no gradient stay as they are.
         target_dir: the target that the answers came from.
         samples: prompts with the target's answers of two tokens and more.
         params: the loop's settings.
@@ -112,7 +113,7 @@ def train(
 
     Raises:
         ValueError: no sample has anything to learn from.
-        FloatingPointError: the loss is NaN or infinite; `head` must be thrown away.
+        FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
     if not samples:
@@ -121,37 +122,37 @@ def train(
         torch.set_num_threads(params.num_threads)
     report = on_progress or (lambda progress: None)
     states = hidden_states(
-        head, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r))
+        draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r))
     )
-    return _Loop(head, target_dir, states, params, work_dir, seed).run(report)
+    return _Loop(draft, target_dir, states, params, work_dir, seed).run(report)
 
 
 def hidden_states(
-    head: Eagle3,
+    draft: Draft,
     target_dir: Path,
     samples: Sequence[Sample],
     work_dir: Path,
     on_progress: Callable[[int, int, float], None] | None = None,
 ) -> HiddenStates:
-    """Extract the states that `head` reads, and the last layer's for the target's probabilities."""
-    aux = head.config["eagle_aux_hidden_state_layer_ids"]
-    last = json.loads((target_dir / "config.json").read_text())["num_hidden_layers"]
-    states = HiddenStates(work_dir / "hidden", samples, sorted({*aux, last}), head.config["hidden_size"])
+    """Extract the states that `draft` reads, and the last layer's for the target's probabilities."""
+    config = json.loads((target_dir / "config.json").read_text())
+    layers = sorted({*draft.taps, config["num_hidden_layers"]})
+    states = HiddenStates(work_dir / "hidden", samples, layers, config["hidden_size"])
     states.extract(target_dir, on_progress=on_progress)
     return states
 
 
 class _Loop:
     def __init__(
-        self, head: Eagle3, target_dir: Path, states: HiddenStates, params: Params, work_dir: Path, seed: int
+        self, draft: Draft, target_dir: Path, states: HiddenStates, params: Params, work_dir: Path, seed: int
     ) -> None:
-        self.head, self.states, self.params, self.seed = head, states, params, seed
+        self.draft, self.states, self.params, self.seed = draft, states, params, seed
         self.work_dir = work_dir
         loss = parse("losses", params.loss)
         self.loss = lambda logits, probs: load_method("losses", loss.name).loss(logits, probs, loss)
-        self.teacher = teacher(head, target_dir)
-        self.trained = {name: p for name, p in head.named_parameters() if not name.startswith("lm_head")}
-        head.lm_head.weight.requires_grad_(False)
+        self.teacher = teacher(draft, target_dir)
+        self.num_unroll = min(params.num_unroll, draft.max_unroll or params.num_unroll)
+        self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
             lr=params.learning_rate,
@@ -193,7 +194,7 @@ class _Loop:
             if now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()
-        self.head.eval()
+        self.draft.eval()
         return Report(
             tokens_per_s=self.tokens / max(self.seconds, 1e-9),
             hidden_tokens_per_s=self.states.tokens_per_s,
@@ -228,10 +229,10 @@ class _Loop:
 
     def _loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
         """Return the loss to minimise, and the first unroll's mean: more rows go on as the draft gets better, so only the latter falls."""
-        packed = pack(batch, self.states, self.params.num_unroll, self.head.fc.in_features)
+        packed = pack(batch, self.states, self.num_unroll, self.draft.taps)
         rows, final, log_sums, lengths = packed
         last = lengths[rows.sequence] - 1
-        vocabulary = self.head.vocabulary
+        vocabulary = self.draft.vocabulary
 
         def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
             index, sequence = rows.index[running], rows.sequence[running]
@@ -241,7 +242,7 @@ class _Loop:
             return going
 
         total, first = torch.zeros(()), 0.0
-        for step, (running, logits) in enumerate(self.head.unroll(rows, self.params.num_unroll, keep)):
+        for step, (running, logits) in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
             if len(running) == 0:
                 break
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
@@ -297,15 +298,15 @@ class _Loop:
         return json.dumps([settings, self.seed, ids], sort_keys=True)
 
 
-def teacher(head: Eagle3, target_dir: Path) -> _Teacher:
+def teacher(draft: Draft, target_dir: Path) -> _Teacher:
     """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
     config = json.loads((target_dir / "config.json").read_text())
     norm = read_tensor(target_dir, "model.norm.weight").float()
-    return _Teacher(norm, config["rms_norm_eps"], output_embedding(target_dir)[head.vocabulary])
+    return _Teacher(norm, config["rms_norm_eps"], output_embedding(target_dir)[draft.vocabulary])
 
 
 def pack(
-    batch: Sequence[Sample], states: HiddenStates, num_steps: int, width: int
+    batch: Sequence[Sample], states: HiddenStates, num_steps: int, taps: Sequence[int]
 ) -> tuple[Rows, Tensor, Tensor, Tensor]:
     """Pad a batch and list its rows.
 
@@ -323,5 +324,5 @@ def pack(
     lengths = torch.tensor([len(s.token_ids) for s in batch])
     index = [torch.arange(len(s.prompt_ids) - 1, len(s.token_ids) - 2) for s in batch]
     sequence = [torch.full_like(rows, number) for number, rows in enumerate(index)]
-    rows = Rows(hidden[..., :width], tokens, torch.cat(sequence), torch.cat(index))
+    rows = Rows(hidden[..., : len(taps) * states.hidden_size], tokens, torch.cat(sequence), torch.cat(index))
     return rows, hidden[..., -states.hidden_size :], log_sums, lengths

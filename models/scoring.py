@@ -5,6 +5,7 @@ would have accepted, with no engine started. Parent and candidate are scored on 
 tell a small gain from noise.
 """
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models.checkpoint import output_embedding, read_tensor
 from models.distill import hidden_states, pack
-from models.drafts.eagle3 import Eagle3, Rows, load, output_embedding, read_tensor
+from models.drafts import Draft, Rows
 from models.gate import Score
 from models.hidden import HiddenStates, Sample, length_buckets
 
 
 def score(
-    draft_dir: Path, target_dir: Path, samples: Sequence[Sample], num_draft_tokens: int, work_dir: Path
+    draft: Draft, target_dir: Path, samples: Sequence[Sample], num_draft_tokens: int, work_dir: Path
 ) -> list[Score]:
     """Score a draft conversation by conversation.
 
     Args:
-        draft_dir: the draft.
+        draft: what is scored.
         target_dir: the target that gave the answers.
         samples: prompts with answers; those of two tokens and less have no verification step to score and are left out.
         num_draft_tokens: K as served.
@@ -34,27 +36,26 @@ def score(
         a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the expected
         number Σ min(p, q) along the answer, each token taken as a possible start of a block.
     """
-    head = load(draft_dir, target_dir)
     samples = [s for s in samples if len(s.completion_ids) > 2]
-    states = hidden_states(head, target_dir, samples, work_dir)
+    states = hidden_states(draft, target_dir, samples, work_dir)
     greedy = [s for s in samples if s.temperature == 0]
     sampled = [s for s in samples if s.temperature > 0]
     with torch.inference_mode():
-        scores = _greedy_scores(head, states, greedy, num_draft_tokens)
+        scores = _greedy_scores(draft, states, greedy, num_draft_tokens)
         if sampled:
-            scores |= _sampled_scores(head, target_dir, states, sampled, num_draft_tokens)
+            scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens)
     return [scores[s.id] for s in samples]
 
 
-def _greedy_scores(head: Eagle3, states: HiddenStates, samples: Sequence[Sample], num_steps: int) -> dict[str, Score]:
+def _greedy_scores(draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int) -> dict[str, Score]:
     scores = {}
     for batch in length_buckets(samples, 2048):
-        rows, _, _, lengths = pack(batch, states, num_steps, head.fc.in_features)
+        rows, _, _, lengths = pack(batch, states, num_steps, draft.taps)
         last = lengths[rows.sequence] - 1
         matches = torch.zeros(len(rows.index), dtype=torch.int64)
 
-        matched = partial(_matched, rows, last, head.vocabulary)
-        for step, (running, logits) in enumerate(head.unroll(rows, num_steps, matched)):
+        matched = partial(_matched, rows, last, draft.vocabulary)
+        for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, matched)):
             matches[running] += matched(step, running, logits)
         for number, sample in enumerate(batch):
             scores[sample.id] = _walk(sample, matches[rows.sequence == number].tolist())
@@ -85,20 +86,21 @@ def _walk(sample: Sample, matches: list[int]) -> Score:
 
 
 def _sampled_scores(
-    head: Eagle3, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int
+    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int
 ) -> dict[str, Score]:
     norm = read_tensor(target_dir, "model.norm.weight").float()
+    eps = json.loads((target_dir / "config.json").read_text())["rms_norm_eps"]
     output = output_embedding(target_dir)
     scores = {}
     for sample in samples:
-        rows, final, _, lengths = pack([sample], states, num_steps, head.fc.in_features)
+        rows, final, _, lengths = pack([sample], states, num_steps, draft.taps)
         alive = torch.ones(len(rows.index))
         expected = torch.zeros(len(rows.index))
         inside = partial(_inside, rows, int(lengths[0]))
-        for step, (running, logits) in enumerate(head.unroll(rows, num_steps, inside)):
+        for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, inside)):
             states_here = final[0, rows.index[running] + 1 + step]
-            normed = torch.nn.functional.rms_norm(states_here, states_here.shape[-1:], norm, head.eps)
-            p = ((normed @ output.T) / sample.temperature).softmax(-1)[:, head.vocabulary]
+            normed = torch.nn.functional.rms_norm(states_here, states_here.shape[-1:], norm, eps)
+            p = ((normed @ output.T) / sample.temperature).softmax(-1)[:, draft.vocabulary]
             q = (logits / sample.temperature).softmax(-1)
             alive[running] *= torch.minimum(p, q).sum(-1)
             expected[running] += alive[running]

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from infra.consent import Consent
 from models import catalog
-from models.params import BaseParams, Frozen, validate
+from models.engines.vllm import Params
+from models.params import Frozen, validate
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -99,9 +100,12 @@ class ServiceConfig(Frozen):
             raise ValueError(f"host {self.host} can be reached from other machines, so api_keys must not be empty")
         return self
 
-    def engine_params(self) -> BaseParams:
-        """Return the engine's parsed settings; ValueError names a wrong key."""
-        return catalog.parse("engines", self.engine)
+    def engine_params(self) -> Params:
+        """Return the engine's parsed settings; ValueError names a wrong key, or an engine that has no endpoint."""
+        params = catalog.parse("engines", self.engine)
+        if not isinstance(params, Params):
+            raise ValueError(f'engine "{params.name}" has no endpoint; the service runs "vllm"')
+        return params
 
 
 def is_loopback(host: str) -> bool:

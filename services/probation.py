@@ -2,25 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from infra.registry import Version
 from models.acceptance import mean_accepted_length
-from models.engines.vllm import Completion, Sampling
+from models.engines import Engine, Sampling
 from models.golden import Golden, equal_output
 from models.params import Frozen
 from services.config import Probation
 
 PROBE_TAG = "probe_tau"
-
-
-class Engine(Protocol):
-    """What the reconciler needs of a running engine; see models/engines."""
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion: ...
-    async def swap_draft(self, directory: Path, version: str) -> float: ...
-    async def check_draft(self, directory: Path) -> float: ...
-    async def set_speculation(self, on: bool) -> None: ...
 
 
 class Proof(Frozen):

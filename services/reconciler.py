@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from infra.registry import NoSuchVersion, RegistryUnavailable, Version, is_quarantined
+from models.engines import Engine
 from models.golden import Golden
 from services.config import ServiceConfig
 from services.drafts import DraftSource, Loaded, State, Unfit, label, write_state
-from services.probation import Engine, Proof, prove
+from services.probation import Proof, prove
 
 MAX_ATTEMPTS = 3
 

@@ -28,7 +28,7 @@ from services.access import Origin
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-    from models.engines.vllm import Completion
+    from models.engines import Completion
 
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 SAMPLING = (

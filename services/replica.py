@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ray import serve
 
 from infra.doctor import openmp_preload
-from models.engines.vllm import Params, child_environment
+from models.engines.vllm import child_environment
 from services.config import ServiceConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Replica:
 def deployment(config: ServiceConfig) -> serve.Application:
     """Return the Serve application of one configuration."""
     params = config.engine_params()
-    environment = {**child_environment(params if isinstance(params, Params) else None), **openmp_preload()}
+    environment = {**child_environment(params), **openmp_preload()}
     return serve.deployment(
         Replica,
         name="replica",

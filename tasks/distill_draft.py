@@ -36,17 +36,20 @@ def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact, parent: A
         target_dir, rows = open_artifact(target), read_samples(samples, "train")
         counts = _count_tokens(rows, describe(target_dir).vocab_size)
         if parent is None:
-            head = method.create(recipe.draft, target_dir, counts)
+            draft = method.create(recipe.draft, target_dir, counts)
         else:
-            head = method.renew(method.load(open_artifact(parent), target_dir), target_dir, counts)
+            draft = method.renew(method.load(open_artifact(parent), target_dir), target_dir, counts)
+        if not method.TRAINED:
+            method.save(draft, directory)
+            return
         with progress("distill the draft") as show:
 
             def on_progress(now: distill.Progress) -> None:
                 loss = "" if now.loss is None else f", loss {now.loss:.3f}"
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}")
 
-            report = distill.train(head, target_dir, rows, params, work, recipe.seed, on_progress)
-        method.save(head, directory)
+            report = distill.train(draft, target_dir, rows, params, work, recipe.seed, on_progress)
+        method.save(draft, directory)
         _record(report, params, work)
 
     return produce(

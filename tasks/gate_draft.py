@@ -11,6 +11,7 @@ from infra.artifacts import Artifact, open_artifact, publish
 from infra.settings import load_settings
 from models import gate
 from models.acceptance import Estimate
+from models.drafts import open_draft
 from models.gate import Score, Verdict
 from models.hidden import Sample
 from models.params import Frozen
@@ -62,13 +63,14 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     }
 
     def make(directory: Path, work: Path) -> None:
-        target_dir, candidate_dir = open_artifact(pair.target_files), open_artifact(candidate)
+        target_dir = open_artifact(pair.target_files)
         held_out, unjudged = judgeable(
             read_samples(samples, "held_out"), json.loads(pair.draft.tags["tau"]), recipe.gate.min_conversations
         )
 
         def scored(draft: Artifact) -> list[Score]:
-            return score(open_artifact(draft), target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
+            opened = open_draft(open_artifact(draft), target_dir)
+            return score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
 
         parent, after = scored(pair.draft_files), scored(candidate)
         past_scores = {number: scored(draft) for number, draft in past.items()}
@@ -76,7 +78,9 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             domain: tau_of([one for one in past_scores[version.number] if one.domain == domain])
             for domain, version in best.items()
         }
-        probe_tau = measure_probe(candidate_dir, target_dir, recipe.num_draft_tokens, work / "golden")
+        probe_tau = measure_probe(
+            open_draft(open_artifact(candidate), target_dir), target_dir, recipe.num_draft_tokens, work / "golden"
+        )
         judged = Judged(
             verdict=gate.decide(parent, after, best_taus, recipe.gate, test_index, recipe.seed),
             measured=summarise(after, probe_tau, recipe.seed),

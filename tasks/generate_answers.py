@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
 from infra.doctor import openmp_preload
-from models.engines.vllm import Completion, Sampling, child_environment
+from models import catalog
+from models.engines import Completion, Engine, Sampling
 from models.golden import Golden, near_tie_threshold, save_golden
 from models.hidden import Sample
 from models.params import BaseParams
@@ -80,7 +81,7 @@ async def _run_engine(
 
 
 @asynccontextmanager
-async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Any]:
+async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Engine]:
     engine = await _start(target_dir, params)
     try:
         yield engine
@@ -88,18 +89,18 @@ async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Any]:
         await engine.close()
 
 
-async def _start(target_dir: Path, params: BaseParams) -> Any:
+async def _start(target_dir: Path, params: BaseParams) -> Engine:
+    # vLLM keeps a traceback with this frame in it, which must not hold the engine.
+    module = catalog.load("engines", params.name)
     # The engine's own processes inherit these when they start.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.update({**child_environment(params), **openmp_preload()})
-    # vLLM takes seconds to import. It keeps a traceback with this frame in it, which must not hold the engine.
-    from models.engines.vllm import VllmEngine
-
-    return await VllmEngine.start(target_dir, None, params)
+    os.environ.update({**module.child_environment(params), **openmp_preload()})
+    engine: Engine = await module.start(target_dir, None, params)
+    return engine
 
 
 async def _answers(
-    engine: Any, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
+    engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
 ) -> dict[str, Sample]:
     """Return prompt id to answer; those in `file` are not asked for again, the others are added to it."""
     answered = _read_answers(file)
@@ -132,7 +133,7 @@ def _read_answers(file: Path) -> dict[str, Sample]:
 
 
 async def _reference(
-    engine: Any, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate
+    engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate
 ) -> tuple[list[Golden], float]:
     """Ask one prompt at a time, which is the reference, then two and all at once, which fixes what a near-tie is."""
     sampling = Sampling(max_tokens=generate.max_tokens, num_logprobs=2)

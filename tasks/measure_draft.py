@@ -10,6 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
+from models.drafts import Draft, open_draft
 from models.gate import Score
 from models.golden import load_golden
 from models.hidden import Sample
@@ -67,10 +68,11 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
     """Score a draft on the held-out samples, and on the golden prompts of a target that has them."""
 
     def make(directory: Path, work: Path) -> None:
-        draft_dir, target_dir = open_artifact(draft), open_artifact(target)
+        target_dir = open_artifact(target)
+        opened = open_draft(open_artifact(draft), target_dir)
         held_out = read_samples(samples, "held_out")
-        scores = score(draft_dir, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
-        probe_tau = measure_probe(draft_dir, target_dir, recipe.num_draft_tokens, work / "golden")
+        scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
+        probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden")
         (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
 
     artifact = produce(
@@ -86,14 +88,14 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
     return measured
 
 
-def measure_probe(draft_dir: Path, target_dir: Path, num_draft_tokens: int, work: Path) -> float:
+def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path) -> float:
     """Return τ on the target's golden prompts."""
     golden, _ = load_golden(target_dir)
     samples = [
         Sample(f"golden-{index}", "probe", list(one.prompt_ids), list(one.token_ids))
         for index, one in enumerate(golden)
     ]
-    return tau_of(score(draft_dir, target_dir, samples, num_draft_tokens, work))
+    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work))
 
 
 def tau_of(scores: Sequence[Score]) -> float:

@@ -43,7 +43,7 @@ def tiny_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return make_draft(tiny_target, tmp_path_factory.mktemp("draft"), seed=0)
 
 
-def make_draft(target: Path, directory: Path, seed: int) -> Path:
+def make_draft(target: Path, directory: Path, seed: int, vocab_size: int = 64) -> Path:
     """Save a head with seeded noise on its weights, so that two seeds draft differently."""
     import torch
 
@@ -51,8 +51,8 @@ def make_draft(target: Path, directory: Path, seed: int) -> Path:
     from models.drafts import eagle3
 
     counts = np.zeros(259)
-    counts[3:67] = 1
-    head = eagle3.create(eagle3.Params(vocab_size=64), target, counts)
+    counts[3 : 3 + vocab_size] = 1
+    head = eagle3.create(eagle3.Params(vocab_size=vocab_size), target, counts)
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

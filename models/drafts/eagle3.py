@@ -12,24 +12,25 @@ The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
+from models.checkpoint import output_embedding, read_tensor
+from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, check_tensors, made_for, read_config
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2503.01840"
+TRAINED = True
 WEIGHTS = "model.safetensors"
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = ("LlamaForCausalLMEagle3",)
 
 
 class Params(BaseParams):
@@ -45,20 +46,7 @@ class Params(BaseParams):
     aux_layers: tuple[int, ...] | None = None
 
 
-# (step, row numbers [n], logits [n, D]) → [n] whether the row is unrolled further.
-KeepRows = Callable[[int, Tensor, Tensor], Tensor]
-
-
-class Rows(NamedTuple):
-    """A packed batch: `sequence` and `index` [N] say which hidden state a row drafts from."""
-
-    hidden: Tensor  # [B, T, A·H] the target's tapped hidden states
-    token_ids: Tensor  # [B, T+K] padded
-    sequence: Tensor
-    index: Tensor
-
-
-class Eagle3(nn.Module):
+class Eagle3(Draft):
     """The head; parameters carry the names of the checkpoint.
 
     The target's embedding is borrowed: it is read, never trained and never saved.
@@ -95,7 +83,7 @@ class Eagle3(nn.Module):
             }
         )
         self.norm = _Scale(hidden)
-        self.lm_head = _linear(hidden, config["draft_vocab_size"])
+        self.lm_head = _linear(hidden, config["draft_vocab_size"]).requires_grad_(False)
         self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64))
         self.register_buffer("embedding", embedding, persistent=False)
         theta = config["rope_parameters"]["rope_theta"]
@@ -107,33 +95,29 @@ class Eagle3(nn.Module):
         """[D] target ids of the draft's tokens, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def context(self, hidden: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which residual streams are read."""
+        return tuple(self.config["eagle_aux_hidden_state_layer_ids"])
+
+    def context(self, hidden: Tensor, token_ids: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """First unroll's inputs for every token.
 
         Args:
             hidden: [B, T, A·H].
             token_ids: [B, T] the token after each.
+            start: position of the first one.
 
         Returns:
             combined hidden states [B, T, H], keys and values [B, T, kv heads, width].
         """
         combined = self.fc(hidden)
-        keys, values = self._keys_values(
-            self._joined(combined, token_ids), torch.arange(hidden.shape[1], device=hidden.device)
-        )
+        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)
+        keys, values = self._keys_values(self._joined(combined, token_ids), positions)
         return combined, keys, values
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Draft `num_steps` tokens from every row, fed with the tokens that really came.
-
-        Args:
-            rows: the packed batch.
-            num_steps: K.
-            keep: says after each unroll which rows go on, from (step, row numbers, logits); all of them if None.
-
-        Returns:
-            for each unroll the row numbers [n] that ran and their logits [n, D].
-        """
+        """See `models.drafts.Draft`."""
         following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
         combined, keys, values = self.context(rows.hidden, following)
         running = torch.arange(len(rows.index), device=rows.index.device)
@@ -142,19 +126,50 @@ class Eagle3(nn.Module):
         drafted = []
         for step in range(num_steps):
             sequence, index = rows.sequence[running], rows.index[running]
-            joined = self._joined(state, rows.token_ids[sequence, index + 1 + step])
-            if step > 0:
-                own.append(self._keys_values(joined, index + step))
-            queries = self._rotated(self.midlayer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
-            attended = self._attend(queries, sequence, index, keys, values, own)
-            state = self._feed_forward(state + self.midlayer["self_attn"]["o_proj"](attended))
-            logits = self.lm_head(self._normed(state, self.norm))
+            token_ids = rows.token_ids[sequence, index + 1 + step]
+            state, logits = self.step(step, state, token_ids, sequence, index, keys, values, own)
             drafted.append((running, logits))
             if step + 1 < num_steps:
                 going = rows.index[running] >= 0 if keep is None else keep(step, running, logits)
                 running, state = running[going], state[going]
                 own = [(k[going], v[going]) for k, v in own]
         return drafted
+
+    def step(
+        self,
+        step: int,
+        state: Tensor,
+        token_ids: Tensor,
+        sequence: Tensor,
+        index: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer once for rows [n].
+
+        Args:
+            step: number of the unroll, from 0.
+            state: [n, H] the first time the combined hidden states, then what this returned.
+            token_ids: [n] the tokens after them.
+            sequence, index: [n] as in `Rows`.
+            keys, values: [B, T, kv heads, width] of the first unroll.
+            own: keys and values of the rows' further unrolls; this one's are added.
+
+        Returns:
+            the next state [n, H] and logits [n, D].
+        """
+        joined = self._joined(state, token_ids)
+        if step > 0:
+            own.append(self._keys_values(joined, index + step))
+        queries = self._rotated(self.midlayer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
+        attended = self._attend(queries, sequence, index, keys, values, own)
+        state = self._feed_forward(state + self.midlayer["self_attn"]["o_proj"](attended))
+        return state, self.lm_head(self._normed(state, self.norm))
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
 
     def _joined(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         embedded = functional.embedding(token_ids, self.embedding).to(hidden.dtype)
@@ -215,6 +230,38 @@ class Eagle3(nn.Module):
 
     def _normed(self, x: Tensor, scale: "_Scale") -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
+
+
+class _Drafter:
+    """See `models.drafts.Drafter`. Only the first unroll's keys and values outlive a step."""
+
+    def __init__(self, draft: Eagle3, max_len: int) -> None:
+        self.draft = draft
+        shape = (1, max_len, draft.num_kv_heads, draft.head_dim)
+        self._keys, self._values = (torch.empty(shape, device=draft.d2t.device) for _ in range(2))
+        self._length = 0
+        self._state = self._last = torch.empty(0)
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        start, stop = self._length, self._length + len(hidden)
+        combined, keys, values = self.draft.context(hidden[None].float(), token_ids[None, 1:], start)
+        self._keys[:, start:stop], self._values[:, start:stop] = keys, values
+        self._state, self._last, self._length = combined[0, -1:], token_ids[-1:], stop
+
+    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], Tensor]:
+        """See the base."""
+        state, last, vocabulary = self._state, self._last, self.draft.vocabulary
+        sequence, index = torch.zeros_like(last), torch.full_like(last, self._length - 1)
+        keys, values = self._keys[:, : self._length], self._values[:, : self._length]
+        own: list[tuple[Tensor, Tensor]] = []
+        proposed, logits = [], []
+        for step in range(num_tokens):
+            state, row = self.draft.step(step, state, last, sequence, index, keys, values, own)
+            last = vocabulary[pick(row[0])][None]
+            proposed.append(int(last))
+            logits.append(row)
+        return proposed, torch.cat(logits)
 
 
 class _Scale(nn.Module):
@@ -295,7 +342,7 @@ def load(directory: Path, target_dir: Path) -> Eagle3:
         ValueError: as `check`.
     """
     check(directory, like=None, target=describe(target_dir))
-    config = _read_config(directory)
+    config = read_config(directory, ARCHITECTURES)
     head = Eagle3(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
     head.load_state_dict(load_file(directory / WEIGHTS))
     return head.float()
@@ -313,28 +360,12 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
         ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
             vocabulary map that points outside the target's; a draft that was made for another target or tokenizer.
     """
-    config = _read_config(directory)
-    made_for = config.get("redraft", {})
-    for key, served in (("target_sha256", target.sha256), ("tokenizer_sha256", target.tokenizer_sha256)):
-        if key in made_for and made_for[key] != served:
-            raise ValueError(
-                f"draft {directory.name} was made for {key} {made_for[key][:12]}…, the target has {served[:12]}…"
-            )
+    config = read_config(directory, ARCHITECTURES)
     for key, served in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if config[key] != served:
             raise ValueError(f"draft {directory.name} has {key} {config[key]}, the target has {served}")
-    tensors = _read_tensors(directory)
-    _check_shapes(tensors, expected_shapes(config))
-    if like is not None and (other := _read_config(like)) != config:
-        changed = sorted(key for key in config.keys() | other.keys() if config.get(key) != other.get(key))
-        fixed = [key for key in changed if key != "redraft"]
-        if fixed:
-            raise ValueError(
-                f"draft {directory.name} differs from the served draft in {', '.join(fixed)}; a swap can't change it"
-            )
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"tensor {name} holds NaN or infinite values")
+    check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
+    tensors = check_tensors(directory, expected_shapes(config))
     tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size or len(tokens.unique()) != len(tokens):
         raise ValueError(
@@ -342,7 +373,12 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
         )
 
 
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """Return what vLLM's speculative_config says of this draft."""
+    return {"method": "eagle3", "model": str(directory)}
+
+
+def expected_shapes(config: dict[str, Any]) -> Shapes:
     """Return shape and dtype of every tensor of a checkpoint."""
     with torch.device("meta"):
         head = Eagle3(config, torch.empty(1, 1))
@@ -352,19 +388,6 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], 
     }
 
 
-def read_tensor(directory: Path, name: str) -> Tensor:
-    """Read one tensor of a model directory, single-file or sharded.
-
-    Raises:
-        ValueError: no file holds it.
-    """
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                return tensors.get_tensor(name)
-    raise ValueError(f"no tensor {name} in {directory}")
-
-
 def _default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
 
@@ -372,7 +395,7 @@ def _default_layers(num_layers: int) -> tuple[int, ...]:
 def _config(source: Any, params: Params, layers: tuple[int, ...], card: TargetCard) -> dict[str, Any]:
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": list(ARCHITECTURES),
         "model_type": "llama",
         "hidden_size": source.hidden_size,
         "intermediate_size": source.intermediate_size,
@@ -391,7 +414,7 @@ def _config(source: Any, params: Params, layers: tuple[int, ...], card: TargetCa
         "eos_token_id": source.eos_token_id,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "redraft": {"target_sha256": card.sha256, "tokenizer_sha256": card.tokenizer_sha256},
+        "redraft": made_for(card),
     }
     if len(layers) != 3:
         config["num_aux_hidden_states"] = len(layers)
@@ -421,44 +444,3 @@ def _set_vocabulary(head: Eagle3, target_dir: Path, vocabulary: Tensor) -> None:
     with torch.no_grad():
         head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
         head.lm_head.weight.copy_(output_embedding(target_dir)[vocabulary])
-
-
-def output_embedding(target_dir: Path) -> Tensor:
-    """[V, H] the target's output matrix, which may be its input embedding."""
-    config = AutoConfig.from_pretrained(target_dir)
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return read_tensor(target_dir, name).float()
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    file = directory / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"draft {directory.name}: config.json can't be read: {error}") from error
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise ValueError(
-            f"draft {directory.name} is of architecture {config.get('architectures')}; wanted {ARCHITECTURE}"
-        )
-    return dict(config)
-
-
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    file = directory / WEIGHTS
-    try:
-        return load_file(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file.name} of draft {directory.name} can't be read: {error}") from error
-    except SafetensorError as error:
-        raise ValueError(f"{file.name} of draft {directory.name} is not a safetensors file: {error}") from error
-
-
-def _check_shapes(tensors: dict[str, Tensor], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    for name in sorted(wanted.keys() - tensors.keys()):
-        raise ValueError(f"tensor {name} is missing")
-    for name in sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(f"tensor {name} is not one of an eagle3 draft")
-    for name, (shape, dtype) in wanted.items():
-        got = tensors[name]
-        if tuple(got.shape) != shape or got.dtype != dtype:
-            raise ValueError(f"tensor {name} is {got.dtype} {list(got.shape)}; wanted {dtype} {list(shape)}")

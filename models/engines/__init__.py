@@ -1,1 +1,88 @@
-"""Engines: a running target and draft. Each generates, swaps its draft, proves what it loaded, and can stop speculating."""
+"""Engines: a running target and draft. Each generates, swaps its draft, proves what it loaded, and can stop speculating.
+
+`vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has `Params`,
+`start(target, draft, params, served_name, draft_version)`, which returns an `Engine`, and `child_environment(params)`, the
+variables that its process must have.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from models.acceptance import Trace
+from models.params import Frozen
+
+
+class Sampling(Frozen):
+    """How one request is decoded; temperature 0 is greedy, `num_logprobs` of 2 or more records the gaps of the top two."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    num_logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+class Completion(Frozen):
+    """One finished answer and how it was drafted.
+
+    Attributes:
+        drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
+        drafted_ids: the drafted tokens of each step.
+        gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
+        finish_reason: None when the client went away.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    drafted_ids: tuple[tuple[int, ...], ...]
+    finish_reason: str | None
+    first_token_ms: float
+    per_token_ms: float
+    draft_version: str
+    speculating: bool
+    gaps: tuple[float, ...] = ()
+
+    def trace(self, domain: str) -> Trace:
+        """What acceptance is computed from."""
+        return Trace(
+            request_id=self.request_id,
+            token_ids=self.token_ids,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            domain=domain,
+        )
+
+
+class Engine(Protocol):
+    """What the gate, the reconciler and the benchmarks ask of a running engine."""
+
+    @property
+    def draft_version(self) -> str:
+        """What the loaded draft is called."""
+
+    @property
+    def speculating(self) -> bool:
+        """Whether steps are drafted."""
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+        """Answer one prompt; ValueError if it does not fit the context or a setting is out of range."""
+
+    async def swap_draft(self, directory: Path, version: str) -> float:
+        """Replace the draft between two steps and return the milliseconds; ValueError changes nothing."""
+
+    async def check_draft(self, directory: Path) -> float:
+        """Return the loaded draft's largest relative error from the weights in `directory`; ValueError if it is another."""
+
+    async def set_speculation(self, on: bool) -> None:
+        """Switch drafting; ValueError if there is no draft to switch on."""
+
+    async def health(self) -> None:
+        """Raise RuntimeError when the target can't serve."""
+
+    async def close(self) -> None:
+        """End it."""

@@ -42,9 +42,7 @@ def newest(folder: Path) -> Path:
 
 def tau(head: eagle3.Eagle3, target: Path, samples: list[Sample], work: Path) -> float:
     """Return τ at K=3 on `samples`."""
-    draft = Path(tempfile.mkdtemp(dir=work))
-    eagle3.save(head, draft)
-    scores = scoring.score(draft, target, samples, 3, work / "held_out")
+    scores = scoring.score(head, target, samples, 3, work / "held_out")
     return 1 + sum(s.accepted for s in scores) / sum(s.steps for s in scores)
 
 

@@ -42,7 +42,7 @@ def test_training_raises_acceptance(tiny_target: Path, samples: list[Sample], tm
     eagle3.save(head, tmp_path / "after")
     taus = []
     for name in ("before", "after"):
-        scores = scoring.score(tmp_path / name, tiny_target, samples, 3, tmp_path)
+        scores = scoring.score(eagle3.load(tmp_path / name, tiny_target), tiny_target, samples, 3, tmp_path)
         assert [s.id for s in scores] == [s.id for s in samples]
         taus.append(1 + sum(s.accepted for s in scores) / sum(s.steps for s in scores))
     assert taus[1] > taus[0] + 0.15, taus

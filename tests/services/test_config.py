@@ -71,7 +71,11 @@ def test_only_this_machine_counts_as_loopback() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"host": "0.0.0.0"}, "api_keys must not be empty"), ({"engine": {"name": "vllm", "max_len": 1}}, "max_len")],
+    [
+        ({"host": "0.0.0.0"}, "api_keys must not be empty"),
+        ({"engine": {"name": "vllm", "max_len": 1}}, "max_len"),
+        ({"engine": {"name": "torch"}}, "has no endpoint"),
+    ],
 )
 def test_the_service_does_not_start_with_a_wrong_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], named: str

@@ -1,119 +1,123 @@
-"""The loop's decisions against a real registry. The engine here is a stand-in with the engine's own contract: drafts are
-JSON files that say how the engine would behave with them; the real one is driven in test_service.py."""
+"""The loop's decisions against a real registry, real drafts and the reference engine, which starts in no time.
+
+Where a fault can't be written into a file, the engine has it: `FaultyEngine` misbehaves while the versions named in `faults` are
+loaded. The production engine is driven in test_service.py.
+"""
 
 import asyncio
-import json
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from infra.artifacts import staged
+from infra.manifest import write_manifest
 from infra.registry import LINEAGE_TAGS, Registry, RegistryUnavailable, Version
-from models.engines.vllm import Completion, Sampling
+from models.drafts import eagle3
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine
 from models.golden import Golden
-from models.targets import TargetCard
+from models.params import BaseParams
+from models.targets import describe
+from models.verify import Verified, emit
 from services.config import Probation, ServiceConfig
 from services.drafts import DraftSource, Loaded, State, choose_boot_draft, label, read_state, write_state
 from services.reconciler import MAX_ATTEMPTS, Reconciler
+from tests.conftest import make_draft
 
-CARD = TargetCard(
-    name="t", sha256="a" * 64, tokenizer_sha256="b" * 64, vocab_size=99, chat_template_sha256="c" * 64, hidden_size=8,
-    num_layers=2,
-)  # fmt: skip
-GOLDENS = [Golden(prompt_ids=(1, 2), token_ids=(3, 4, 5, 6), gaps=(9.0, 9.0, 9.0, 9.0))] * 2
-LINEAGE = dict.fromkeys(LINEAGE_TAGS, "") | {
-    "target_sha256": CARD.sha256,
-    "tokenizer_sha256": CARD.tokenizer_sha256,
-    "vocab_size": "99",
-    "probe_tau": "2.0",
-}
+THRESHOLD = 0.01
+PROMPTS = ([5, 6, 7, 8], [40, 41, 42])
+Spoil = Callable[[dict[str, Tensor]], None]
 
 
-def read_draft(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "draft.json").read_text())
+def accept_everything(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Generator, params: BaseParams) -> Verified:
+    return emit(draft_tokens, torch.ones_like(draft_tokens, dtype=torch.bool), p.argmax(dim=-1))
 
 
-def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    draft = read_draft(directory)
-    if draft.get("broken"):
-        raise ValueError("tensor fc.weight is missing")
-    if like is not None and draft.get("shape", 1) != read_draft(like).get("shape", 1):
-        raise ValueError("fc.weight has another shape")
-
-
-class JsonEngine:
-    """Keeps the engine's contract; what a draft file says is how generation goes while it is loaded."""
-
-    def __init__(self, draft: Path | None) -> None:
-        self.draft = read_draft(draft) if draft else {}
-        self.speculating = draft is not None
-        self.loads: list[str] = []
+class FaultyEngine(TorchEngine):
+    faults: dict[str, str]
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         assert request_id.startswith("probe-")
-        if self.draft.get("hangs"):
+        fault = self.faults.get(self.draft_version)
+        if fault == "hangs":
             await asyncio.sleep(60)
-        token_ids = (3, 4, 5, 7) if self.draft.get("corrupts") else (3, 4, 5, 6)
-        accepted = self.draft.get("accepts", 1)
-        return Completion(
-            request_id=request_id, prompt_ids=tuple(prompt_ids), token_ids=token_ids[: sampling.max_tokens],
-            drafted=(3, 3) if self.speculating else (), accepted=(accepted,) * 2 if self.speculating else (),
-            drafted_ids=((1, 2, 3),) * 2 if self.speculating else (), finish_reason="length", first_token_ms=1.0,
-            per_token_ms=1.0, draft_version="", speculating=self.speculating,
-        )  # fmt: skip
+        rule, params = self._rules[True]
+        try:
+            if fault == "corrupts":
+                self._rules[True] = SimpleNamespace(verify=accept_everything), params
+            return await super().generate(prompt_ids, sampling, request_id)
+        finally:
+            self._rules[True] = rule, params
 
     async def swap_draft(self, directory: Path, version: str) -> float:
-        draft = read_draft(directory)
-        if draft.get("swap_refused"):
+        fault = self.faults.get(version)
+        if fault == "refuses":
             raise ValueError("draft mismatch")
-        if draft.get("crashes"):
+        if fault == "crashes":
             raise RuntimeError("the worker did not answer")
-        self.draft = draft
-        self.loads.append(version)
-        return 20.0
-
-    async def check_draft(self, directory: Path) -> float:
-        if self.draft.get("mangled"):
-            raise ValueError("midlayer.mlp is off by 0.9")
-        return 0.001
-
-    async def set_speculation(self, on: bool) -> None:
-        self.speculating = on
+        swap_ms = await super().swap_draft(directory, version)
+        if fault == "mangles":
+            with torch.no_grad():
+                self._draft.fc.weight += 1
+        return swap_ms
 
 
 class World:
     """One registry, and replicas over it that can be restarted."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, target: Path, goldens: list[Golden]) -> None:
+        self.home, self.target, self.goldens = home, target, goldens
         self.registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.config = ServiceConfig(
-            target_dir=home, registry_uri="unused", artifact_root=home, querylog=home / "q.db", cache=home / "cache",
-            state=home / "state.json", min_swap_interval_s=0, probation=Probation(timeout_s=0.5),
+            target_dir=target, registry_uri="unused", artifact_root=home, querylog=home / "q.db", cache=home / "cache",
+            state=home / "state.json", min_swap_interval_s=0, probation=Probation(timeout_s=5),
         )  # fmt: skip
-        self.source = DraftSource(self.registry, self.config.cache, CARD, check)
-        self.engine = JsonEngine(None)
+        self.card = describe(target)
+        self.source = DraftSource(self.registry, self.config.cache, self.card, eagle3.check)
+        self.engine: FaultyEngine
+        self.faults: dict[str, str] = {}
         self.loop: Reconciler
         self.counts: Counter[str] = Counter()
 
-    def push(self, tags: dict[str, str] | None = None, **draft: Any) -> Version:
+    def push(
+        self, tags: dict[str, str] | None = None, *, fault: str = "", spoil: Spoil | None = None, vocab_size: int = 64
+    ) -> Version:
         """Register a draft and make it the champion."""
-        directory = self.home / "made" / str(len(list(self.home.glob("made/*"))))
-        with staged(directory) as staging:
-            (staging / "draft.json").write_text(json.dumps(draft | {"nonce": directory.name}))
-        version = self.registry.register("draft", directory, LINEAGE | (tags or {}))
+        number = len(list(self.home.glob("made/*")))
+        directory = self.home / "made" / str(number)
+        directory.mkdir(parents=True)
+        make_draft(self.target, directory, seed=number, vocab_size=vocab_size)
+        if spoil is not None:
+            tensors = load_file(directory / eagle3.WEIGHTS)
+            spoil(tensors)
+            save_file(tensors, directory / eagle3.WEIGHTS)
+            write_manifest(directory)
+        lineage = dict.fromkeys(LINEAGE_TAGS, "") | {
+            "target_sha256": self.card.sha256,
+            "tokenizer_sha256": self.card.tokenizer_sha256,
+            "vocab_size": str(self.card.vocab_size),
+            "probe_tau": "1.0",
+        }
+        version = self.registry.register("draft", directory, lineage | (tags or {}))
         self.registry.promote("draft", version.number)
+        if fault:
+            self.faults[str(version.number)] = fault
         return version
 
-    def boot(self, **changes: Any) -> Loaded | None:
+    def boot(self, **changes: object) -> Loaded | None:
         self.config = self.config.model_copy(update=changes)
         self.counts = Counter()
         boot, state = choose_boot_draft(self.source, read_state(self.config.state), self.counts)
-        self.engine = JsonEngine(boot.directory if boot else None)
-        self.loop = Reconciler(self.engine, self.source, GOLDENS, 0.1, self.config, boot, state, self.counts)
+        directory, version = (boot.directory, str(boot.version.number)) if boot else (None, "")
+        self.engine = asyncio.run(FaultyEngine.start(self.target, directory, Params(), draft_version=version))
+        self.engine.faults = self.faults
+        self.loop = Reconciler(self.engine, self.source, self.goldens, THRESHOLD, self.config, boot, state, self.counts)
         return boot
 
     def tick(self, times: int = 1) -> None:
@@ -125,7 +129,13 @@ class World:
         return champion.number if champion else None
 
     def serving(self) -> int | None:
-        return self.loop.serving.version.number if self.loop.serving else None
+        """The draft that serves; what the loop says and what the engine holds must agree."""
+        if self.loop.serving is None:
+            return None
+        number = self.loop.serving.version.number
+        assert self.engine.draft_version == str(number)
+        asyncio.run(self.engine.check_draft(self.loop.serving.directory))
+        return number
 
 
 @pytest.fixture(scope="session")
@@ -135,10 +145,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "mlflow.db"
 
 
+@pytest.fixture(scope="session")
+def goldens(tiny_target: Path) -> list[Golden]:
+    async def ask() -> list[Golden]:
+        engine = await TorchEngine.start(tiny_target, None, Params())
+        sampling = Sampling(max_tokens=8, num_logprobs=2)
+        answers = [await engine.generate(list(prompt), sampling, "golden") for prompt in PROMPTS]
+        return [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in answers]
+
+    return asyncio.run(ask())
+
+
 @pytest.fixture
-def world(store: Path, tmp_path: Path) -> World:
+def world(store: Path, tiny_target: Path, goldens: list[Golden], tmp_path: Path) -> World:
     (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
-    return World(tmp_path)
+    return World(tmp_path, tiny_target, goldens)
 
 
 @pytest.fixture
@@ -153,34 +174,42 @@ def running(world: World) -> World:
 
 
 def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
-    running.push(accepts=2)
+    running.push()
     running.tick(2)
-    assert (running.serving(), running.engine.loads, running.counts["swaps"]) == (2, ["2"], 1)
+    assert (running.serving(), running.counts["swaps"]) == (2, 1)
     assert running.loop.proof is not None
-    assert running.loop.proof.tau == 3.0
+    assert (running.loop.proof.weight_error, running.loop.proof.promised_tau) == (0.0, 1.0)
     assert [version.number for version in read_state(running.config.state).good] == [2, 1]
 
 
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["fc.weight"]
+
+
+def make_nan(tensors: dict[str, Tensor]) -> None:
+    tensors["fc.weight"][0, 0] = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("draft", "tags", "reason"),
+    ("spoil", "fault", "tags", "reason"),
     [
-        ({"broken": True}, {}, "fc.weight is missing"),
-        ({"swap_refused": True}, {}, "draft mismatch"),
-        ({"mangled": True}, {}, "off by 0.9"),
-        ({"corrupts": True}, {}, "another output"),
-        ({"accepts": 0}, {}, "promised 2.000"),
-        ({}, {"probe_tau": ""}, "tag probe_tau is ''"),
-        ({}, {"probe_tau": "nan"}, "wanted a number from 1"),
+        (drop, "", {}, "fc.weight is missing"),
+        (make_nan, "", {}, "fc.weight holds NaN"),
+        (None, "refuses", {}, "draft mismatch"),
+        (None, "mangles", {}, "fc.weight of the loaded draft differs"),
+        (None, "corrupts", {}, "another output"),
+        (None, "", {"probe_tau": "3.9"}, "promised 3.900"),
+        (None, "", {"probe_tau": ""}, "tag probe_tau is ''"),
+        (None, "", {"probe_tau": "nan"}, "wanted a number from 1"),
     ],
-    ids=["file", "swap", "weights", "output", "acceptance", "no figure", "no number"],
+    ids=["file", "nan", "swap", "weights", "output", "acceptance", "no figure", "no number"],
 )
 def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
-    running: World, draft: dict[str, Any], tags: dict[str, str], reason: str
+    running: World, spoil: Spoil | None, fault: str, tags: dict[str, str], reason: str
 ) -> None:
-    bad = running.push(tags, **draft)
+    bad = running.push(tags, fault=fault, spoil=spoil)
     running.tick(3)
     assert running.serving() == 1
-    assert running.engine.draft["nonce"] == "0"
     assert running.engine.speculating
     assert running.counts["refused"] == 1
     assert reason in running.loop.refused[label(bad)]
@@ -200,18 +229,20 @@ def test_a_draft_for_another_target_is_left_alone(running: World, tag: str) -> N
 
 def test_files_that_are_not_what_was_registered_are_refused(running: World) -> None:
     bad = running.push()
-    (stored,) = [path for path in running.home.glob("artifacts/**/draft.json") if '"nonce": "1"' in path.read_text()]
-    stored.write_bytes(stored.read_bytes().replace(b"1", b"3"))
+    stored = max(running.home.glob(f"artifacts/**/{eagle3.WEIGHTS}"), key=lambda path: path.stat().st_mtime_ns)
+    content = bytearray(stored.read_bytes())
+    content[-1] ^= 1
+    stored.write_bytes(content)
     running.tick()
     assert running.serving() == 1
     assert "sha256" in running.loop.refused[label(bad)]
 
 
 def test_a_draft_of_another_shape_asks_for_a_new_replica_which_boots_with_it(running: World) -> None:
-    running.push(shape=2)
+    running.push(vocab_size=32)
     running.tick(2)
     assert running.serving() == 1
-    assert "another shape" in (running.loop.replacement or "")
+    assert "draft_vocab_size" in (running.loop.replacement or "")
     running.boot()
     running.tick()
     assert (running.serving(), running.loop.replacement) == (2, None)
@@ -227,7 +258,7 @@ def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: Wor
 
 
 def test_a_failure_of_the_engine_is_tried_again_and_then_given_up_without_quarantine(running: World) -> None:
-    version = running.push(crashes=True)
+    version = running.push(fault="crashes")
     for _ in range(MAX_ATTEMPTS):
         with pytest.raises(RuntimeError, match="did not answer"):
             running.tick()
@@ -238,41 +269,43 @@ def test_a_failure_of_the_engine_is_tried_again_and_then_given_up_without_quaran
 
 
 def test_a_probation_that_hangs_is_ended(running: World) -> None:
-    running.push(hangs=True)
+    running.config = running.config.model_copy(update={"probation": Probation(timeout_s=0.5)})
+    running.boot()
+    running.tick()
+    running.push(fault="hangs")
     with pytest.raises(TimeoutError):
         running.tick()
-    assert (running.serving(), running.engine.draft["nonce"]) == (1, "0")
+    assert running.serving() == 1
 
 
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
-    world.push(accepts=0)
+    world.push({"probe_tau": "3.9"})
     world.boot()
     world.tick()
     assert (world.serving(), world.engine.speculating, world.champion()) == (None, False, None)
     assert world.loop.fallback == "no good draft"
-    world.push(accepts=1)
+    world.push()
     world.tick()
     assert (world.serving(), world.engine.speculating, world.loop.fallback) == (2, True, None)
 
 
 def test_a_bad_boot_draft_gives_way_to_the_last_good_one(running: World) -> None:
-    running.push(accepts=0)
+    running.push({"probe_tau": "3.9"})
     assert running.boot().version.number == 2  # type: ignore[union-attr]
     running.tick(2)
     assert (running.serving(), running.engine.speculating, running.champion()) == (1, True, 1)
 
 
 def test_when_the_last_good_draft_can_not_be_put_back_speculation_goes_off(running: World) -> None:
-    running.push(mangled=True)
-    directory = running.loop.serving.directory  # type: ignore[union-attr]
-    (directory / "draft.json").write_text(json.dumps({"crashes": True}))
+    running.push(fault="mangles")
+    running.faults["1"] = "crashes"
     running.tick()
     assert (running.serving(), running.engine.speculating) == (None, False)
     assert running.counts["errors"] == 1
 
 
 def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_reported_later(running: World) -> None:
-    bad = running.push(accepts=0)
+    bad = running.push({"probe_tau": "3.9"})
     database = running.home / "mlflow.db"
     running.source.fetch(bad)  # it is in the cache
     champion = running.source.champion()
@@ -284,7 +317,7 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
     assert champion is not None
     with pytest.raises(RegistryUnavailable):
         asyncio.run(running.loop._follow(champion))
-    assert (running.serving(), running.engine.draft["nonce"]) == (1, "0")
+    assert running.serving() == 1
     with sqlite3.connect(database) as db:
         db.execute("ALTER TABLE gone RENAME TO model_versions")
     running.tick()
@@ -295,7 +328,7 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
 def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: World) -> None:
     (running.home / "mlflow.db").write_bytes(b"not a database")
     running.registry = Registry(f"sqlite:///{running.home}/mlflow.db", running.home / "artifacts")
-    running.source = DraftSource(running.registry, running.config.cache, CARD, check)
+    running.source = DraftSource(running.registry, running.config.cache, running.card, eagle3.check)
     boot = running.boot()
     assert boot is not None
     assert boot.version.number == 1
@@ -337,7 +370,7 @@ def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World
 
 
 def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
-    running.push(crashes=True)
+    running.push(fault="crashes")
 
     async def run() -> None:
         running.loop._config = running.config.model_copy(update={"poll_s": 0.01})

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from infra.querylog import BackgroundWriter, QueryLog
-from models.engines.vllm import Completion
+from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.access import Origin
 from services.recorder import MAX_DOMAINS, Recorder

@@ -19,7 +19,7 @@ from infra.doctor import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import LINEAGE_TAGS, Registry
-from models.engines.vllm import Sampling
+from models.engines import Sampling
 from models.golden import Golden, save_golden
 from models.targets import describe
 from tasks.measure_draft import measure_probe

@@ -4,10 +4,11 @@ All of vLLM comes into redraft through this package. Importing it starts nothing
 """
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
-from models.acceptance import Trace
-from models.params import BaseParams, Frozen
+from models.engines import Engine
+from models.params import BaseParams
 
 PAPER = "arXiv:2309.06180"
 
@@ -35,52 +36,6 @@ class Params(BaseParams):
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
 
 
-class Sampling(Frozen):
-    """How one request is decoded; temperature 0 is greedy, `num_logprobs` of 2 or more records the gaps of the top two."""
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    num_logprobs: int | None = None
-    ignore_eos: bool = False
-
-
-class Completion(Frozen):
-    """One finished answer and how it was drafted.
-
-    Attributes:
-        drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
-        drafted_ids: the drafted tokens of each step.
-        gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
-        finish_reason: None when the client went away.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    drafted_ids: tuple[tuple[int, ...], ...]
-    finish_reason: str | None
-    first_token_ms: float
-    per_token_ms: float
-    draft_version: str
-    speculating: bool
-    gaps: tuple[float, ...] = ()
-
-    def trace(self, domain: str) -> Trace:
-        """What acceptance is computed from."""
-        return Trace(
-            request_id=self.request_id,
-            token_ids=self.token_ids,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            domain=domain,
-        )
-
-
 def child_environment(params: Params | None = None, num_threads: int | None = None) -> dict[str, str]:
     """Return the variables that a process must be started with to run this engine on a CPU.
 
@@ -94,6 +49,15 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
+
+
+async def start(
+    target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+) -> Engine:
+    """See `VllmEngine.start`; vLLM takes seconds to import, so that happens here."""
+    from models.engines.vllm.engine import VllmEngine
+
+    return await VllmEngine.start(target, draft, params, served_name, draft_version)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
-import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -16,7 +15,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from models.engines.vllm import Completion, Params, Sampling
+from models.drafts import family_of
+from models.engines import Completion, Sampling
+from models.engines.vllm import Params
 from models.engines.vllm.scheduler import STEPS
 from models.precision import fast_dtype
 
@@ -167,8 +168,7 @@ class VllmEngine:
         speculative = {}
         if draft is not None and params.num_draft_tokens > 0:
             speculative["speculative_config"] = {
-                "method": _method(draft),
-                "model": str(draft),
+                **family_of(draft).vllm_config(draft),
                 "num_speculative_tokens": params.num_draft_tokens,
                 "draft_sample_method": params.draft_sample_method,
             }
@@ -300,9 +300,3 @@ def _weights(directory: Path) -> Path:
     if len(files) != 1:
         raise ValueError(f"draft {directory} holds {len(files)} safetensors files; wanted one")
     return files[0]
-
-
-def _method(draft: Path) -> str:
-    """vLLM's name of the draft's family, from its architecture."""
-    architecture = json.loads((draft / "config.json").read_text())["architectures"][0]
-    return "eagle3" if "Eagle3" in architecture else "draft_model"

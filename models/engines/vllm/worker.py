@@ -134,7 +134,9 @@ class DraftWorker:
 
 def _file_weight(module: str, weights: dict[str, Tensor]) -> Tensor | None:
     """Find a module's matrix or gain in the file, whose names are the checkpoint's; fused layers are stacked."""
-    name = module.removeprefix("model.").replace("layers.0.", "midlayer.")
+    if any(weight.startswith("midlayer.") for weight in weights):
+        module = module.removeprefix("model.").replace("layers.0.", "midlayer.")
+    name = module
     for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
         if name.endswith(fused):
             return torch.cat([weights[f"{name.removesuffix(fused)}{part}.weight"] for part in parts])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.drafts import eagle3
+from models.drafts import Rows, eagle3
 from models.targets import describe
 
 HIDDEN, WIDTH = 128, 64
@@ -55,7 +55,7 @@ def test_a_packed_unroll_drafts_as_an_engine_does_position_by_position(head: eag
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 9, head.fc.in_features, generator=rng)
     tokens = torch.randint(0, 259, (2, 13), generator=rng)
-    rows = eagle3.Rows(hidden, tokens, torch.tensor([0, 0, 1]), torch.tensor([3, 6, 5]))
+    rows = Rows(hidden, tokens, torch.tensor([0, 0, 1]), torch.tensor([3, 6, 5]))
     with torch.inference_mode():
         packed = head.unroll(rows, 3)
         for row, (sequence, index) in enumerate([(0, 3), (0, 6), (1, 5)]):
@@ -66,7 +66,7 @@ def test_a_packed_unroll_drafts_as_an_engine_does_position_by_position(head: eag
 def test_rows_that_are_not_kept_do_not_change_the_others(head: eagle3.Eagle3) -> None:
     rng = torch.Generator().manual_seed(1)
     hidden = torch.randn(1, 8, head.fc.in_features, generator=rng)
-    rows = eagle3.Rows(
+    rows = Rows(
         hidden, torch.randint(0, 259, (1, 12), generator=rng), torch.zeros(4, dtype=torch.int64), torch.arange(2, 6)
     )
     with torch.inference_mode():

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
 from models import scoring
-from models.drafts import eagle3
-from models.engines.vllm import Completion, Params, Sampling
+from models.drafts import Rows, eagle3
+from models.engines import Completion, Sampling
+from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.golden import Golden, equal_output, near_tie_threshold
 from models.hidden import HiddenStates, Sample
@@ -126,7 +127,7 @@ def test_the_torch_draft_proposes_the_engines_tokens(
         for drafted, accepted in zip(output.drafted_ids, output.accepted, strict=True):
             if len(drafted) == 3:
                 tokens = torch.tensor([[*sample.token_ids[: index + 2], *drafted, 0]])
-                rows = eagle3.Rows(hidden[:, : index + 1], tokens, torch.tensor([0]), torch.tensor([index]))
+                rows = Rows(hidden[:, : index + 1], tokens, torch.tensor([0]), torch.tensor([index]))
                 with torch.inference_mode():
                     for (_, logits), token in zip(head.unroll(rows, 3), drafted, strict=True):
                         compared += 1
@@ -144,7 +145,7 @@ def test_scores_without_an_engine_are_the_engines_counts(
 ) -> None:
     outputs = loop.run_until_complete(answer_all(engine, prompts(20), GREEDY, 1, "scores"))
     samples = [Sample(o.request_id, "tiny", list(o.prompt_ids), list(o.token_ids)) for o in outputs]
-    scores = scoring.score(tiny_draft, tiny_target, samples, 3, tmp_path)
+    scores = scoring.score(eagle3.load(tiny_draft, tiny_target), tiny_target, samples, 3, tmp_path)
     exact = sum(
         (s.steps, s.accepted) == (len(o.drafted), sum(o.accepted)) for s, o in zip(scores, outputs, strict=True)
     )

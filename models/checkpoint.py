@@ -1,0 +1,48 @@
+"""Single tensors of model directories, and whole files with an error that says what is wrong with them."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+
+def read_tensor(directory: Path, name: str) -> Tensor:
+    """Read one tensor of a model directory, single-file or sharded.
+
+    Raises:
+        ValueError: no file holds it.
+    """
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                return tensors.get_tensor(name)
+    raise ValueError(f"no tensor {name} in {directory}")
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Read all tensors of a model directory.
+
+    Raises:
+        ValueError: there is no file, or one can't be read.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model.safetensors of {directory.name} can't be read: there is no safetensors file")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file.name} of {directory.name} can't be read: {error}") from error
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} of {directory.name} is not a safetensors file: {error}") from error
+    return tensors
+
+
+def output_embedding(directory: Path) -> Tensor:
+    """[V, H] a model's output matrix, which may be its input embedding, in float32."""
+    config = AutoConfig.from_pretrained(directory)
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return read_tensor(directory, name).float()

@@ -1,0 +1,201 @@
+"""A language model of its own: the target without most of its layers, distilled to say what the target would.
+
+The kept layers are spread evenly from the first to the last, so that the embedding and the output matrix still meet the layers they
+were trained with (DistilBERT starts the same way). Both matrices are the target's and stay as they are: at small sizes they are most
+of the weights, and a draft that shares them starts from something. Unlike a head on the target's states it reads nothing of the target, so
+a drafted token that was right is no different from one that was read: one unroll trains all of them.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, check_tensors, made_for, read_config
+from models.layers.decoder import Cache, Decoder
+from models.params import BaseParams
+from models.targets import TargetCard, describe
+
+PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation)"
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TRAINED = True
+
+
+class Params(BaseParams):
+    """Shape of a new draft: how many of the target's layers it keeps."""
+
+    name: Literal["lm"] = "lm"
+    num_layers: int = 3
+
+
+class Lm(Draft):
+    """The model; parameters carry the names of the checkpoint."""
+
+    max_unroll = 1
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.lm_head = model.model, model.lm_head
+        self.config = model.config
+        for matrix in (self.model.embed_tokens, self.lm_head):
+            matrix.requires_grad_(False)
+        self._decoder: tuple[tuple[int, ...], Decoder] | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Nothing of the target is read."""
+        return ()
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """All of the target's."""
+        return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
+        """See `models.drafts.Draft`."""
+        # Right padding needs no mask: no token attends to a later one.
+        states = self.model(input_ids=rows.token_ids, use_cache=False).last_hidden_state
+        running = torch.arange(len(rows.index), device=rows.index.device)
+        drafted = []
+        for step in range(num_steps):
+            logits = self.lm_head(states[rows.sequence[running], rows.index[running] + 1 + step])
+            drafted.append((running, logits))
+            if step + 1 < num_steps and keep is not None:
+                running = running[keep(step, running, logits)]
+        return drafted
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
+
+    def decoder(self) -> Decoder:
+        """Return the forward pass that drafts, of the weights as they are now."""
+        versions = tuple(parameter._version for parameter in self.parameters())
+        if self._decoder is None or self._decoder[0] != versions:
+            weight = self.lm_head.weight
+            self._decoder = versions, Decoder(self.config, self.state_dict(), weight.dtype, str(weight.device))
+        return self._decoder[1]
+
+
+class _Drafter:
+    """See `models.drafts.Drafter`. Drafted tokens that were right are still in the cache and not read again."""
+
+    def __init__(self, draft: Lm, max_len: int) -> None:
+        self.draft = draft
+        self._cache = Cache(draft.decoder(), max_len)
+        self._known: list[int] = []
+        self._held: list[int] = []  # the cache's tokens
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        self._known += token_ids.tolist()[1 if self._known else 0 :]
+
+    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], Tensor]:
+        """See the base."""
+        decoder = self.draft.decoder()
+        self._cache.length = len(os.path.commonprefix([self._held, self._known[:-1]]))
+        unread, proposed, logits = self._known[self._cache.length :], [], []
+        for _ in range(num_tokens):
+            states, _ = decoder.forward(torch.tensor(unread, device=decoder.device), self._cache)
+            logits.append(decoder.logits(states[-1:]))
+            unread = [pick(logits[-1][0])]
+            proposed += unread
+        self._held = self._known + proposed[:-1]
+        return proposed, torch.cat(logits)
+
+
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
+    """Take layers out of the target.
+
+    Args:
+        params: how many stay.
+        target_dir: the target's directory (Llama layout).
+        token_counts: not read; the vocabulary is the target's.
+
+    Raises:
+        ValueError: the target is of another layout, or has too few layers.
+    """
+    config = AutoConfig.from_pretrained(target_dir)
+    if config.architectures[0] not in ARCHITECTURES:
+        raise ValueError(f"lm takes targets of {', '.join(ARCHITECTURES)}; got {config.architectures[0]}")
+    if not 1 <= params.num_layers < config.num_hidden_layers:
+        raise ValueError(
+            f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
+        )
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    kept = np.linspace(0, config.num_hidden_layers - 1, params.num_layers).round().astype(int).tolist()
+    model.model.layers = nn.ModuleList([model.model.layers[number] for number in kept])
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+    model.config.num_hidden_layers = params.num_layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[number] for number in kept]
+    model.config.redraft = made_for(describe(target_dir))
+    return Lm(model)
+
+
+def renew(draft: Lm, target_dir: Path, token_counts: np.ndarray) -> Lm:
+    """Return the draft as it is: it can say every token already."""
+    return draft
+
+
+def save(draft: Lm, directory: Path) -> None:
+    """Write config.json and bfloat16 safetensors into `directory`, as transformers and the engine load them."""
+    shapes = expected_shapes(draft.config)
+    tensors = {
+        n: t.detach().to(torch.bfloat16).contiguous().cpu() for n, t in draft.state_dict().items() if n in shapes
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = draft.config.to_dict() | {"dtype": "bfloat16"}
+    config.pop("_name_or_path", None)  # a path of this machine
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def load(directory: Path, target_dir: Path) -> Lm:
+    """Read a draft back, in float32.
+
+    Raises:
+        ValueError: as `check`.
+    """
+    check(directory, like=None, target=describe(target_dir))
+    return Lm(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+
+
+def check(directory: Path, like: Path | None, target: TargetCard) -> None:
+    """Say all that can be said against a draft before an engine reads it.
+
+    Args:
+        directory: the draft.
+        like: a draft that is served; shapes must equal its, because they can't change in a swap.
+        target: the target that is served.
+
+    Raises:
+        ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a draft that was
+            made for another target or tokenizer.
+    """
+    config = read_config(directory, ARCHITECTURES)
+    if config.get("vocab_size") != target.vocab_size:
+        raise ValueError(
+            f"draft {directory.name} has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}"
+        )
+    check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
+    check_tensors(directory, expected_shapes(AutoConfig.from_pretrained(directory)))
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """Return what vLLM's speculative_config says of this draft."""
+    return {"method": "draft_model", "model": str(directory)}
+
+
+def expected_shapes(config: Any) -> Shapes:
+    """Return shape and dtype of every tensor of a checkpoint."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items() if n not in tied}

@@ -1,0 +1,363 @@
+"""The reference engine: every draft family, verification rule and length policy, in one process and without vLLM.
+
+Requests take turns step by step, one sequence a step, so it is right and easy to follow rather than made for load. A swap happens
+between two steps; drafters in flight go on with the new weights and their old cache, which costs acceptance only.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+
+from models import catalog
+from models.drafts import Draft, Drafter, family_of, open_draft
+from models.engines import Completion, Sampling
+from models.layers.decoder import Cache, Decoder
+from models.params import BaseParams
+from models.precision import fast_dtype
+from models.targets import describe
+
+PAPER = "arXiv:2211.17192, algorithm 1"
+
+OnFinish = Callable[[Completion, Sampling], None]
+
+
+class Params(BaseParams):
+    """How the engine runs.
+
+    Attributes:
+        num_draft_tokens: K; 0 starts an engine that can't speculate.
+        max_model_len: longest sequence, prompt included.
+        dtype: "auto" takes bfloat16 where the processor multiplies it natively.
+        device: as torch names it.
+        verify: the rule for temperature > 0. Greedy requests are verified by `greedy`, for which no draft has to be certain.
+        lengths: the length policy.
+    """
+
+    name: Literal["torch"] = "torch"
+    num_draft_tokens: int = 3
+    max_model_len: int = 1024
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+    verify: dict[str, Any] = {"name": "rejection"}  # noqa: RUF012 - pydantic copies defaults
+    lengths: dict[str, Any] = {"name": "fixed"}  # noqa: RUF012
+
+
+class TorchEngine:
+    """A target and its draft.
+
+    Attributes:
+        draft: directory of the draft that is loaded, or None.
+        draft_version: what it is called in outputs.
+        speculating: whether steps are drafted.
+        on_finish: called once for every request that ended, aborted ones too; must not block.
+    """
+
+    def __init__(
+        self, target: Decoder, target_dir: Path, draft: Draft | None, directory: Path | None, params: Params
+    ) -> None:
+        self._target, self._target_dir, self._draft, self._params = target, target_dir, draft, params
+        self._rules: dict[bool, tuple[ModuleType, BaseParams]] = {
+            True: _method("verify", {"name": "greedy"}),
+            False: _method("verify", params.verify),
+        }
+        if not self._rules[False][0].SAMPLES:
+            raise ValueError(f"verify rule {params.verify['name']} is for greedy decoding only; it can't sample")
+        self._lengths = _method("lengths", params.lengths)
+        self._stops = _stop_ids(target_dir)
+        self._turn = asyncio.Lock()
+        self._running: set[_Sequence] = set()
+        self.draft, self.draft_version = directory, ""
+        self.speculating = draft is not None and params.num_draft_tokens > 0
+        self.on_finish: OnFinish | None = None
+
+    @classmethod
+    async def start(
+        cls, target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+    ) -> "TorchEngine":
+        """Load both models.
+
+        Args:
+            target: a Hugging Face directory of a Llama-like model.
+            draft: a draft's directory, or None for an engine without speculation.
+            params: how it runs.
+            served_name: not used; there is one model.
+            draft_version: what the draft is called in outputs.
+
+        Raises:
+            ValueError: a directory can't be loaded.
+        """
+
+        def load() -> TorchEngine:
+            dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
+            decoder = Decoder.load(target, dtype, params.device)
+            opened = None if draft is None else open_draft(draft, target).to(params.device)
+            return cls(decoder, target, opened, draft, params)
+
+        engine = await asyncio.to_thread(load)
+        engine.draft_version = draft_version
+        return engine
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+        """Answer one prompt.
+
+        Raises:
+            ValueError: the prompt is empty or does not fit the context, or a setting is out of range.
+        """
+        limit = self._params.max_model_len
+        if not 0 < len(prompt_ids) < limit:
+            raise ValueError(f"the prompt has {len(prompt_ids)} tokens; wanted 1 to {limit - 1}")
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.max_tokens > 0):
+            raise ValueError(f"wanted temperature from 0, top_p in (0, 1] and max_tokens from 1; got {sampling}")
+        sequence = _Sequence(self, prompt_ids, sampling, request_id)
+        self._running.add(sequence)
+        try:
+            while sequence.finish_reason is None:
+                async with self._turn:
+                    await asyncio.to_thread(sequence.step)
+        finally:
+            self._running.discard(sequence)
+            completion = sequence.completion()
+            if self.on_finish is not None and sequence.token_ids:
+                self.on_finish(completion, sampling)
+        return completion
+
+    async def swap_draft(self, directory: Path, version: str) -> float:
+        """Replace the draft between two steps; return the milliseconds it took.
+
+        Raises:
+            ValueError: the file doesn't fit; nothing was changed.
+        """
+        if self._draft is None or self.draft is None:
+            raise ValueError("this engine was started without a draft")
+        started = time.monotonic()
+        opened = await asyncio.to_thread(self._open_like_served, directory)
+        async with self._turn:
+            self._draft, self.draft, self.draft_version = opened, directory, version
+            for sequence in self._running:
+                sequence.use(opened, version)
+        return 1000 * (time.monotonic() - started)
+
+    async def check_draft(self, directory: Path) -> float:
+        """Hold the loaded weights against those of `directory`; return the largest relative error.
+
+        Raises:
+            ValueError: a tensor is another than the file's.
+        """
+        if self._draft is None:
+            raise ValueError("this engine was started without a draft")
+        wanted = (await asyncio.to_thread(open_draft, directory, self._target_dir)).state_dict()
+        for name, got in self._draft.state_dict().items():
+            if not torch.equal(got.cpu(), wanted[name]):
+                raise ValueError(f"tensor {name} of the loaded draft differs from {directory.name}'s")
+        return 0.0
+
+    async def set_speculation(self, on: bool) -> None:
+        """Switch drafting on or off.
+
+        Raises:
+            ValueError: the engine has no draft to switch on.
+        """
+        if on and self._draft is None:
+            raise ValueError("speculation can't be switched on: the engine was started without a draft")
+        async with self._turn:
+            self.speculating = on
+
+    async def health(self) -> None:
+        """Return; there is no process of its own that could be dead."""
+
+    async def close(self) -> None:
+        """Forget the models."""
+        self._draft = None
+
+    def _open_like_served(self, directory: Path) -> Draft:
+        assert self.draft is not None
+        family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
+        return open_draft(directory, self._target_dir).to(self._params.device)
+
+
+class _Sequence:
+    """One request on its way; `step` runs in a thread, one at a time in the engine."""
+
+    def __init__(self, engine: TorchEngine, prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
+        self._engine, self._sampling, self._request_id = engine, sampling, request_id
+        self._target, self._params = engine._target, engine._params
+        self._prompt_ids = list(prompt_ids)
+        limit = min(self._params.max_model_len, len(prompt_ids) + sampling.max_tokens)
+        self._max_new = limit - len(prompt_ids)
+        # A step's last drafted tokens may reach past the end.
+        self._cache = Cache(self._target, limit + self._params.num_draft_tokens + 1)
+        self._draft, self.draft_version = engine._draft, engine.draft_version
+        self._drafter: Drafter | None = None
+        if self._draft is not None and engine.speculating:
+            self._drafter = self._draft.drafter(self._cache.max_len)
+        self._rng = torch.Generator(self._target.device)
+        if sampling.seed is not None:
+            self._rng.manual_seed(sampling.seed)
+        else:
+            self._rng.seed()
+        self._pending: Tensor | None = None  # tapped states that the drafter has not seen
+        self._steps: list[tuple[tuple[int, ...], int]] = []
+        self._gaps: list[float] = []
+        self._started, self._times = time.monotonic(), [0.0, 0.0]
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+
+    def use(self, draft: Draft, version: str) -> None:
+        """Draft with other weights of the same shape from now on."""
+        self._draft, self.draft_version = draft, version
+        if self._drafter is not None:
+            self._drafter.draft = draft
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run the prompt the first time, then draft and verify once."""
+        if not self.token_ids:
+            states, tapped = self._target.forward(self._ids(self._prompt_ids), self._cache, self._taps)
+            logits = self._target.logits(states[-1:])
+            emitted = [_draw(logits[0], self._sampling, self._rng)]
+            self._extend(self._prompt_ids, emitted, tapped)
+        else:
+            proposed, drafted_logits = self._propose()
+            last = self.token_ids[-1]
+            before = self._cache.length
+            states, tapped = self._target.forward(self._ids([last, *proposed]), self._cache, self._taps)
+            logits = self._target.logits(states)
+            emitted = self._verify(proposed, drafted_logits, logits)
+            self._cache.length = before + len(emitted)
+            self._extend([last], emitted, tapped[: len(emitted)])
+        self._emit(emitted, logits)
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self._draft.taps if self._drafter is not None and self._draft is not None else ()
+
+    def _propose(self) -> tuple[list[int], Tensor | None]:
+        if self._drafter is None or not self._engine.speculating:
+            return [], None
+        policy, params = self._engine._lengths
+        counts = [(len(drafted), accepted) for drafted, accepted in self._steps]
+        num_tokens = policy.num_draft_tokens(counts, self._params.num_draft_tokens, params)
+        if num_tokens == 0:
+            return [], None
+        return self._drafter.propose(num_tokens, lambda logits: _draw(logits, self._sampling, self._rng))
+
+    def _verify(self, proposed: list[int], drafted_logits: Tensor | None, logits: Tensor) -> list[int]:
+        """Return what the step emits; its drafted and accepted tokens are noted."""
+        greedy = self._sampling.temperature == 0
+        rule, params = self._engine._rules[greedy]
+        draft_tokens = self._ids(proposed)[None]
+        p = logits[None] if greedy else probabilities(logits, self._sampling)[None]
+        q = torch.zeros_like(p[:, :-1])
+        if proposed and not greedy:
+            q = self._spread(drafted_logits, draft_tokens[0])[None].to(p)
+        verified = rule.verify(draft_tokens, q, p, self._rng, params)
+        accepted = int(verified.num_accepted[0])
+        self._steps.append((tuple(proposed), accepted))
+        return [int(token) for token in verified.tokens[0, : accepted + 1]]
+
+    def _spread(self, logits: Tensor | None, draft_tokens: Tensor) -> Tensor:
+        """Return q [K, V] of drafted tokens, 0 outside the draft's vocabulary."""
+        q = torch.zeros(len(draft_tokens), self._target.vocab_size, device=draft_tokens.device)
+        if logits is None or self._draft is None:
+            return q.scatter_(1, draft_tokens[:, None], 1.0)
+        q[:, self._draft.vocabulary] = probabilities(logits.float(), self._sampling)
+        return q
+
+    def _extend(self, before: list[int], emitted: list[int], tapped: Tensor) -> None:
+        """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted tokens but the last."""
+        if self._drafter is not None:
+            self._drafter.extend(self._ids([*before, *emitted]), tapped)
+
+    def _emit(self, emitted: list[int], logits: Tensor) -> None:
+        """Take over emitted tokens up to a stop or the limit; those after it were never accepted."""
+        for number, token in enumerate(emitted):
+            self.token_ids.append(token)
+            if (self._sampling.num_logprobs or 0) >= 2:
+                best, second = logits[number].log_softmax(-1).topk(2).values.tolist()
+                self._gaps.append(best - second)
+            stopped = token in self._engine._stops and not self._sampling.ignore_eos
+            if stopped or len(self.token_ids) == self._max_new:
+                self.finish_reason = "stop" if stopped else "length"
+                if self._steps and len(self.token_ids) > 1:
+                    drafted, accepted = self._steps[-1]
+                    self._steps[-1] = drafted, min(accepted, number + 1)
+                break
+        now = time.monotonic()
+        self._times = [self._times[0] or now, now]
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self._target.device)
+
+    def completion(self) -> Completion:
+        """What came so far."""
+        first, last = self._times
+        return Completion(
+            request_id=self._request_id,
+            prompt_ids=tuple(self._prompt_ids),
+            token_ids=tuple(self.token_ids),
+            drafted=tuple(len(drafted) for drafted, _ in self._steps),
+            accepted=tuple(accepted for _, accepted in self._steps),
+            drafted_ids=tuple(drafted for drafted, _ in self._steps),
+            finish_reason=self.finish_reason,
+            first_token_ms=1000 * max(first - self._started, 0.0),
+            per_token_ms=1000 * max(last - first, 0.0) / max(len(self.token_ids) - 1, 1),
+            draft_version=self.draft_version,
+            speculating=self._drafter is not None,
+            gaps=tuple(self._gaps),
+        )
+
+
+start = TorchEngine.start
+
+
+def child_environment(params: Params) -> dict[str, str]:
+    """Return nothing; the engine takes its process as it is."""
+    return {}
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[n, V] logits → [n, V] what is sampled from: temperature, then the top_k best, then the smallest set of top_p.
+
+    Raises:
+        ValueError: the temperature is 0, which is no distribution but a choice.
+    """
+    if sampling.temperature <= 0:
+        raise ValueError(f"temperature must be above 0 to sample; got {sampling.temperature}")
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(dropped, 0.0))
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def _draw(logits: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+    """[V] logits → an index."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(probabilities(logits[None].float(), sampling)[0], 1, generator=rng))
+
+
+def _method(family: str, table: dict[str, Any]) -> tuple[ModuleType, BaseParams]:
+    params = catalog.parse(family, table)
+    return catalog.load(family, params.name), params
+
+
+def _stop_ids(target: Path) -> frozenset[int]:
+    """Token ids that end an answer, from the target's generation settings, else from its configuration."""
+    has_settings = (target / "generation_config.json").is_file()
+    settings = GenerationConfig if has_settings else AutoConfig
+    ids = settings.from_pretrained(target).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -1,0 +1,1 @@
+"""Parts that several methods share. Not a family: nothing here is chosen by name."""

@@ -1,0 +1,271 @@
+"""The reference engine: greedy output is the library's, sampled output follows the target, every step is counted."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from models.drafts import eagle3
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine, _Sequence, probabilities
+from models.hidden import Sample
+from models.scoring import score
+from tests.conftest import make_draft
+
+NUM_DRAWS, NUM_TOKENS = 120, 17
+P_VALUE = 1e-4
+T = TypeVar("T")
+Ask = Callable[[TorchEngine], Awaitable[T]]
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
+
+
+def run(target: Path, draft: Path | None, ask: Ask[T], **changes: object) -> T:
+    async def inside() -> T:
+        engine = await TorchEngine.start(target, draft, Params(**changes), draft_version="1")
+        try:
+            return await ask(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(inside())
+
+
+async def answer_all(engine: TorchEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
+    return [await engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(asked)]
+
+
+GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def library_outputs(tiny_target: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts(10):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(GREEDY.max_tokens):
+                ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=-1)
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
+def test_greedy_output_is_the_librarys_for_any_draft_length(
+    tiny_target: Path, tiny_draft: Path, library_outputs: list[list[int]], num_draft_tokens: int
+) -> None:
+    outputs = run(
+        tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(10), GREEDY), dtype="float32",
+        num_draft_tokens=num_draft_tokens,
+    )  # fmt: skip
+    for wanted, output in zip(library_outputs, outputs, strict=True):
+        different = next(
+            (i for i, pair in enumerate(zip(wanted, output.token_ids, strict=True)) if len({*pair}) > 1), None
+        )
+        assert different is None or output.gaps[different] < 1e-3
+        assert output.finish_reason == "length"
+        assert set(output.drafted) <= {num_draft_tokens}
+
+
+def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
+    tiny_target: Path, tiny_draft: Path, tmp_path: Path
+) -> None:
+    outputs = run(tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(20), GREEDY))
+    for output in outputs:
+        position = 1
+        for drafted, accepted in zip(output.drafted_ids, output.accepted, strict=True):
+            assert tuple(output.token_ids[position : position + accepted]) == drafted[:accepted]
+            position += accepted + 1
+        assert position - 1 <= len(output.token_ids) <= position
+    samples = [Sample(o.request_id, "tiny", list(o.prompt_ids), list(o.token_ids)) for o in outputs]
+    scores = score(eagle3.load(tiny_draft, tiny_target), tiny_target, samples, 3, tmp_path)
+    exact = sum(
+        (s.steps, s.accepted) == (len(o.drafted), sum(o.accepted)) for s, o in zip(scores, outputs, strict=True)
+    )
+    assert exact >= 18  # the cached states are bfloat16, so near-ties of the draft may move a count
+
+
+def sampled_p_value(target: Path, draft: Path) -> float:
+    """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
+    prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    async def draw(engine: TorchEngine) -> list[tuple[int, ...]]:
+        seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
+        return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
+
+    drawn = torch.tensor(run(target, draft, draw, dtype="float32"))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
+        logits = model(token_ids).logits[:, len(prompt) : -1].flatten(0, 1)
+    expected = probabilities(logits, settings).double().sum(0).numpy()
+    counts = np.bincount(drawn[:, 1:].flatten().numpy(), minlength=259)
+    order = np.argsort(expected)
+    rare = np.isin(np.arange(259), order[np.cumsum(expected[order]) < 20])
+    pooled = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
+    return float(chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue)
+
+
+def test_sampled_tokens_follow_the_target(tiny_target: Path, tiny_draft: Path) -> None:
+    assert sampled_p_value(tiny_target, tiny_draft) > P_VALUE
+
+
+def test_a_draft_that_lies_about_q_would_be_noticed(
+    tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Sequence, "_spread", lambda self, logits, drafted: torch.full((len(drafted), 259), 1 / 259))
+    assert sampled_p_value(tiny_target, tiny_draft) < P_VALUE
+
+
+def test_a_seed_repeats_an_answer(tiny_target: Path, tiny_draft: Path) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7, max_tokens=16)
+    first, second = run(tiny_target, tiny_draft, lambda engine: answer_all(engine, prompts(1) * 2, sampling))
+    assert first.token_ids == second.token_ids
+
+
+def test_top_k_and_top_p_keep_the_best() -> None:
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
+    torch.testing.assert_close(
+        probabilities(logits, Sampling(temperature=1.0, top_k=2)), torch.tensor([[4 / 7, 3 / 7, 0, 0]])
+    )
+    torch.testing.assert_close(
+        probabilities(logits, Sampling(temperature=1.0, top_p=0.6)), torch.tensor([[4 / 7, 3 / 7, 0, 0]])
+    )
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        probabilities(logits, Sampling())
+
+
+def test_a_swap_while_requests_run_changes_the_drafted_tokens_and_no_output(
+    tiny_target: Path, tiny_draft: Path, library_outputs: list[list[int]], tmp_path: Path
+) -> None:
+    other = make_draft(tiny_target, tmp_path, seed=5)
+
+    async def swap(engine: TorchEngine) -> tuple[list[Completion], list[Completion], float]:
+        running = asyncio.gather(*(engine.generate(p, GREEDY, str(i)) for i, p in enumerate(prompts(10))))
+        await asyncio.sleep(0.1)
+        await engine.swap_draft(other, "2")
+        assert await engine.check_draft(other) == 0.0
+        with pytest.raises(ValueError, match="differs from"):
+            await engine.check_draft(tiny_draft)
+        return await running, await answer_all(engine, prompts(10), GREEDY), 0.0
+
+    during, after, _ = run(tiny_target, tiny_draft, swap, dtype="float32")
+    for outputs in (during, after):
+        equal = sum(list(o.token_ids) == wanted for o, wanted in zip(outputs, library_outputs, strict=True))
+        assert equal >= 9
+    assert {o.draft_version for o in after} == {"2"}
+    alone = run(tiny_target, other, lambda engine: answer_all(engine, prompts(10), GREEDY), dtype="float32")
+    assert [o.drafted_ids for o in after] == [o.drafted_ids for o in alone]
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "nan", "garbage"])
+def test_a_spoiled_draft_is_refused_and_the_loaded_one_goes_on(
+    tiny_target: Path, tiny_draft: Path, tmp_path: Path, fault: str
+) -> None:
+    bad = make_draft(tiny_target, tmp_path, seed=1)
+    file = bad / "model.safetensors"
+    tensors = load_file(file)
+    if fault == "missing":
+        del tensors["fc.weight"]
+    elif fault == "shape":
+        tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    elif fault == "nan":
+        tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, file)
+    if fault == "garbage":
+        file.write_bytes(b"not safetensors")
+
+    async def swap(engine: TorchEngine) -> Completion:
+        with pytest.raises(ValueError, match=r"fc\.weight|safetensors"):
+            await engine.swap_draft(bad, "2")
+        assert (engine.draft_version, engine.draft) == ("1", tiny_draft)
+        return await engine.generate(prompts(1)[0], GREEDY, "after")
+
+    assert max(run(tiny_target, tiny_draft, swap).drafted) == 3
+
+
+def test_speculation_off_drafts_nothing(tiny_target: Path, tiny_draft: Path) -> None:
+    async def switch(engine: TorchEngine) -> list[Completion]:
+        answers = []
+        for on in (False, True):
+            await engine.set_speculation(on)
+            answers += await answer_all(engine, prompts(1), GREEDY)
+        return answers
+
+    off, on = run(tiny_target, tiny_draft, switch, dtype="float32")
+    assert (set(off.drafted), set(on.drafted)) == ({0}, {3})
+    assert off.token_ids == on.token_ids
+
+    async def refused(engine: TorchEngine) -> None:
+        with pytest.raises(ValueError, match="started without a draft"):
+            await engine.set_speculation(True)
+
+    run(tiny_target, None, refused)
+
+
+def test_a_client_that_goes_away_is_told_of_once(tiny_target: Path, tiny_draft: Path) -> None:
+    async def leave(engine: TorchEngine) -> list[Completion]:
+        told: list[Completion] = []
+        engine.on_finish = lambda completion, _: told.append(completion)
+        task = asyncio.create_task(engine.generate(prompts(1)[0], Sampling(max_tokens=900, ignore_eos=True), "gone"))
+        while not engine._running or not next(iter(engine._running)).token_ids:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return told
+
+    (completion,) = run(tiny_target, tiny_draft, leave)
+    assert (completion.request_id, completion.finish_reason) == ("gone", None)
+
+
+def test_an_answer_ends_at_a_stop_token_and_what_came_after_it_is_not_accepted(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    """The target's own greedy third token is made its stop token."""
+    third = run(tiny_target, None, lambda engine: answer_all(engine, prompts(1), GREEDY))[0].token_ids[2]
+
+    async def ask(engine: TorchEngine) -> Completion:
+        engine._stops = frozenset([third])
+        return await engine.generate(prompts(1)[0], Sampling(max_tokens=24), "stop")
+
+    answer = run(tiny_target, None, ask)
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids[-1] == third
+    assert third not in answer.token_ids[:-1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ([], {}, "0 tokens; wanted 1 to 1023"),
+        ([5] * 2000, {}, "2000 tokens"),
+        ([5], {"temperature": -1.0}, "temperature"),
+        ([5], {"top_p": 0.0}, "top_p"),
+        ([5], {"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_a_request_out_of_range_is_refused(
+    tiny_target: Path, prompt: list[int], sampling: dict[str, float], reason: str
+) -> None:
+    async def ask(engine: TorchEngine) -> None:
+        with pytest.raises(ValueError, match=reason):
+            await engine.generate(prompt, Sampling(**sampling), "bad")
+
+    run(tiny_target, None, ask)
+
+
+def test_a_rule_that_can_not_sample_is_refused_at_the_start(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="greedy is for greedy decoding only"):
+        run(tiny_target, None, lambda engine: answer_all(engine, [], GREEDY), verify={"name": "greedy"})

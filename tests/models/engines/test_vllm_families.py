@@ -1,0 +1,111 @@
+"""Every draft family in the production engine: same output, the reference engine's drafts, swaps where there are weights.
+
+EAGLE-3, the default, has a file of its own (test_vllm.py) and the session's engine.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from infra.manifest import write_manifest
+from models import catalog
+from models.engines import Completion, Engine, Sampling
+from models.engines import torch as reference
+from models.engines.vllm import Params
+from models.engines.vllm.engine import VllmEngine
+from models.golden import Golden, equal_output
+from models.targets import random
+
+pytestmark = pytest.mark.engine
+
+SMALL = {"lm": {"num_layers": 1}}
+GREEDY = Sampling(max_tokens=32, ignore_eos=True, num_logprobs=2)
+Running = tuple[VllmEngine, Path, Path]
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 12, size=16).tolist() for _ in range(12)]
+
+
+def make(name: str, target: Path, directory: Path, seed: int) -> Path:
+    family = catalog.load("drafts", name)
+    draft = family.create(family.Params(**SMALL.get(name, {})), target, None)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=rng)
+    family.save(draft, directory)
+    write_manifest(directory)
+    return directory
+
+
+@pytest.fixture(scope="module", params=[name for name in catalog.names("drafts") if name != "eagle3"])
+def running(
+    request: pytest.FixtureRequest, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    random.build(random.Params(num_layers=3), target)
+    make(request.param, target, draft, seed=0)
+    params = Params(max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
+    engine = loop.run_until_complete(VllmEngine.start(target, draft, params, draft_version="1"))
+    yield engine, target, draft
+    loop.run_until_complete(engine.close())
+
+
+async def answer_all(engine: Engine, tag: str) -> list[Completion]:
+    return [await engine.generate(prompt, GREEDY, f"{tag}-{number}") for number, prompt in enumerate(prompts())]
+
+
+def test_output_is_equal_with_and_without_and_drafts_are_the_reference_engines(
+    running: Running, loop: asyncio.AbstractEventLoop
+) -> None:
+    engine, target, draft = running
+
+    async def run() -> list[list[Completion]]:
+        on = await answer_all(engine, "on")
+        await engine.set_speculation(False)
+        off = await answer_all(engine, "off")
+        await engine.set_speculation(True)
+        other = await reference.TorchEngine.start(target, draft, reference.Params(dtype="float32"))
+        return [on, off, await answer_all(engine, "again"), await answer_all(other, "torch")]
+
+    on, off, again, torchs = loop.run_until_complete(run())
+    for answers in (on, again, torchs):
+        for one, plain in zip(answers, off, strict=True):
+            golden = Golden(prompt_ids=plain.prompt_ids, token_ids=plain.token_ids, gaps=plain.gaps)
+            assert equal_output(golden, one.token_ids, 0.02) != "different"
+    assert sum(sum(one.drafted) for one in off) == 0
+    assert sum(sum(one.accepted) for one in on) > 0
+    same = [mine.drafted_ids == theirs.drafted_ids for mine, theirs in zip(torchs, on, strict=True)]
+    assert sum(same) >= 10
+
+
+def test_weights_are_swapped_proved_and_told_apart(
+    running: Running, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
+    engine, target, draft = running
+    if not (draft / "model.safetensors").exists():
+        with pytest.raises(ValueError, match="holds 0 safetensors files"):
+            loop.run_until_complete(engine.swap_draft(draft, "2"))
+        return
+    other = make("lm", target, tmp_path, seed=5)
+
+    async def run() -> list[list[Completion]]:
+        before = await answer_all(engine, "before")
+        assert await engine.check_draft(draft) < 0.05
+        await engine.swap_draft(other, "2")
+        assert await engine.check_draft(other) < 0.05
+        with pytest.raises(ValueError, match="of the loaded draft is off by"):
+            await engine.check_draft(draft)
+        after = await answer_all(engine, "after")
+        alone = await reference.TorchEngine.start(target, other, reference.Params(dtype="float32"))
+        return [before, after, await answer_all(alone, "alone")]
+
+    before, after, alone = loop.run_until_complete(run())
+    assert [one.drafted_ids for one in before] != [one.drafted_ids for one in after]
+    assert sum(a.drafted_ids == b.drafted_ids for a, b in zip(after, alone, strict=True)) >= 10

@@ -1,0 +1,112 @@
+"""Our forward pass says what the library's does, whatever the steps it is given, and forgets what it is told to."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from models.checkpoint import read_tensors
+from models.layers.decoder import CHUNK, Cache, Decoder
+
+SHAPE = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama, head of its own": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=False)),
+    "llama 3 rope": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=32)),
+}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Decoder]:
+    family, config = MODELS[request.param]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = family(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    return model, Decoder.load(directory, torch.float32)
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def test_logits_and_tapped_states_are_the_librarys(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    wanted = model(tokens(30)[None], output_hidden_states=True)
+    states, tapped = decoder.forward(tokens(30), Cache(decoder, 30), taps=(0, 1, 2))
+    torch.testing.assert_close(decoder.logits(states), wanted.logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tapped, torch.cat(wanted.hidden_states[:3], -1)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_steps_of_any_size_and_a_cut_give_what_one_pass_gives(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    whole, _ = decoder.forward(tokens(40), Cache(decoder, 40))
+    cache = Cache(decoder, 48)
+    parts = [decoder.forward(part, cache)[0] for part in tokens(40).split([20, 1, 5, 14])]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
+    cache.length = 20
+    decoder.forward(torch.tensor([5, 6, 7, 8]), cache)
+    cache.length = 20
+    again, _ = decoder.forward(tokens(40)[20:], cache)
+    torch.testing.assert_close(again, whole[20:], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_long_prompt_goes_in_chunks(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    prompt = tokens(CHUNK + 50)
+    states, tapped = decoder.forward(prompt, Cache(decoder, len(prompt)), taps=(3,))
+    assert tapped.shape == (len(prompt), 64)
+    torch.testing.assert_close(decoder.logits(states), model(prompt[None]).logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_full_cache_is_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    with pytest.raises(ValueError, match="0 tokens and 9 more; the cache holds 8"):
+        decoder.forward(tokens(9), Cache(decoder, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_another_architecture_is_refused(tiny_target: Path, changes: dict[str, object], reason: str) -> None:
+    config = SimpleNamespace(**{**vars(LlamaConfig.from_pretrained(tiny_target)), "model_type": "llama", **changes})
+    with pytest.raises(ValueError, match=reason):
+        Decoder(config, read_tensors(tiny_target), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("-model.norm.weight", "model.norm.weight is missing"), ("+extra.weight", "extra.weight is not")],
+)
+def test_a_missing_or_unknown_tensor_is_named(tiny_target: Path, name: str, reason: str) -> None:
+    tensors = read_tensors(tiny_target)
+    if name[0] == "-":
+        del tensors[name[1:]]
+    else:
+        tensors[name[1:]] = torch.zeros(1)
+    with pytest.raises(ValueError, match=reason):
+        Decoder(LlamaConfig.from_pretrained(tiny_target), tensors, torch.float32)
