@@ -19,6 +19,7 @@ from infra.doctor import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import LINEAGE_TAGS, Registry
+from models.drafts import open_draft
 from models.engines import Sampling
 from models.golden import Golden, save_golden
 from models.targets import describe
@@ -55,7 +56,7 @@ class World:
             "target_sha256": card.sha256,
             "tokenizer_sha256": card.tokenizer_sha256,
             "vocab_size": str(card.vocab_size),
-            "probe_tau": str(measure_probe(directory, self.target, 3, self.home / "probe")),
+            "probe_tau": str(measure_probe(open_draft(directory, self.target), self.target, 3, self.home / "probe")),
         }
         return self.registry.register("draft", directory, tags | changed).number
 
