@@ -99,6 +99,7 @@ def train(
     work_dir: Path,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
+    device: str = "cpu",
 ) -> Report:
     """Train `draft` in place.
 
@@ -110,6 +111,7 @@ def train(
         work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
         seed: of the order of batches.
         on_progress: called a few times a second at most.
+        device: where target and draft run; the draft is moved there.
 
     Raises:
         ValueError: no sample has anything to learn from.
@@ -122,8 +124,9 @@ def train(
         torch.set_num_threads(params.num_threads)
     report = on_progress or (lambda progress: None)
     states = hidden_states(
-        draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r))
+        draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r)), device
     )
+    draft.to(device)
     return _Loop(draft, target_dir, states, params, work_dir, seed).run(report)
 
 
@@ -133,12 +136,13 @@ def hidden_states(
     samples: Sequence[Sample],
     work_dir: Path,
     on_progress: Callable[[int, int, float], None] | None = None,
+    device: str = "cpu",
 ) -> HiddenStates:
     """Extract the states that `draft` reads, and the last layer's for the target's probabilities."""
     config = json.loads((target_dir / "config.json").read_text())
     layers = sorted({*draft.taps, config["num_hidden_layers"]})
     states = HiddenStates(work_dir / "hidden", samples, layers, config["hidden_size"])
-    states.extract(target_dir, on_progress=on_progress)
+    states.extract(target_dir, on_progress=on_progress, device=device)
     return states
 
 
@@ -229,7 +233,7 @@ class _Loop:
 
     def _loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
         """Return the loss to minimise, and the first unroll's mean: more rows go on as the draft gets better, so only the latter falls."""
-        packed = pack(batch, self.states, self.num_unroll, self.draft.taps)
+        packed = pack(batch, self.states, self.num_unroll, self.draft)
         rows, final, log_sums, lengths = packed
         last = lengths[rows.sequence] - 1
         vocabulary = self.draft.vocabulary
@@ -241,7 +245,7 @@ class _Loop:
                 going &= vocabulary[logits.argmax(-1)] == rows.token_ids[sequence, index + 2 + step]
             return going
 
-        total, first = torch.zeros(()), 0.0
+        total, first = torch.zeros((), device=final.device), 0.0
         for step, (running, logits) in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
             if len(running) == 0:
                 break
@@ -285,7 +289,7 @@ class _Loop:
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[f"weight/{name}"])
                 self.optimizer.state[parameter] = {
-                    key: tensors[f"{key}/{name}"].reshape(() if key == "step" else parameter.shape)
+                    key: tensors[f"{key}/{name}"].reshape(() if key == "step" else parameter.shape).to(parameter.device)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                 }
         self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
@@ -302,13 +306,15 @@ def teacher(draft: Draft, target_dir: Path) -> _Teacher:
     """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
     config = json.loads((target_dir / "config.json").read_text())
     norm = read_tensor(target_dir, "model.norm.weight").float()
-    return _Teacher(norm, config["rms_norm_eps"], output_embedding(target_dir)[draft.vocabulary])
+    vocabulary = draft.vocabulary
+    head = output_embedding(target_dir)[vocabulary.cpu()].to(vocabulary.device)
+    return _Teacher(norm.to(vocabulary.device), config["rms_norm_eps"], head)
 
 
 def pack(
-    batch: Sequence[Sample], states: HiddenStates, num_steps: int, taps: Sequence[int]
+    batch: Sequence[Sample], states: HiddenStates, num_steps: int, draft: Draft
 ) -> tuple[Rows, Tensor, Tensor, Tensor]:
-    """Pad a batch and list its rows.
+    """Pad a batch for `draft`, on its device, and list its rows.
 
     A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples from the
     prompt by itself.
@@ -324,5 +330,8 @@ def pack(
     lengths = torch.tensor([len(s.token_ids) for s in batch])
     index = [torch.arange(len(s.prompt_ids) - 1, len(s.token_ids) - 2) for s in batch]
     sequence = [torch.full_like(rows, number) for number, rows in enumerate(index)]
-    rows = Rows(hidden[..., : len(taps) * states.hidden_size], tokens, torch.cat(sequence), torch.cat(index))
-    return rows, hidden[..., -states.hidden_size :], log_sums, lengths
+    device = draft.vocabulary.device
+    hidden = hidden.to(device)
+    width = len(draft.taps) * states.hidden_size
+    rows = Rows(hidden[..., :width], *(t.to(device) for t in (tokens, torch.cat(sequence), torch.cat(index))))
+    return rows, hidden[..., -states.hidden_size :], log_sums.to(device), lengths.to(device)

@@ -59,7 +59,11 @@ class HiddenStates:
         return self._states[start : start + length], self._log_sums[start : start + length]
 
     def extract(
-        self, target_dir: Path, batch_tokens: int = 4096, on_progress: Callable[[int, int, float], None] | None = None
+        self,
+        target_dir: Path,
+        batch_tokens: int = 4096,
+        on_progress: Callable[[int, int, float], None] | None = None,
+        device: str = "cpu",
     ) -> None:
         """Compute what is not on disk yet.
 
@@ -67,12 +71,13 @@ class HiddenStates:
             target_dir: the target's directory.
             batch_tokens: tokens of one forward pass.
             on_progress: called with (tokens done, tokens in all, tokens/s).
+            device: where the target runs.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         done = self._read_index()
         wanted = [s for s in self.samples if s.id not in self._offsets]
         if wanted:
-            self._run(target_dir, wanted, done, batch_tokens, on_progress)
+            self._run(target_dir, wanted, done, batch_tokens, on_progress, device)
         num_tokens = sum(len(s.token_ids) for s in self.samples)
         width = len(self.layers) * self.hidden_size
         size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
@@ -102,8 +107,9 @@ class HiddenStates:
         done: int,
         batch_tokens: int,
         on_progress: Callable[[int, int, float], None] | None,
+        device: str,
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=fast_dtype()).eval()
+        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=fast_dtype(device)).eval().to(device)
         taps = _Taps(model.model, self.layers)
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]
@@ -120,16 +126,14 @@ class HiddenStates:
             for batch in length_buckets(wanted, batch_tokens):
                 tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.token_ids) for s in batch], batch_first=True)
                 # Right padding needs no mask: no token attends to a later one.
-                final = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-                tapped = taps.take()
+                final = model.model(input_ids=tokens.to(device), use_cache=False).last_hidden_state
+                tapped = taps.take().to("cpu", torch.bfloat16)
                 for row, sample in enumerate(batch):
                     length = len(sample.token_ids)
-                    states.write(
-                        tapped[row, :length].to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-                    )
+                    states.write(tapped[row, :length].contiguous().view(torch.int16).numpy().tobytes())
                     sums = torch.zeros(length)
                     first = len(sample.prompt_ids) - 1
-                    sums[first:] = model.lm_head(final[row, first:length]).float().logsumexp(-1)
+                    sums[first:] = model.lm_head(final[row, first:length]).float().logsumexp(-1).cpu()
                     log_sums.write(sums.numpy().tobytes())
                 for file in (states, log_sums):
                     file.flush()

@@ -21,7 +21,12 @@ from models.hidden import HiddenStates, Sample, length_buckets
 
 
 def score(
-    draft: Draft, target_dir: Path, samples: Sequence[Sample], num_draft_tokens: int, work_dir: Path
+    draft: Draft,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    num_draft_tokens: int,
+    work_dir: Path,
+    device: str = "cpu",
 ) -> list[Score]:
     """Score a draft conversation by conversation.
 
@@ -31,13 +36,15 @@ def score(
         samples: prompts with answers; those of two tokens and less have no verification step to score and are left out.
         num_draft_tokens: K as served.
         work_dir: keeps the target's hidden states for the next draft.
+        device: where target and draft run; the draft is moved there.
 
     Returns:
         a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the expected
         number Σ min(p, q) along the answer, each token taken as a possible start of a block.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
-    states = hidden_states(draft, target_dir, samples, work_dir)
+    states = hidden_states(draft, target_dir, samples, work_dir, device=device)
+    draft.to(device)
     greedy = [s for s in samples if s.temperature == 0]
     sampled = [s for s in samples if s.temperature > 0]
     with torch.inference_mode():
@@ -50,9 +57,9 @@ def score(
 def _greedy_scores(draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int) -> dict[str, Score]:
     scores = {}
     for batch in length_buckets(samples, 2048):
-        rows, _, _, lengths = pack(batch, states, num_steps, draft.taps)
+        rows, _, _, lengths = pack(batch, states, num_steps, draft)
         last = lengths[rows.sequence] - 1
-        matches = torch.zeros(len(rows.index), dtype=torch.int64)
+        matches = torch.zeros_like(rows.index)
 
         matched = partial(_matched, rows, last, draft.vocabulary)
         for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, matched)):
@@ -88,14 +95,15 @@ def _walk(sample: Sample, matches: list[int]) -> Score:
 def _sampled_scores(
     draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int
 ) -> dict[str, Score]:
-    norm = read_tensor(target_dir, "model.norm.weight").float()
+    device = draft.vocabulary.device
+    norm = read_tensor(target_dir, "model.norm.weight").float().to(device)
     eps = json.loads((target_dir / "config.json").read_text())["rms_norm_eps"]
-    output = output_embedding(target_dir)
+    output = output_embedding(target_dir).to(device)
     scores = {}
     for sample in samples:
-        rows, final, _, lengths = pack([sample], states, num_steps, draft.taps)
-        alive = torch.ones(len(rows.index))
-        expected = torch.zeros(len(rows.index))
+        rows, final, _, lengths = pack([sample], states, num_steps, draft)
+        alive = torch.ones(len(rows.index), device=device)
+        expected = torch.zeros(len(rows.index), device=device)
         inside = partial(_inside, rows, int(lengths[0]))
         for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, inside)):
             states_here = final[0, rows.index[running] + 1 + step]

@@ -8,6 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
+from infra.settings import load_settings
 from models import catalog, distill
 from models.hidden import Sample
 from models.targets import describe
@@ -48,7 +49,8 @@ def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact, parent: A
                 loss = "" if now.loss is None else f", loss {now.loss:.3f}"
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}")
 
-            report = distill.train(draft, target_dir, rows, params, work, recipe.seed, on_progress)
+            device = load_settings().device
+            report = distill.train(draft, target_dir, rows, params, work, recipe.seed, on_progress, device)
         method.save(draft, directory)
         _record(report, params, work)
 

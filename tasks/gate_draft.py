@@ -63,14 +63,14 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     }
 
     def make(directory: Path, work: Path) -> None:
-        target_dir = open_artifact(pair.target_files)
+        target_dir, device = open_artifact(pair.target_files), load_settings().device
         held_out, unjudged = judgeable(
             read_samples(samples, "held_out"), json.loads(pair.draft.tags["tau"]), recipe.gate.min_conversations
         )
 
         def scored(draft: Artifact) -> list[Score]:
             opened = open_draft(open_artifact(draft), target_dir)
-            return score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
+            return score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device)
 
         parent, after = scored(pair.draft_files), scored(candidate)
         past_scores = {number: scored(draft) for number, draft in past.items()}

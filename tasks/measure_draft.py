@@ -9,6 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
+from infra.settings import load_settings
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.drafts import Draft, open_draft
 from models.gate import Score
@@ -71,7 +72,8 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         target_dir = open_artifact(target)
         opened = open_draft(open_artifact(draft), target_dir)
         held_out = read_samples(samples, "held_out")
-        scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out")
+        device = load_settings().device
+        scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device)
         probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden")
         (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
 
@@ -95,7 +97,7 @@ def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: P
         Sample(f"golden-{index}", "probe", list(one.prompt_ids), list(one.token_ids))
         for index, one in enumerate(golden)
     ]
-    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work))
+    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, load_settings().device))
 
 
 def tau_of(scores: Sequence[Score]) -> float:

@@ -4,12 +4,16 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from infra.doctor import openmp_preload
 from models.engines.vllm import child_environment
+
+if TYPE_CHECKING:
+    import torch
 
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
@@ -45,21 +49,26 @@ def tiny_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def make_draft(target: Path, directory: Path, seed: int, vocab_size: int = 64) -> Path:
     """Save a head with seeded noise on its weights, so that two seeds draft differently."""
-    import torch
-
     from infra.manifest import write_manifest
     from models.drafts import eagle3
 
     counts = np.zeros(259)
     counts[3 : 3 + vocab_size] = 1
     head = eagle3.create(eagle3.Params(vocab_size=vocab_size), target, counts)
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=rng)
+    shake(head, 0.02, seed)
     eagle3.save(head, directory)
     write_manifest(directory)
     return directory
+
+
+def shake(draft: "torch.nn.Module", scale: float, seed: int) -> None:
+    """Add seeded noise to a draft's weights."""
+    import torch
+
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=rng)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ class Params(BaseParams):
         max_model_len: longest sequence, prompt included.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
         device: as torch names it.
-        verify: the rule for temperature > 0. Greedy requests are verified by `greedy`, for which no draft has to be certain.
+        verify: the rule for temperature > 0.
+        verify_greedy: the rule for temperature 0; it sees logits in place of p, and no q.
         lengths: the length policy.
     """
 
@@ -46,6 +47,7 @@ class Params(BaseParams):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
     verify: dict[str, Any] = {"name": "rejection"}  # noqa: RUF012 - pydantic copies defaults
+    verify_greedy: dict[str, Any] = {"name": "greedy"}  # noqa: RUF012
     lengths: dict[str, Any] = {"name": "fixed"}  # noqa: RUF012
 
 
@@ -64,7 +66,7 @@ class TorchEngine:
     ) -> None:
         self._target, self._target_dir, self._draft, self._params = target, target_dir, draft, params
         self._rules: dict[bool, tuple[ModuleType, BaseParams]] = {
-            True: _method("verify", {"name": "greedy"}),
+            True: _method("verify", params.verify_greedy),
             False: _method("verify", params.verify),
         }
         if not self._rules[False][0].SAMPLES:

@@ -11,6 +11,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.exceptions import VLLMError
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -176,7 +177,7 @@ class VllmEngine:
             **{
                 "model": str(target),
                 "served_model_name": [served_name],
-                "dtype": str(fast_dtype()).removeprefix("torch.") if params.dtype == "auto" else params.dtype,
+                "dtype": _dtype() if params.dtype == "auto" else params.dtype,
                 "max_model_len": params.max_model_len,
                 "max_num_seqs": params.max_num_seqs,
                 "enforce_eager": params.enforce_eager,
@@ -293,6 +294,10 @@ class VllmEngine:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer["value"]
+
+
+def _dtype() -> str:
+    return str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
 
 
 def _weights(directory: Path) -> Path:

@@ -77,15 +77,15 @@ class DraftWorker:
             if wanted is None:
                 continue
             if wanted.ndim == 1:
-                errors[name] = _relative(module.weight.detach().float(), wanted.float())
+                errors[name] = _relative(module.weight.detach().float().cpu(), wanted.float())
             else:
                 dtype = self.vllm_config.model_config.dtype
                 inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
                 with torch.no_grad():
-                    got = module.quant_method.apply(module, inputs, bias=None)
+                    got = module.quant_method.apply(module, inputs.to(self.device), bias=None).cpu()
                 errors[name] = _relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
         if "d2t" in weights:
-            errors["d2t"] = float((self._draft().draft_id_to_target_id != weights["d2t"]).any())
+            errors["d2t"] = float((self._draft().draft_id_to_target_id.cpu() != weights["d2t"]).any())
         return errors
 
     @answering

@@ -12,6 +12,7 @@ from infra.manifest import write_manifest
 from models import catalog
 from models.drafts import Draft, Rows, family_of, open_draft
 from models.targets import describe, random
+from tests.conftest import shake
 
 NAMES = catalog.names("drafts")
 # What the two-layer target of 259 tokens is too small for otherwise.
@@ -29,10 +30,7 @@ def make(family: ModuleType, target: Path, seed: int = 0) -> Draft:
     counts[3:67] = 1
     params = family.Params(**SMALL.get(family.__name__.rpartition(".")[2], {}))
     draft: Draft = family.create(params, target, counts)
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=rng)
+    shake(draft, 0.02, seed)
     return draft
 
 

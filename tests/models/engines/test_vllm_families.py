@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from infra.manifest import write_manifest
 from models import catalog
@@ -19,6 +18,7 @@ from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.golden import Golden, equal_output
 from models.targets import random
+from tests.conftest import shake
 
 pytestmark = pytest.mark.engine
 
@@ -35,10 +35,7 @@ def prompts() -> list[list[int]]:
 def make(name: str, target: Path, directory: Path, seed: int) -> Path:
     family = catalog.load("drafts", name)
     draft = family.create(family.Params(**SMALL.get(name, {})), target, None)
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=rng)
+    shake(draft, 0.01, seed)
     family.save(draft, directory)
     write_manifest(directory)
     return directory
