@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from tqdm import tqdm
 
 UPDATE_S = 2.0
+LINE_S = 30.0  # where there is no terminal, a line now and then is all that shows life
 
 
 class Show(Protocol):
@@ -46,11 +47,11 @@ def progress(description: str) -> Iterator[Show]:
         description: what is being done; it is shown with the note.
     """
     artifact_id = create_progress_artifact(0.0, description=description) if _in_run() else None
-    shown_s = -UPDATE_S
+    shown_s, line_s = -UPDATE_S, time.monotonic()
     with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
 
         def show(done: float, total: float, note: str = "") -> None:
-            nonlocal shown_s
+            nonlocal shown_s, line_s
             bar.total = total
             bar.set_postfix_str(note, refresh=False)
             bar.update(done - bar.n)
@@ -58,6 +59,9 @@ def progress(description: str) -> Iterator[Show]:
             if artifact_id is not None and (now_s - shown_s >= UPDATE_S or done >= total):
                 shown_s = now_s
                 update_progress_artifact(artifact_id, 100 * done / max(total, 1), description=f"{description}: {note}")
+            if bar.disable and now_s - line_s >= LINE_S:
+                line_s = now_s
+                run_logger().info("%s: %d of %d%s", description, done, total, f", {note}" if note else "")
 
         yield show
 
