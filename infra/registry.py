@@ -50,7 +50,7 @@ LINEAGE_TAGS = (
     "flow_run",
     "gate",
 )
-OWN_TAGS = ("sha256", "model_id", "previous", "quarantined")
+OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced")
 
 
 class RegistryUnavailable(ConnectionError):
@@ -194,10 +194,15 @@ class Registry:
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
 
-    def promote(self, kind: Kind, number: int) -> None:
+    def promote(self, kind: Kind, number: int, forced: str = "") -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
         Promoting the champion changes nothing.
+
+        Args:
+            kind: "target" or "draft".
+            number: of the version.
+            forced: why it is promoted against its gate; kept as a tag.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
@@ -208,6 +213,8 @@ class Registry:
         if champion is not None and champion.number == number:
             return
         with _translated(f"promoting {kind} {number}"):
+            if forced:
+                self._client.set_model_version_tag(kind, str(number), "forced", forced)
             previous = "" if champion is None else str(champion.number)
             self._client.set_model_version_tag(kind, str(number), "previous", previous)
             self._client.set_registered_model_alias(kind, CHAMPION, str(number))
@@ -232,6 +239,21 @@ class Registry:
             else:
                 self._client.set_registered_model_alias(kind, CHAMPION, str(target.number))
         return target
+
+    def roll_back(self, kind: Kind) -> Version:
+        """Make the last good champion before this one the champion again; the version left may be promoted again.
+
+        Raises:
+            NoSuchVersion: there is no champion, or no good one before it.
+        """
+        champion = self.champion(kind)
+        previous = None if champion is None else self._previous_good(champion)
+        if previous is None:
+            was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
+            raise NoSuchVersion(f"there is no good {kind} to go back to: {was}")
+        with _translated(f"rolling {kind} back"):
+            self._client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
+        return previous
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
         """Mark a version as never to be served; the first reason stays.
@@ -283,15 +305,18 @@ class Registry:
         shutil.rmtree(inner)
 
     def _last_good(self, version: Version) -> Version | None:
+        """Return the version itself or, if it is quarantined, the last good one before it."""
+        return self._previous_good(version) if is_quarantined(version) else version
+
+    def _previous_good(self, version: Version) -> Version | None:
         """Follow `previous` past quarantined versions; going back and forth between two can make it a circle."""
-        seen: set[int] = set()
-        while is_quarantined(version):
-            seen.add(version.number)
-            previous = version.tags.get("previous", "")
-            if not previous or int(previous) in seen:
-                return None
+        seen = {version.number}
+        while (previous := version.tags.get("previous", "")) and int(previous) not in seen:
             version = self.get(version.kind, int(previous))
-        return version
+            if not is_quarantined(version):
+                return version
+            seen.add(version.number)
+        return None
 
     def _create_registered_model(self, kind: Kind) -> None:
         from mlflow.exceptions import MlflowException

@@ -11,6 +11,7 @@ from infra.consent import Consent
 from models import catalog
 from models.engines.vllm import Params
 from models.params import Frozen, validate
+from models.watch import Params as WatchParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -65,6 +66,8 @@ class ServiceConfig(Frozen):
         body_timeout_s: seconds that a body may take to arrive.
         drain_s: seconds that running requests get when the service ends.
         probation: the checks after a load.
+        orchestrator: API of the Prefect server that is told when acceptance fell; "" tells nobody.
+        watch: when it is told.
     """
 
     target_dir: Path
@@ -88,6 +91,8 @@ class ServiceConfig(Frozen):
     body_timeout_s: Positive = 30.0
     drain_s: Positive = 30.0
     probation: Probation = Probation()
+    orchestrator: str = ""
+    watch: WatchParams = WatchParams()
 
     @field_validator("target_dir", "artifact_root", "querylog", "cache", "state")
     @classmethod

@@ -59,6 +59,7 @@ class Recorder:
         self._finished: dict[str, list[Completion]] = {}
         self._left: OrderedDict[str, Origin] = OrderedDict()
         self._rolling: dict[str, deque[Trace]] = {}
+        self._rolling_draft = ""
         self._serial = itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
@@ -114,7 +115,7 @@ class Recorder:
         }
 
     def acceptance(self) -> dict[str, dict[str, float | int | None]]:
-        """Return the acceptance of each domain's last requests that were speculated on."""
+        """Return the acceptance of each domain's last requests that the present draft drafted for."""
         figures: dict[str, dict[str, float | int | None]] = {}
         for domain, traces in sorted(self._rolling.items()):
             kept = list(traces)
@@ -146,6 +147,9 @@ class Recorder:
     def _watch(self, completion: "Completion", domain: str) -> None:
         if not completion.speculating or not completion.drafted:
             return
+        if completion.draft_version != self._rolling_draft:  # another draft's acceptance says nothing of this one
+            self._rolling.clear()
+            self._rolling_draft = completion.draft_version
         if domain not in self._rolling and len(self._rolling) >= MAX_DOMAINS:
             domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
         trace = Trace(

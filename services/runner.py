@@ -14,6 +14,7 @@ from services.config import ServiceConfig, read_config
 
 APP_NAME = "redraft"
 NUM_CPUS = 4
+LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
 MAX_RAY_DIR = 40
@@ -44,6 +45,7 @@ def run(config: ServiceConfig, ray_dir: Path) -> int:
         address="local",
         num_cpus=NUM_CPUS,
         include_dashboard=False,
+        _node_ip_address=LOOPBACK,  # all of it is on this machine; only the proxy may listen elsewhere
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(ray_dir),
     )

@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections import Counter
 from typing import Any
 
+from infra.events import ACCEPTANCE_FELL, Emitter
 from infra.querylog import BackgroundWriter, QueryLog
 from infra.registry import Registry
 from models import catalog
 from models.engines.vllm import VllmEngine
 from models.golden import load_golden
 from models.targets import describe
+from models.watch import AcceptanceWatch
 from services.access import Admission
 from services.config import ServiceConfig
 from services.drafts import DraftSource, Loaded, State, choose_boot_draft, read_state, write_state
@@ -35,7 +38,10 @@ class Service:
         self.recorder = Recorder(writer, handlers.tokenizer, config.target_version)
         engine.on_finish = self.recorder.finished
         self._started_s = time.monotonic()
-        self._loop = asyncio.create_task(reconciler.run(), name="reconciler") if reconciler else None
+        self._events = Emitter(config.orchestrator)
+        self._tasks = [asyncio.create_task(self._watch(), name="watch")]
+        if reconciler is not None:
+            self._tasks.append(asyncio.create_task(reconciler.run(), name="reconciler"))
 
     @classmethod
     async def start(cls, config: ServiceConfig) -> "Service":
@@ -95,6 +101,11 @@ class Service:
             "reconciler": dict(reconciler.counts) if reconciler else {},
             "acceptance": self.recorder.acceptance(),
             "log": self.recorder.counts(),
+            "events": {
+                "sent": self._events.sent,
+                "dropped": self._events.dropped,
+                "last_error": self._events.last_error,
+            },
             "tokens": self.recorder.tokens,
             "requests": {str(status): number for status, number in sorted(self.admission.responses.items())},
             "in_flight": self.admission.in_flight,
@@ -113,12 +124,26 @@ class Service:
 
     async def close(self) -> None:
         """End the loop, write what was recorded, end the engine's processes."""
-        if self._loop is not None:
-            self._loop.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._loop
+                await task
         await asyncio.to_thread(self.recorder.close)
+        await asyncio.to_thread(self._events.close)
         await self.engine.close()
+
+    async def _watch(self) -> None:
+        """Tell the orchestrator when a domain's acceptance fell short of what its draft was promoted for."""
+        watch = AcceptanceWatch(self.config.watch)
+        while True:
+            await asyncio.sleep(self.config.watch.period_s)
+            serving = self.reconciler.serving if self.reconciler is not None else None
+            if serving is None:
+                continue
+            promised = json.loads(serving.version.tags.get("tau") or "{}")
+            fallen = watch.see(str(serving.version.number), promised, self.recorder.acceptance(), time.monotonic())
+            for domain, figures in fallen.items():
+                self._events.emit(ACCEPTANCE_FELL, domain, {"draft": serving.version.number, **figures})
 
 
 async def _start_engine(

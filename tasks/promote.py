@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import publish
 from infra.querylog import Window
-from infra.registry import Version, is_quarantined
+from infra.registry import LINEAGE_TAGS, Version, is_quarantined
 from infra.settings import load_settings
 from tasks.lineage import Pair, ancestors, open_registry, trained_on
 from tasks.register import PASSED
@@ -78,6 +78,60 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
     registry.promote("draft", candidate.number)
     run_logger().info("promoted draft %d", candidate.number)
     return "promoted"
+
+
+@task(cache_policy=NO_CACHE)
+def promote_version(number: int, forced: str = "") -> Version:
+    """Promote a draft because somebody wants it, and return it.
+
+    Args:
+        number: of the draft.
+        forced: the reason why a draft is promoted that no gate passed; kept with the version.
+
+    Raises:
+        ValueError: no gate passed it and `forced` is empty, it is quarantined, or it was made for another target.
+    """
+    registry = open_registry()
+    version, target = registry.get("draft", number), registry.champion("target")
+    if target is None or version.tags["target_sha256"] != target.tags["target_sha256"]:
+        served = "there is none" if target is None else f"that is {target.number}"
+        raise ValueError(
+            f"draft {number} was made for target {version.tags['target_version']}, not for the champion: {served}"
+        )
+    if version.tags["gate"] != PASSED and not forced:
+        verdict = f"{version.tags['gate']}: {version.tags['gate_reasons']}" if version.tags["gate"] else "none"
+        raise ValueError(
+            f"draft {number} has no passing gate ({verdict}); to promote it anyway, give a reason: --force REASON"
+        )
+    registry.promote("draft", number, forced)
+    run_logger().info("promoted draft %d%s", number, f", forced: {forced}" if forced else "")
+    return version
+
+
+@task(cache_policy=NO_CACHE)
+def roll_back(quarantine: str = "") -> Version:
+    """Go back to the last good champion before this one, and return it.
+
+    Args:
+        quarantine: why the draft that is left must never be served again; without a reason it may be.
+
+    Raises:
+        ValueError: there is no good draft before the champion.
+    """
+    registry = open_registry()
+    left = registry.champion("draft")
+    version = registry.roll_back("draft")
+    if quarantine and left is not None:
+        registry.quarantine("draft", left.number, quarantine)
+    run_logger().info("went back to draft %d", version.number)
+    return version
+
+
+def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
+    """Return name and both values of every tag that differs, the lineage's first."""
+    names = [*LINEAGE_TAGS, *sorted((first.tags.keys() | second.tags.keys()) - {*LINEAGE_TAGS})]
+    pairs = ((name, first.tags.get(name, ""), second.tags.get(name, "")) for name in names)
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _reason(candidate: Version) -> str:

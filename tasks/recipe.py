@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from models import catalog
 from models.gate import Params as GateParams
 from models.params import BaseParams, Frozen, did_you_mean, validate
+from models.watch import Params as WatchParams
 
 DOMAIN = r"^[a-z0-9_-]{1,32}$"
 Domain = Annotated[str, Field(pattern=DOMAIN)]
@@ -89,11 +90,28 @@ class Refresh(Frozen):
 
 
 class Serve(Frozen):
-    """The endpoint; port 0 takes a free one. The address to bind is the machine's: REDRAFT_HOST."""
+    """The endpoint; port 0 takes a free one. The address to bind is the machine's: REDRAFT_HOST.
+
+    Attributes:
+        watch: when falling acceptance is told to the orchestrator.
+    """
 
     port: int = Field(8000, ge=0, le=65535)
     poll_s: float = Field(5.0, gt=0)
     min_swap_interval_s: float = Field(10.0, ge=0)
+    watch: WatchParams = WatchParams()
+
+
+class Schedule(Frozen):
+    """When flows run by themselves, under `redraft up` or on a cluster.
+
+    Attributes:
+        build_cron: of flow `build`, None for never.
+        refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does nothing.
+    """
+
+    build_cron: str | None = None
+    refresh_interval_s: float | None = Field(3600.0, gt=0)
 
 
 class Demo(Frozen):
@@ -120,6 +138,7 @@ class Recipe(Frozen):
     refresh: Refresh = Refresh()
     gate: GateParams = GateParams()
     serve: Serve = Serve()
+    schedule: Schedule = Schedule()
     demo: Demo | None = None
 
     @property
@@ -177,7 +196,14 @@ def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
 
 
 def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
-    plain = {"generate": Generate, "refresh": Refresh, "gate": GateParams, "serve": Serve, "demo": Demo}
+    plain = {
+        "generate": Generate,
+        "refresh": Refresh,
+        "gate": GateParams,
+        "serve": Serve,
+        "schedule": Schedule,
+        "demo": Demo,
+    }
     families = {"target": "targets", "engine": "engines", "draft": "drafts"}
     return {
         **{name: lambda table, name=name, model=model: validate(model, table, name) for name, model in plain.items()},

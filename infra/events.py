@@ -1,0 +1,87 @@
+"""Events for the orchestrator, sent by a thread: nobody waits for them, and the orchestrator may be down.
+
+An event that finds the queue full or nobody listening is dropped and counted. What is worth an event, and how often, is decided by who
+emits it.
+"""
+
+import json
+import logging
+import queue
+import threading
+import urllib.request
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+ACCEPTANCE_FELL = "redraft.acceptance.fell"
+RESOURCE = "redraft.domain"
+TIMEOUT_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Emitter:
+    """Sends events to a Prefect server.
+
+    Attributes:
+        sent, dropped: how many.
+        last_error: why the last one was dropped.
+    """
+
+    def __init__(self, api_url: str, capacity: int = 64) -> None:
+        """Start the thread.
+
+        Args:
+            api_url: of the server, with /api; "" drops everything.
+            capacity: events that may wait.
+        """
+        self.sent = self.dropped = 0
+        self.last_error: str | None = None
+        self._url = api_url.rstrip("/")
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._drain, name="events", daemon=True)
+        self._thread.start()
+
+    def emit(self, event: str, domain: str, payload: dict[str, Any]) -> bool:
+        """Queue an event about a domain and return True, or drop and count it and return False; never blocks."""
+        body = {
+            "id": str(uuid.uuid4()),
+            "occurred": datetime.now(UTC).isoformat(),
+            "event": event,
+            "resource": {"prefect.resource.id": f"{RESOURCE}.{domain}", "prefect.resource.name": domain},
+            "payload": payload,
+        }
+        if not self._url:
+            return self._drop("there is no orchestrator")
+        try:
+            self._queue.put_nowait(body)
+        except queue.Full:
+            return self._drop("the queue is full")
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Send what is queued and end the thread."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            log.warning("events did not end in %g s", timeout_s)
+        self._thread.join(timeout_s)
+
+    def _drain(self) -> None:
+        while (body := self._queue.get()) is not None:
+            request = urllib.request.Request(
+                f"{self._url}/events",
+                data=json.dumps([body], allow_nan=False).encode(),
+                headers={"Content-Type": "application/json"},
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+                    self.sent += 1
+            except OSError as error:  # refused, timed out, or an HTTP error status
+                self._drop(str(error))
+
+    def _drop(self, reason: str) -> bool:
+        self.dropped += 1
+        self.last_error = reason
+        log.warning("an event was dropped: %s", reason)
+        return False

@@ -1,0 +1,193 @@
+"""Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
+
+Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started again, after a pause that
+doubles while it keeps failing. All of them die with the supervisor, however it ends (infra/processes.py).
+"""
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.processes import Child, answers, process_identity
+
+STATE = "up.json"
+POLL_S = 0.5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+STEADY_S = 60.0  # a program that ran this long did not fail at its start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to run.
+
+    Attributes:
+        name: also of its log file.
+        argv: the program and its arguments.
+        env: variables added to the supervisor's own.
+        url: where it is found, "" if nowhere.
+        health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
+        start_timeout_s: how long it may take until then.
+        grace_s: what it gets to end.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    health: str = ""
+    start_timeout_s: float = 120.0
+    grace_s: float = 20.0
+
+
+class Running(BaseModel):
+    """One program as the state file tells it; `pid` is None while it is down."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    url: str
+    pid: int | None
+    restarts: int
+    ready: bool
+    log: str
+
+
+class UpState(BaseModel):
+    """The state file's content; `identity` tells the supervisor from a later process of the same number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    identity: str
+    recipe: str
+    programs: tuple[Running, ...]
+    failure: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every program answers."""
+        return all(program.ready for program in self.programs)
+
+    def url(self, name: str) -> str:
+        """Return where a program is found, "" if it is not one of these."""
+        return next((program.url for program in self.programs if program.name == name), "")
+
+
+def read_state(home: Path) -> UpState | None:
+    """Return what the supervisor of a home says; None without one that runs."""
+    try:
+        state = UpState.model_validate_json((home / STATE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return state if process_identity(state.pid) == state.identity else None
+
+
+class Supervisor:
+    """Made by the process that is to supervise; `run` returns when a signal came."""
+
+    def __init__(self, programs: Sequence[Program], home: Path, recipe: str) -> None:
+        self._programs, self._home, self._recipe = programs, home, recipe
+        self._children: dict[str, Child] = {}
+        self._restarts = dict.fromkeys((program.name for program in programs), 0)
+        self._ready: set[str] = set()
+        self._started_s: dict[str, float] = {}
+        self._pause_s = dict.fromkeys(self._restarts, FIRST_PAUSE_S)
+        self._due_s: dict[str, float] = {}
+        self._ended = threading.Event()
+        self._failure = ""
+
+    def run(self) -> int:
+        """Keep the programs running until SIGTERM or SIGINT; return 1 if one could not be started at first."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._ended.set())
+        self._write()
+        try:
+            for program in self._programs:
+                self._start(program)
+                if not self._await(program):
+                    return 0 if self._ended.is_set() else 1
+            while not self._ended.wait(POLL_S):
+                for program in self._programs:
+                    self._keep(program)
+            return 0
+        finally:
+            for program in reversed(self._programs):
+                if program.name in self._children:
+                    self._children[program.name].stop(program.grace_s)
+            if not self._failure:
+                (self._home / STATE).unlink(missing_ok=True)
+
+    def _await(self, program: Program) -> bool:
+        deadline_s = time.monotonic() + program.start_timeout_s
+        child = self._children[program.name]
+        while program.health and not answers(program.health):
+            late, code = time.monotonic() > deadline_s, child.poll()
+            if late or code is not None:
+                self._failure = f"{program.name} {'did not answer' if late else f'ended with {code}'}\n{child.tail()}"
+                log.error("%s", self._failure)
+                self._write()
+                return False
+            if self._ended.wait(POLL_S):
+                return False
+        self._ready.add(program.name)
+        self._write()
+        return True
+
+    def _keep(self, program: Program) -> None:
+        now_s, name = time.monotonic(), program.name
+        if (code := self._children[name].poll()) is None:
+            if name not in self._ready and answers(program.health):
+                self._ready.add(name)
+                self._write()
+        elif name not in self._due_s:
+            steady = now_s - self._started_s[name] > STEADY_S
+            self._pause_s[name] = FIRST_PAUSE_S if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
+            self._due_s[name] = now_s + self._pause_s[name]
+            self._ready.discard(name)
+            log.warning("%s ended with %s; again in %g s", name, code, self._pause_s[name])
+            self._write()
+        elif now_s >= self._due_s[name]:
+            del self._due_s[name]
+            self._restarts[name] += 1
+            self._start(program)
+
+    def _start(self, program: Program) -> None:
+        log_path = self._home / "logs" / f"{program.name}.log"
+        self._children[program.name] = Child.start(program.argv, program.env, log_path, program.name)
+        self._started_s[program.name] = time.monotonic()
+        if not program.health:
+            self._ready.add(program.name)
+        self._write()
+
+    def _write(self) -> None:
+        running = []
+        for program in self._programs:
+            child = self._children.get(program.name)
+            running.append(
+                Running(
+                    name=program.name,
+                    url=program.url,
+                    pid=child.pid if child is not None and child.poll() is None else None,
+                    restarts=self._restarts[program.name],
+                    ready=program.name in self._ready,
+                    log=str(self._home / "logs" / f"{program.name}.log"),
+                )
+            )
+        pid = os.getpid()
+        identity = process_identity(pid)
+        assert identity is not None
+        state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=tuple(running), failure=self._failure)
+        file = self._home / STATE
+        temporary = file.with_name(f".{STATE}.{pid}")
+        temporary.write_text(json.dumps(state.model_dump(), indent=1) + "\n")
+        temporary.replace(file)

@@ -1,0 +1,88 @@
+"""Events against a real HTTP server."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.processes import free_port
+
+
+class Collector(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        self.got: list[dict] = []
+        self.status, self.delay_s = 204, 0.0
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.server.delay_s)
+        self.server.got += [{**event, "path": self.path} for event in json.loads(body)]
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_an_event_says_what_happened_to_which_domain(collector: Collector) -> None:
+    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api")
+    assert emitter.emit(ACCEPTANCE_FELL, "code", {"draft": 3, "served": 1.1})
+    emitter.close()
+    (event,) = collector.got
+    assert (event["path"], event["event"]) == ("/api/events", ACCEPTANCE_FELL)
+    assert event["resource"]["prefect.resource.id"] == "redraft.domain.code"
+    assert event["payload"] == {"draft": 3, "served": 1.1}
+    assert (emitter.sent, emitter.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_an_event_that_is_refused_is_dropped_and_counted(collector: Collector, status: int) -> None:
+    collector.status = status
+    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api")
+    emitter.emit(ACCEPTANCE_FELL, "code", {})
+    emitter.close()
+    assert (emitter.sent, emitter.dropped) == (0, 1)
+    assert str(status) in (emitter.last_error or "")
+
+
+def test_with_the_orchestrator_down_nothing_waits_and_everything_is_counted() -> None:
+    emitter = Emitter(f"http://127.0.0.1:{free_port()}/api")
+    started_s = time.monotonic()
+    for _ in range(20):
+        emitter.emit(ACCEPTANCE_FELL, "code", {})
+    assert time.monotonic() - started_s < 0.5
+    emitter.close()
+    assert (emitter.sent, emitter.dropped) == (0, 20)
+
+
+def test_a_full_queue_drops_without_waiting(collector: Collector) -> None:
+    collector.delay_s = 0.3
+    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api", capacity=1)
+    taken = [emitter.emit(ACCEPTANCE_FELL, "code", {}) for _ in range(10)]
+    assert 1 <= sum(taken) <= 2
+    emitter.close()
+    assert emitter.sent + emitter.dropped == 10
+
+
+def test_without_an_orchestrator_events_are_dropped_and_counted() -> None:
+    emitter = Emitter("")
+    assert not emitter.emit(ACCEPTANCE_FELL, "code", {})
+    emitter.close()
+    assert emitter.dropped == 1

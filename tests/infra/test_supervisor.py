@@ -1,0 +1,108 @@
+"""The supervisor as a process of its own, over real programs."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.processes import answers, free_port, process_identity, wait_until
+from infra.supervisor import STATE, UpState, read_state
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from pathlib import Path
+from infra.supervisor import Program, Supervisor
+home, *programs = sys.argv[1:]
+sys.exit(Supervisor([eval(program) for program in programs], Path(home), "tiny").run())
+"""
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def server(port: int) -> str:
+    argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    url = f"http://127.0.0.1:{port}"
+    return f"Program('web', {argv!r}, url={url!r}, health={url!r}, start_timeout_s=20)"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Return what starts a supervisor in `tmp_path`; it is ended after the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def run(*programs: str) -> "subprocess.Popen[bytes]":
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(tmp_path), *programs],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_ready(home: Path) -> UpState:
+    wait_until(lambda: (state := read_state(home)) is not None and state.ready, 30, None, "readiness")
+    state = read_state(home)
+    assert state is not None
+    return state
+
+
+def test_programs_come_up_in_order_and_end_with_it(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    process = start(server(port), "Program('idle', ['sleep', '60'])")
+    state = wait_ready(tmp_path)
+    assert [program.name for program in state.programs] == ["web", "idle"]
+    assert answers(state.url("web"))
+    pids = [program.pid for program in state.programs if program.pid]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert len(pids) == 2
+    assert all(process_identity(pid) is None for pid in pids)
+    assert not (tmp_path / STATE).exists()
+
+
+def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    start(server(port))
+    pid = wait_ready(tmp_path).programs[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+    def again() -> bool:
+        state = read_state(tmp_path)
+        return state is not None and state.ready and state.programs[0].restarts == 1
+
+    wait_until(again, 30, None, "the second start")
+    assert answers(f"http://127.0.0.1:{port}")
+
+
+def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "Program('idle', ['sleep', '60'])",
+        "Program('bad', ['sh', '-c', 'echo no disk; exit 3'], health='http://127.0.0.1:9')",
+    )
+    assert process.wait(30) == 1
+    state = UpState.model_validate_json((tmp_path / STATE).read_bytes())
+    assert "bad ended with 3" in state.failure
+    assert "no disk" in state.failure
+    assert read_state(tmp_path) is None
+
+
+def test_a_killed_supervisor_takes_its_programs_along_and_counts_as_down(start: Start, tmp_path: Path) -> None:
+    process = start("Program('idle', ['sleep', '60'])")
+    pid = wait_ready(tmp_path).programs[0].pid
+    assert pid is not None
+    process.kill()
+    process.wait(10)
+    wait_until(lambda: process_identity(pid) is None, 20, None, "the program's end")
+    assert read_state(tmp_path) is None
