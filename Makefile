@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := infra/constraints.txt
 STAMP := .venv/.installed-$(REDRAFT_DEVICE)
 
-.PHONY: install demo test test-fast lint clean
+.PHONY: install demo test test-fast drills clean
 
 install: $(STAMP)
 
@@ -28,10 +28,13 @@ demo: install
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/drills
 
 test-fast: install
-	$(BIN)/python -m pytest -m 'not engine'
+	$(BIN)/python -m pytest --ignore=tests/drills -m 'not engine'
+
+drills: install
+	$(BIN)/python -m pytest tests/drills
 
 clean:
 	rm -rf .redraft build *.egg-info

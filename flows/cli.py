@@ -6,6 +6,7 @@ environment before that, because these libraries read it when they are imported.
 
 import asyncio
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "smollm2-cpu"
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 POLL_S = 0.2
+WIDEST = 60
 # A service drains its streams for 30 s and then takes some seconds to end.
 STOP_GRACE_S = 45.0
 
@@ -88,14 +90,21 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
 
 @command
-def serve(recipe: RecipeName = DEFAULT_RECIPE) -> None:
+def serve(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="By default the recipe's; 0 takes a free one.")
+    ] = None,
+) -> None:
     """Serve the champions behind an OpenAI-compatible endpoint, until Ctrl-C."""
     settings, parsed = _prepare(recipe)
+    if port is not None:
+        parsed = parsed.model_copy(update={"serve": parsed.serve.model_copy(update={"port": port})})
     from flows.serving import SERVED_NAME, start_service
 
     signal.signal(signal.SIGTERM, _interrupt)
     with out.status("starting the service"):
-        child, url = start_service(parsed, settings)
+        child, url = start_service(parsed, settings, os.environ.get("PREFECT_API_URL", ""))
     try:
         out.print(f'serving model "{SERVED_NAME}" on {url}/v1, log in {child.log_path}', soft_wrap=True)
         while child.poll() is None:
@@ -145,31 +154,109 @@ def traffic(
 
 
 @command
-def status() -> None:
-    """Show the champion and its parents, the last refresh, the query log, and the service if it runs."""
-    settings = _settings()
-    from flows.serving import service_status
-    from infra.querylog import QueryLog
-    from infra.registry import Registry
+def promote(
+    number: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of the draft, see `redraft status`.")],
+    force: Annotated[
+        str, typer.Option(help="Why it is promoted although no gate passed it; kept with the version.")
+    ] = "",
+) -> None:
+    """Make a draft the champion; a running service follows within its poll interval."""
+    _settings()
+    from tasks.promote import promote_version
 
-    registry = Registry(settings.mlflow_uri, settings.artifacts / "mlflow")
-    champion = registry.champion("draft")
-    table = Table("draft", "", "parent", "rows", "gate", "τ", title="drafts, newest first")
-    for version in registry.versions("draft"):
-        tags = version.tags
-        mark = "champion" if champion and version.number == champion.number else ""
-        rows = f"{tags['window_first_seq']}–{tags['window_last_seq']}" if tags["window_first_seq"] else ""
-        verdict = "quarantined" if "quarantined" in tags else tags["gate"]
-        table.add_row(str(version.number), mark, tags["parent"], rows, verdict, _taus(version))
+    _show_draft("promoted", promote_version.fn(number, force))
+
+
+@command
+def rollback(
+    quarantine: Annotated[str, typer.Option(help="Why the draft that is left must never be served again.")] = "",
+) -> None:
+    """Go back to the champion before this one; a running service follows within its poll interval."""
+    _settings()
+    from tasks.promote import roll_back
+
+    _show_draft("back at", roll_back.fn(quarantine))
+
+
+@command
+def diff(
+    first: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of a draft.")],
+    second: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of another.")],
+) -> None:
+    """Show in what two drafts differ: lineage, training window, gate and acceptance."""
+    _settings()
+    from tasks.lineage import open_registry
+    from tasks.promote import differences
+
+    registry = open_registry()
+    versions = registry.get("draft", first), registry.get("draft", second)
+    table = Table("", f"draft {first}", f"draft {second}")
+    for row in differences(*versions):
+        table.add_row(*(value if len(value) <= WIDEST else f"{value[:WIDEST]}…" for value in row))
     out.print(table)
-    log = QueryLog(settings.querylog).stats()
-    out.print(f"query log: {log.total} rows, {log.depth} wait for a refresh, {log.dropped} dropped; {log.per_domain}")
-    url, answer = service_status(settings)
-    if answer is None:
-        out.print("service: not running")
+
+
+@command
+def up(recipe: RecipeName = DEFAULT_RECIPE) -> None:
+    """Start Prefect, MLflow, the service and the runner of flows in the background; what dies is started again."""
+    settings, _ = _prepare(recipe)
+    from flows.up import SERVICE, start
+
+    with out.status("starting; redraft logs shows how far it is"):
+        state = start(recipe, settings)
+    for program in state.programs:
+        path = "/v1" if program.name == SERVICE else ""
+        out.print(
+            f"{program.name:8} {program.url}{path}" if program.url else f"{program.name:8} running", soft_wrap=True
+        )
+
+
+@command
+def down() -> None:
+    """End what `redraft up` started; running requests get their answers first."""
+    settings = _settings()
+    from flows.up import stop
+
+    with out.status("stopping"):
+        stop(settings)
+    out.print("redraft is down")
+
+
+@command
+def logs(
+    name: Annotated[str, typer.Argument(help="One of the programs; by default all of them.")] = "",
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Show the last lines of the programs' logs."""
+    settings = _settings()
+    from infra.logs import follow_logs, last_lines
+
+    files = sorted((settings.home / "logs").glob(f"{name or '*'}.log"))
+    if not files:
+        known = ", ".join(sorted(file.stem for file in (settings.home / "logs").glob("*.log"))) or "none"
+        raise ValueError(f'there is no log "{name}"; there are: {known}')
+    for file in files:
+        for line in last_lines(file, num_lines):
+            typer.echo(f"{file.stem}: {line}")
+    if follow:
+        for file, line in follow_logs(files):
+            typer.echo(f"{file.stem}: {line}")
+
+
+@command
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Show the drafts with lineage and verdict, acceptance by domain, the query log, and what runs where."""
+    settings = _settings()
+    from flows.overview import overview
+
+    seen = overview(settings)
+    if as_json:
+        typer.echo(json.dumps(seen))
     else:
-        out.print(f"service: {url}, draft {answer['draft_version']}, speculating: {answer['speculating']}")
-        out.print(f"  requests by status {answer['requests']}, swaps {answer['swaps']}, refused {answer['refused']}")
+        _show_overview(seen)
 
 
 @command
@@ -206,6 +293,10 @@ def _settings() -> Settings:
     settings = load_settings()
     settings.prepare_environment()
     settings.home.mkdir(parents=True, exist_ok=True)  # Prefect makes its folder, but not the one above
+    from infra.supervisor import read_state
+
+    if (state := read_state(settings.home)) is not None and (prefect := state.url("prefect")):
+        os.environ.setdefault("PREFECT_API_URL", f"{prefect}/api")  # flows show up in the server that runs
     return settings
 
 
@@ -226,6 +317,37 @@ def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
     if outcome == "refused":
         out.print(version.tags.get("quarantined") or version.tags["gate_reasons"], markup=False)
+
+
+def _show_overview(seen: dict[str, Any]) -> None:
+    table = Table("draft", "", "parent", "rows", "gate", "τ", title="drafts, newest first")
+    for draft in seen["drafts"]:
+        mark = "champion" if draft["champion"] else ""
+        taus = ", ".join(f"{domain} {tau:.2f}" for domain, tau in draft["tau"].items())
+        table.add_row(str(draft["version"]), mark, draft["parent"], draft["rows"], draft["verdict"], taus)
+    out.print(table)
+    if (last := seen["last_refresh"]) is not None:
+        out.print(f"last refresh: draft {last['version']}, {last['verdict']} {last['reasons']}".rstrip(), markup=False)
+    log = seen["log"]
+    out.print(
+        f"query log: {log['total']} rows, {log['depth']} wait for a refresh, {log['dropped']} dropped; {log['per_domain']}"
+    )
+    service = seen["service"]
+    if service is None:
+        out.print("service: not running")
+    else:
+        out.print(
+            f"service: {service['url']}/v1, draft {service['draft_version']}, speculating: {service['speculating']}"
+        )
+        out.print(f"  requests by status {service['requests']}, swaps {service['swaps']}, refused {service['refused']}")
+        for domain, figures in service["acceptance"].items():
+            out.print(
+                f"  {domain}: τ {figures['mean_accepted_length']:.2f} over the last {figures['requests']} requests"
+            )
+    for program in seen["programs"]:
+        how = "running" if program["ready"] else "starting" if program["pid"] else "down, to be started again"
+        restarts = f", restarted {program['restarts']} times" if program["restarts"] else ""
+        out.print(f"{program['name']}: {how}{restarts} {program['url']}".rstrip(), soft_wrap=True)
 
 
 def _show_traffic(report: "TrafficReport") -> None:

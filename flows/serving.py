@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 SERVED_NAME = "target"
 START_TIMEOUT_S = 300.0
 ASK_TIMEOUT_S = 2.0
+# Answers of a proxy whose application is still starting.
+STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
 
 
 def config_path(settings: Settings) -> Path:
@@ -24,8 +26,8 @@ def config_path(settings: Settings) -> Path:
     return settings.home / "service.json"
 
 
-def write_config(recipe: "Recipe", settings: Settings) -> dict[str, Any]:
-    """Write what the service needs to know, see services/config.py, and return it.
+def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -> dict[str, Any]:
+    """Write what the service needs to know, see services/config.py, and return it; `orchestrator` is a Prefect API or "".
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.
@@ -51,6 +53,8 @@ def write_config(recipe: "Recipe", settings: Settings) -> dict[str, Any]:
         "served_name": SERVED_NAME,
         "poll_s": recipe.serve.poll_s,
         "min_swap_interval_s": recipe.serve.min_swap_interval_s,
+        "orchestrator": orchestrator,
+        "watch": recipe.serve.watch.model_dump(),
     }
     path = config_path(settings)
     path.touch(mode=0o600)  # it holds the keys
@@ -58,14 +62,14 @@ def write_config(recipe: "Recipe", settings: Settings) -> dict[str, Any]:
     return config
 
 
-def start_service(recipe: "Recipe", settings: Settings) -> tuple[Child, str]:
-    """Start the service, wait until it answers, and return it with its URL.
+def start_service(recipe: "Recipe", settings: Settings, orchestrator: str = "") -> tuple[Child, str]:
+    """Start the service, wait until it answers, and return it with its URL; events go to `orchestrator`, a Prefect API.
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.
         RuntimeError: the service ended by itself.
     """
-    config = write_config(recipe, settings)
+    config = write_config(recipe, settings, orchestrator)
     url = f"http://{config['host']}:{config['port']}"
     argv = [sys.executable, "-m", "services.main", "--config", str(config_path(settings))]
     child = Child.start(argv, openmp_preload(), settings.home / "logs" / "service.log", "the service")
@@ -91,7 +95,11 @@ def last_url(settings: Settings) -> str:
 
 
 def service_status(settings: Settings) -> tuple[str, dict[str, Any] | None]:
-    """Return the URL of the last service and what it says of itself; None if none runs."""
+    """Return the URL of the last service and what it says of itself; None if none runs or it is not ready yet.
+
+    Raises:
+        ValueError: it answers something else, such as that the key is wrong.
+    """
     if not config_path(settings).is_file():
         return "", None
     url = last_url(settings)
@@ -99,6 +107,8 @@ def service_status(settings: Settings) -> tuple[str, dict[str, Any] | None]:
     try:
         answer = httpx.get(f"{url}/redraft/status", headers=headers, timeout=ASK_TIMEOUT_S, trust_env=False)
     except httpx.TransportError:
+        return url, None
+    if answer.status_code in STARTING:
         return url, None
     if answer.status_code != httpx.codes.OK:
         raise ValueError(f"{url} answers {answer.status_code}: {answer.text[:200]}")

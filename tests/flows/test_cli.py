@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    for name in ("build", "serve", "refresh", "traffic", "status", "demo", "doctor"):
+    for name in ("build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "demo", "doctor"):
         assert name in result.output
 
 
@@ -67,6 +67,17 @@ def test_traffic_without_a_service_says_how_to_start_one(run):
     result = run("traffic", "--recipe", "tiny")
     assert result.exit_code == 2
     assert "no service was started yet; run: redraft serve" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(("promote", "7"), "draft 7"), (("rollback",), "there is no champion"), (("diff", "1", "2"), "draft 1")],
+)
+def test_a_version_that_is_not_there_is_exit_code_2(run, arguments, reason):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_ctrl_c_is_exit_code_130(run, monkeypatch):

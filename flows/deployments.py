@@ -1,0 +1,65 @@
+"""When flows run by themselves: `build` on a schedule, `refresh` on an interval and when acceptance fell.
+
+    python -m flows.deployments --recipe FILE
+
+serves both on this machine, which needs a Prefect server (`redraft up` starts one). On a cluster the same deployments
+are applied to a work pool: call `deployments(recipe, work_pool="…")` and `apply()` each.
+"""
+
+import argparse
+from datetime import timedelta
+from typing import Any
+
+from prefect import serve
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.events import DeploymentEventTrigger
+from prefect.types.entrypoint import EntrypointType
+
+from flows.build import build
+from flows.recipe import load_recipe
+from flows.refresh import refresh
+from infra.events import ACCEPTANCE_FELL, RESOURCE
+from tasks.recipe import Recipe
+
+# A second run would wait for the window that the first one holds, and then find it trained.
+ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
+NAME = "online"
+
+
+def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
+    """Return the deployments of a recipe.
+
+    Args:
+        recipe: with its schedule.
+        work_pool: whose workers run them; None for `serve` on this machine.
+    """
+    common: dict[str, Any] = {
+        "parameters": {"recipe": recipe.model_dump(mode="json")},
+        "concurrency_limit": ONE_AT_A_TIME,
+        "work_pool_name": work_pool,
+        "entrypoint_type": EntrypointType.MODULE_PATH,
+        # A recipe's methods are open to new files: the flow checks them by name, a schema on the server would not.
+        "enforce_parameter_schema": False,
+    }
+    fell = DeploymentEventTrigger(
+        name=f"{recipe.name}: acceptance fell",
+        expect={ACCEPTANCE_FELL},
+        match={"prefect.resource.id": f"{RESOURCE}.*"},
+    )
+    schedule = recipe.schedule
+    interval = None if schedule.refresh_interval_s is None else timedelta(seconds=schedule.refresh_interval_s)
+    return [
+        build.to_deployment(NAME, cron=schedule.build_cron, **common),
+        refresh.to_deployment(NAME, interval=interval, triggers=[fell], **common),
+    ]
+
+
+def main() -> None:
+    """Serve a recipe's deployments until a signal comes."""
+    parser = argparse.ArgumentParser(prog="python -m flows.deployments", description="Run flows when they are due.")
+    parser.add_argument("--recipe", required=True)
+    serve(*deployments(load_recipe(parser.parse_args().recipe)), print_starting_message=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Everything that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows.
+
+    python -m flows.up --recipe FILE
+
+`redraft up` starts this in the background and waits until all of it answers.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from flows.recipe import load_recipe
+from flows.serving import START_TIMEOUT_S, config_path, write_config
+from infra.doctor import openmp_preload
+from infra.processes import free_port, process_identity
+from infra.settings import Settings, load_settings
+from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
+
+PREFECT, MLFLOW, SERVICE, RUNNER, SUPERVISOR = "prefect", "mlflow", "service", "runner", "supervisor"
+UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
+POLL_S = 0.3
+# A service drains its streams for 30 s and then takes some seconds to end.
+SERVICE_GRACE_S = 60.0
+
+
+def start(recipe: str, settings: Settings) -> UpState:
+    """Start the supervisor in the background and wait until all programs answer.
+
+    Args:
+        recipe: the name of one that ships, or the path of a TOML file.
+        settings: where everything lies.
+
+    Raises:
+        ValueError: something runs here already.
+        RuntimeError: a program did not start; nothing is left running.
+    """
+    if (running := read_state(settings.home)) is not None:
+        raise ValueError(f"redraft is up already (process {running.pid}); run: redraft status")
+    (settings.home / STATE).unlink(missing_ok=True)
+    log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.up", "--recipe", recipe],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    try:
+        while time.monotonic() < deadline_s:
+            state = read_state(settings.home)
+            if state is not None and state.ready:
+                return state
+            if process.poll() is not None:
+                raise RuntimeError(f"redraft did not come up:\n{_failure(settings, log_path)}")
+            time.sleep(POLL_S)
+        raise RuntimeError(f"redraft did not come up in {UP_TIMEOUT_S:g} s; run: redraft logs")
+    except BaseException:
+        process.terminate()
+        process.wait(DOWN_TIMEOUT_S)
+        (settings.home / STATE).unlink(missing_ok=True)
+        raise
+
+
+def stop(settings: Settings) -> None:
+    """End the supervisor and all that it runs.
+
+    Raises:
+        ValueError: nothing runs here.
+        TimeoutError: it did not end in time.
+    """
+    state = read_state(settings.home)
+    if state is None:
+        raise ValueError("redraft is not up")
+    os.kill(state.pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
+    while process_identity(state.pid) == state.identity:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"process {state.pid} did not end in {DOWN_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def _failure(settings: Settings, log_path: Path) -> str:
+    file = settings.home / STATE
+    if file.is_file() and (failure := UpState.model_validate_json(file.read_bytes()).failure):
+        return failure
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
+
+
+def _programs(recipe: str, settings: Settings) -> list[Program]:
+    host = settings.host
+    prefect_port = free_port(host)
+    prefect = f"http://{host}:{prefect_port}"
+    orchestrated = {"PREFECT_API_URL": f"{prefect}/api"}
+    programs = [
+        Program(
+            PREFECT,
+            [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(prefect_port)],
+            url=prefect,
+            health=f"{prefect}/api/health",
+            env={"PREFECT_UI_API_URL": f"{prefect}/api", **orchestrated},
+        )
+    ]
+    if settings.mlflow_uri.startswith("sqlite:"):
+        port = free_port(host)
+        mlflow = f"http://{host}:{port}"
+        argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", settings.mlflow_uri]
+        argv += ["--host", host, "--port", str(port), "--workers", "1"]
+        programs.append(Program(MLFLOW, argv, url=mlflow, health=f"{mlflow}/health"))
+    config = write_config(load_recipe(recipe), settings, orchestrator=orchestrated["PREFECT_API_URL"])
+    service = f"http://{config['host']}:{config['port']}"
+    programs.append(
+        Program(
+            SERVICE,
+            [sys.executable, "-m", "services.main", "--config", str(config_path(settings))],
+            url=service,
+            health=f"{service}/healthz",
+            env=openmp_preload(),
+            start_timeout_s=START_TIMEOUT_S,
+            grace_s=SERVICE_GRACE_S,
+        )
+    )
+    argv = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
+    programs.append(Program(RUNNER, argv, env=orchestrated))
+    return programs
+
+
+def main() -> int:
+    """Supervise until SIGTERM or SIGINT, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m flows.up", description="Run everything, supervised.")
+    parser.add_argument("--recipe", required=True)
+    recipe = parser.parse_args().recipe
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    settings = load_settings()
+    settings.prepare_environment()
+    try:
+        programs = _programs(recipe, settings)
+    except ValueError as error:
+        print(error, flush=True)
+        return 2
+    return Supervisor(programs, settings.home, recipe).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

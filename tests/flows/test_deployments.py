@@ -1,0 +1,85 @@
+"""The deployments on a real Prefect server: the interval schedules, the event triggers."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.deployments import deployments
+from flows.recipe import load_recipe
+from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.processes import Child, answers, free_port, wait_until
+from infra.settings import load_settings
+
+pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home = tmp_path_factory.mktemp("home")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables() | {"PREFECT_API_URL": url}
+    argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with Child.start(argv, {**os.environ, **variables}, home / "prefect.log", "prefect") as child:
+        wait_until(lambda: answers(f"{url}/health"), 120, child, "the server")
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield url
+
+
+def runs_of(deployment: UUID) -> list[FlowRun]:
+    async def read() -> list[FlowRun]:
+        async with get_client() as client:
+            return await client.read_flow_runs(
+                deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+            )
+
+    return asyncio.run(read())
+
+
+def wait_for_runs(deployment: UUID, wanted: Callable[[list[FlowRun]], bool]) -> list[FlowRun]:
+    deadline_s = time.monotonic() + 120
+    while not wanted(found := runs_of(deployment)):
+        assert time.monotonic() < deadline_s, found
+        time.sleep(1)
+    return found
+
+
+def test_the_interval_creates_a_scheduled_run_and_the_event_another(api: str) -> None:
+    recipe = load_recipe("tiny")
+    build, refresh = (deployment.apply() for deployment in deployments(recipe))
+    scheduled = wait_for_runs(refresh, bool)
+    assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
+    assert all(run.auto_scheduled for run in scheduled)
+    assert runs_of(build) == []  # its recipe has no cron
+    emitter = Emitter(api)
+    emitter.emit(ACCEPTANCE_FELL, "code", {"served": 1.0})
+    emitter.close()
+    assert emitter.sent == 1
+    (triggered,) = [
+        run
+        for run in wait_for_runs(refresh, lambda found: any(not r.auto_scheduled for r in found))
+        if not run.auto_scheduled
+    ]
+    assert triggered.parameters["recipe"]["name"] == "tiny"
+
+
+def test_a_cron_schedules_builds_and_one_refresh_at_a_time_is_kept(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny")
+    daily = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"build_cron": "0 3 * * *"})})
+    build, refresh = deployments(daily, work_pool="gpus")
+    assert build.schedules
+    assert build.schedules[0].schedule.cron == "0 3 * * *"
+    assert refresh.work_pool_name == "gpus"
+    for deployment in (build, refresh):
+        assert deployment.concurrency_limit == 1
+        assert deployment.concurrency_options.collision_strategy.name == "CANCEL_NEW"
