@@ -330,7 +330,8 @@ def _show_overview(seen: dict[str, Any]) -> None:
         out.print(f"last refresh: draft {last['version']}, {last['verdict']} {last['reasons']}".rstrip(), markup=False)
     log = seen["log"]
     out.print(
-        f"query log: {log['total']} rows, {log['depth']} wait for a refresh, {log['dropped']} dropped; {log['per_domain']}"
+        f"query log: {log['total']} rows, {log['depth']} wait for a refresh, {log['dropped']} dropped; "
+        f"{log['per_domain']}"
     )
     service = seen["service"]
     if service is None:

@@ -1,4 +1,4 @@
-"""The demonstration: traffic changes, the draft falls behind, learns from the log, and is replaced while requests go on.
+"""The demonstration: traffic changes, the draft falls behind, learns from the log, and is replaced while it serves.
 
 Each phase leaves its answers on disk under a name made from the recipe, so an interrupted run goes on where it was.
 """
@@ -252,7 +252,7 @@ class _Run:
         return result
 
     def _speed(self, name: str) -> dict[str, float]:
-        """Tokens/s of one stream by domain, first token excluded; medians with p10 and p90 would hide that prompts differ."""
+        """Tokens/s of one stream by domain, first token excluded; medians would hide that prompts differ."""
         speeds = {}
         for domain in (self.demo.first_domain, self.demo.new_domain):
             rows = [row for row in self.rows(name) if row["domain"] == domain and row["num_tokens"] > 1]

@@ -14,8 +14,8 @@ def overview(settings: Settings) -> dict[str, Any]:
     """Return the state of a home folder.
 
     Returns:
-        "drafts" newest first, "last_refresh" or None, "log" counts, "service" as it tells of itself or None, "programs" that
-        `redraft up` runs.
+        "drafts" newest first, "last_refresh" or None, "log" counts, "service" as it tells of itself or None, "programs"
+        that `redraft up` runs.
 
     Raises:
         ConnectionError: the registry can't be asked.

@@ -27,7 +27,7 @@ def config_path(settings: Settings) -> Path:
 
 
 def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -> dict[str, Any]:
-    """Write what the service needs to know, see services/config.py, and return it; `orchestrator` is a Prefect API or "".
+    """Write what the service needs to know (services/config.py) and return it; `orchestrator` is a Prefect API or "".
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.

@@ -20,7 +20,7 @@ class Answer(BaseModel):
 
     Attributes:
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
-        token_ids: of the answer, and `gaps` the log-probability of the best token minus the second's at each, if asked for.
+        token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
         drafted_per_step, accepted_per_step: as the service counted them; None where it did not say.
         seconds: from sending to the last token.
     """

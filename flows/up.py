@@ -1,4 +1,4 @@
-"""Everything that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows.
+"""All that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows.
 
     python -m flows.up --recipe FILE
 

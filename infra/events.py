@@ -1,7 +1,7 @@
 """Events for the orchestrator, sent by a thread: nobody waits for them, and the orchestrator may be down.
 
-An event that finds the queue full or nobody listening is dropped and counted. What is worth an event, and how often, is decided by who
-emits it.
+An event that finds the queue full or nobody listening is dropped and counted. What is worth an event, and how often, is
+decided by who emits it.
 """
 
 import json

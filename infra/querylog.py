@@ -127,7 +127,8 @@ class QueryLog:
             for row in rows:
                 body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
                 num_new += db.execute(
-                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body) VALUES (?, ?, ?, ?, ?, ?)",
+                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body)"
+                    " VALUES (?, ?, ?, ?, ?, ?)",
                     (row.id, row.time_ms, row.subject, row.domain, row.consent, body),
                 ).rowcount
             _count(db, "duplicates", len(rows) - num_new)

@@ -80,7 +80,7 @@ class Settings(BaseModel):
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "prefect" / "results"),
             "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            # Prefect's own server makes its tables at the first start, which on a busy machine takes longer than its 20 s.
+            # Prefect's own server makes its tables at the first start: on a busy machine that takes more than its 20 s.
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "MLFLOW_TRACKING_URI": self.mlflow_uri,

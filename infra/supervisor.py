@@ -1,7 +1,8 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
-Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started again, after a pause that
-doubles while it keeps failing. All of them die with the supervisor, however it ends (infra/processes.py).
+Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started
+again, after a pause that doubles while it keeps failing. All of them die with the supervisor, however it ends
+(infra/processes.py).
 """
 
 import json

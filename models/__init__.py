@@ -1,1 +1,1 @@
-"""Algorithms: tensors in, tensors out. A folder is a family of methods, a file is a method, and `catalog` finds them."""
+"""Algorithms: tensors in, tensors out. A folder is a family of methods, a file is a method; `catalog` finds them."""

@@ -1,8 +1,8 @@
 """How much of a draft is accepted: the one definition that serving, gate, benchmarks and dashboard share.
 
-Over a set of requests both figures are ratios of sums (every step counts once, so a long answer weighs more than a short
-one), because that is what sets the tokens a second. Intervals resample requests, not steps: the steps of one answer are
-alike. Compare only figures of equal K and equal sampling settings; nothing here can check that.
+Over a set of requests both figures are ratios of sums (every step counts once, so a long answer weighs more than a
+short one), because that is what sets the tokens a second. Intervals resample requests, not steps: the steps of one
+answer are alike. Compare only figures of equal K and equal sampling settings; nothing here can check that.
 """
 
 from collections.abc import Sequence
@@ -151,7 +151,7 @@ def difference(before: Sequence[Trace], after: Sequence[Trace], seed: int = 0, n
 
 
 def is_looping(token_ids: Sequence[int]) -> bool:
-    """Whether the output repeats itself: somewhere 4 or more turns of a period of at most 64 tokens, 32 tokens or more."""
+    """Whether the output repeats itself: 4 or more turns of a period of at most 64 tokens, 32 tokens or more in all."""
     tokens = np.asarray(token_ids)
     for period in range(1, min(MAX_LOOP_PERIOD, len(tokens) // MIN_LOOP_REPEATS) + 1):
         # A stretch of n tokens has this period when n − period tokens in a row equal the one a period before.

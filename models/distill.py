@@ -1,8 +1,8 @@
 """The one distillation loop: a draft learns to say what the target would say next.
 
-Two things make it cheap. The target runs once per sequence (`models.hidden`). And of the unrolled steps only those rows run
-whose earlier drafted tokens were right: when one is wrong, serving throws the rest of the block away, so what the draft would
-have said next is never read. The work per token follows the acceptance rate instead of K.
+Two things make it cheap. The target runs once per sequence (`models.hidden`). And of the unrolled steps only those rows
+run whose earlier drafted tokens were right. When one is wrong, serving throws the rest of the block away, so what the
+draft would have said next is never read. The work per token follows the acceptance rate instead of K.
 """
 
 import json
@@ -232,7 +232,10 @@ class _Loop:
         return first
 
     def _loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
-        """Return the loss to minimise, and the first unroll's mean: more rows go on as the draft gets better, so only the latter falls."""
+        """Return the loss to minimise, and the first unroll's mean.
+
+        More rows go on as the draft gets better, so only the latter falls.
+        """
         packed = pack(batch, self.states, self.num_unroll, self.draft)
         rows, final, log_sums, lengths = packed
         last = lengths[rows.sequence] - 1
@@ -316,8 +319,8 @@ def pack(
 ) -> tuple[Rows, Tensor, Tensor, Tensor]:
     """Pad a batch for `draft`, on its device, and list its rows.
 
-    A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples from the
-    prompt by itself.
+    A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples
+    from the prompt by itself.
 
     Returns:
         the rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].

@@ -9,8 +9,8 @@ Parent and candidate were scored on the same target tokens of the same held-out 
   −floor, the reference being the better of the parent here and the best τ that the domain ever had. Against the parent
   alone, ten promotions could lose ten floors.
 
-Conversations are resampled in pairs and within their domain. A bound is estimate − t × the resamples' standard deviation:
-2,000 resamples have no quantile as far out as alpha_k soon lies.
+Conversations are resampled in pairs and within their domain. A bound is estimate − t × the resamples' standard
+deviation: 2,000 resamples have no quantile as far out as alpha_k soon lies.
 """
 
 import math
@@ -30,7 +30,8 @@ class Score(Frozen):
 
     Attributes:
         steps: verification steps.
-        accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q) (sampled).
+        accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q)
+            (sampled).
     """
 
     id: str
@@ -108,8 +109,8 @@ def decide(
     Args:
         parent: the serving draft's scores.
         candidate: the candidate's, of the same conversations in any order.
-        best: domain to the best τ that a champion ever had there. A domain of `best` without conversations here counts as
-            one with too few.
+        best: domain to the best τ that a champion ever had there. A domain of `best` without conversations here counts
+            as one with too few.
         params: what the candidate is held to.
         test_index: how many candidates of this line of champions were tested, this one included.
         seed: of the resampling.

@@ -1,9 +1,9 @@
 """Reference outputs, and when another output counts as the same.
 
-The reference is what the same engine build says without speculation. Greedy decoding is exact only as far as the arithmetic is: a
-batch of another shape adds in another order, and where the two best tokens are nearly tied the choice flips. So an output passes
-when it is equal, or first differs at such a tie. The threshold is fixed beforehand from runs without speculation at several batch
-sizes, never from the outputs that are judged.
+The reference is what the same engine build says without speculation. Greedy decoding is exact only as far as the
+arithmetic is: a batch of another shape adds in another order, and where the two best tokens are nearly tied the choice
+flips. So an output passes when it is equal, or first differs at such a tie. The threshold is fixed beforehand from runs
+without speculation at several batch sizes, never from the outputs that are judged.
 """
 
 import json

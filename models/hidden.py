@@ -1,8 +1,9 @@
 """The target's hidden states, computed once per sequence and kept on disk.
 
-Training reads each sequence many times and a forward pass of the target costs more than one of the draft. States are kept in
-bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's size. Each finished
-batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on after the last such line.
+Training reads each sequence many times and a forward pass of the target costs more than one of the draft. States are
+kept in bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's
+size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on
+after the last such line.
 """
 
 import json

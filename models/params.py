@@ -1,7 +1,7 @@
 """The base of every method's settings, and errors that name the key at fault.
 
-`validate` turns pydantic's report into a plain `ValueError` of one line a fault, because it is read by whoever wrote the
-recipe, who has not seen the class.
+`validate` turns pydantic's report into a plain `ValueError` of one line a fault, because it is read by whoever wrote
+the recipe, who has not seen the class.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """Which number format is fast on this machine.
 
-On a CPU without bfloat16 units a bfloat16 product is emulated and up to seven times slower than a float32 one, so the choice
-follows the processor.
+On a CPU without bfloat16 units a bfloat16 product is emulated and up to seven times slower than a float32 one, so the
+choice follows the processor.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Would-be acceptance of a draft on answers that the target has already given.
 
-The draft is run on the target's own tokens with its own state, as in serving, so for greedy answers the count is what the engine
-would have accepted, with no engine started. Parent and candidate are scored on the same tokens; that pairing is what lets a gate
-tell a small gain from noise.
+The draft is run on the target's own tokens with its own state, as in serving, so for greedy answers the count is what
+the engine would have accepted, with no engine started. Parent and candidate are scored on the same tokens; that pairing
+is what lets a gate tell a small gain from noise.
 """
 
 import json
@@ -39,8 +39,8 @@ def score(
         device: where target and draft run; the draft is moved there.
 
     Returns:
-        a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the expected
-        number Σ min(p, q) along the answer, each token taken as a possible start of a block.
+        a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the
+        expected number Σ min(p, q) along the answer, each token taken as a possible start of a block.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
     states = hidden_states(draft, target_dir, samples, work_dir, device=device)

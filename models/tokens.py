@@ -1,7 +1,8 @@
 """From messages to token ids.
 
 The chat template writes its markers as text, so a user who types a marker could close their own turn. The template is
-rendered with a private stand-in for each message's content, and the contents are encoded apart, with special tokens off.
+rendered with a private stand-in for each message's content, and the contents are encoded apart, with special tokens
+off.
 """
 
 import secrets

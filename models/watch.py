@@ -1,8 +1,9 @@
 """When served acceptance has fallen so far that a refresh should start.
 
-A domain is held against what its draft was promoted for: its own τ at the gate or, for a domain that the draft has never seen, the best of the
-others. It tells once, and again only after it recovered, after another draft came, or not at all within the cool-down: acceptance of a few
-hundred requests goes up and down by itself, and each telling costs a training run.
+A domain is held against what its draft was promoted for: its own τ at the gate or, for a domain that the draft has
+never seen, the best of the others. It tells once, and again only after it recovered, after another draft came, or not
+at all within the cool-down: acceptance of a few hundred requests goes up and down by itself, and each telling costs a
+training run.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What one service is started with: a JSON file, read once. Only the target, the draft's method and K need a restart."""
+"""What one service is started with: a JSON file, read once. Only target, draft method and K need a restart."""
 
 import ipaddress
 import json

@@ -1,7 +1,7 @@
 """Which drafts a replica may load, and what it remembers of them over a restart.
 
-Two kinds of refusal: a draft that is bad (wrong bytes, tensors or output) is quarantined for everyone; one that was made
-for another target is only left alone here, since another service may want it.
+Two kinds of refusal: a draft that is bad (wrong bytes, tensors or output) is quarantined for everyone; one that was
+made for another target is only left alone here, since another service may want it.
 """
 
 import json

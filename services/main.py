@@ -1,8 +1,9 @@
 """`python -m services.main --config FILE.json`: one service on this machine, until SIGTERM or SIGINT.
 
-This process only watches another one (services/runner.py), which runs in a session of its own with Ray's processes in its
-group. So a signal to this process's group does not hit Ray before the requests were drained, and whatever is left at the
-end dies with that group. Exit code 2 means that the configuration is wrong, 1 that the service failed; the log says why.
+This process only watches another one (services/runner.py), which runs in a session of its own with Ray's processes in
+its group. So a signal to this process's group does not hit Ray before the requests were drained, and whatever is left
+at the end dies with that group. Exit code 2 means that the configuration is wrong, 1 that the service failed; the log
+says why.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The three checks that a loaded draft must pass: its weights arrived, the output is unchanged, it is as good as promised."""
+"""The three checks of a loaded draft: its weights arrived, the output is unchanged, it is as good as promised."""
 
 from collections.abc import Sequence
 from pathlib import Path

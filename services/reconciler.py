@@ -1,9 +1,9 @@
 """The loop that makes the served draft follow alias `champion`, and takes a bad draft back by itself.
 
-It runs as a task beside the requests: what blocks (registry, disk) goes to a thread, what touches the engine is one call
-between two steps. Requests never wait for it and never fail by it. The ladder on failure: candidate, last good, no
-speculation. A draft that the running engine can't take by a swap (another shape, or it was started without one) makes the
-replica ask to be replaced; the new one boots with it.
+It runs as a task beside the requests: what blocks (registry, disk) goes to a thread, what touches the engine is one
+call between two steps. Requests never wait for it and never fail by it. The ladder on failure: candidate, last good, no
+speculation. A draft that the running engine can't take by a swap (another shape, or it was started without one) makes
+the replica ask to be replaced; the new one boots with it.
 
 While an operator has speculation switched off nothing is swapped: a probation would have nothing to measure.
 """

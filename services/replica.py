@@ -1,7 +1,7 @@
 """The Ray Serve deployment: one service in one replica.
 
-This module is imported by the driver and the controller too, so the engine's libraries come in with the constructor. Serve
-builds the ASGI app after it, so that routes can close over the running service.
+This module is imported by the driver and the controller too, so the engine's libraries come in with the constructor.
+Serve builds the ASGI app after it, so that routes can close over the running service.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Server-sent events on their way out: a failure before the first one is a status, a failure after it is an error frame.
+"""Server-sent events on their way out: a failure before the first is a status, one after it is an error frame.
 
 A stream always ends with `[DONE]` or an error frame, so a client can tell a complete answer from a cut one.
 """

@@ -1,1 +1,1 @@
-"""One Prefect task per verb: load, one algorithm, save, log. What passes between tasks is a reference, never a tensor."""
+"""One Prefect task per verb: load, one algorithm, save, log. Between tasks go references, never tensors."""

@@ -1,4 +1,4 @@
-"""What a new draft brought: acceptance before and after on the same requests, and whether outputs are still the target's own."""
+"""What a new draft brought: acceptance before and after on the same requests, whether outputs stayed the target's."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def compare_acceptance(
 def compare_outputs(
     references: Sequence[Mapping[str, object]], outputs: Sequence[Mapping[str, object]], target_dir: Path
 ) -> Outputs:
-    """Judge speculated outputs by those without speculation, at the threshold that was fixed when the target was registered."""
+    """Judge speculated outputs by those without speculation, at the threshold fixed when the target was registered."""
     _, threshold = load_golden(target_dir)
     by_prompt = {row["prompt_id"]: row for row in outputs}
     verdicts: Counter[str] = Counter()

@@ -48,8 +48,8 @@ class Judged(Frozen):
 def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifact) -> Judged:
     """Score the candidate, the champion and each domain's best past draft on the same held-out conversations.
 
-    The best draft of a domain is scored again, because its old figure belongs to other conversations: held against that,
-    traffic that got harder would look like a loss.
+    The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
+    that, traffic that got harder would look like a loss.
     """
     registry = open_registry()
     test_index = next_test_index(registry.versions("draft"), pair.draft.tags["line"])

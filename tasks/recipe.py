@@ -1,7 +1,7 @@
 """The recipe: everything that tells one run from another, parsed whole before the first task starts.
 
-Tables of methods are parsed by the method's own `Params`. A recipe survives the trip through JSON, because Prefect keeps
-a run's parameters that way.
+Tables of methods are parsed by the method's own `Params`. A recipe survives the trip through JSON, because Prefect
+keeps a run's parameters that way.
 """
 
 from collections.abc import Callable, Mapping
@@ -107,7 +107,8 @@ class Schedule(Frozen):
 
     Attributes:
         build_cron: of flow `build`, None for never.
-        refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does nothing.
+        refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does
+            nothing.
     """
 
     build_cron: str | None = None

@@ -57,7 +57,7 @@ def register_draft(
 def register_candidate(
     recipe: Recipe, pair: Pair, candidate: Artifact, window: Window, window_samples: Artifact, judged: Judged
 ) -> Version:
-    """Register what a refresh trained, with the gate's verdict; a refused one too, because it was a test of its line."""
+    """Register what a refresh trained, with the gate's verdict; a refused one too: it was a test of its line."""
     registry, card = open_registry(), describe(pair.target_files.path)
     catalog.load("drafts", recipe.draft.name).check(open_artifact(candidate), pair.draft_files.path, card)
     verdict, parent = judged.verdict, pair.draft

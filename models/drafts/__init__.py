@@ -1,13 +1,13 @@
 """Draft families. A file here holds a draft's torch module and its directory format, exactly as the engine loads it.
 
-Letters: B sequences, T tokens of a sequence, N rows with a loss, H hidden width, A tapped target layers, V target vocabulary,
-D draft vocabulary, K drafted tokens a step.
+Letters: B sequences, T tokens of a sequence, N rows with a loss, H hidden width, A tapped target layers, V target
+vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module has
 
 - `ARCHITECTURES`: what config.json may say, and `vllm_config(directory)`: what vLLM's speculative_config says;
-- `TRAINED`: whether there are weights to learn; without them the directory is a config.json alone, and only `create`, `save`,
-  `load` and `check` are called;
+- `TRAINED`: whether there are weights to learn; without them the directory is a config.json alone, and only `create`,
+  `save`, `load` and `check` are called;
 - `create(params, target_dir, token_counts)`, `renew(draft, target_dir, token_counts)`, `save(draft, directory)`,
   `load(directory, target_dir)`: make a draft, let it follow the traffic's tokens, and keep it;
 - `check(directory, like, target)`: all that can be said against a directory before an engine reads it, as ValueError.
@@ -75,7 +75,8 @@ class Draft(nn.Module, ABC):
     Attributes:
         taps: residual streams of the target that it reads, counted as layers done, ascending; may be empty.
         vocabulary: [D] target ids of its tokens, ascending.
-        max_unroll: steps that differ in training, None for all; 1 where a drafted token that was right is like one that was read.
+        max_unroll: steps that differ in training, None for all; 1 where a drafted token that was right is like one that
+            was read.
     """
 
     max_unroll: int | None = None
@@ -141,7 +142,8 @@ def read_config(directory: Path, architectures: Sequence[str]) -> dict[str, Any]
         raise ValueError(f"draft {directory.name}: config.json can't be read: {error}") from error
     if config.get("architectures") not in [[architecture] for architecture in architectures]:
         raise ValueError(
-            f"draft {directory.name} is of architecture {config.get('architectures')}; wanted {' or '.join(architectures)}"
+            f"draft {directory.name} is of architecture {config.get('architectures')}; "
+            f"wanted {' or '.join(architectures)}"
         )
     return dict(config)
 

@@ -1,9 +1,10 @@
 """EAGLE-3: one decoder layer that drafts from the target's own hidden states.
 
-Index t reads the target's hidden states of token t and the embedding of token t+1, and drafts token t+2. For the next token
-it reads its own output instead, before the final norm, and token t+2. Two things the paper does not say, both needed to draft
-in training as the engine drafts in serving ("training-time test"): in unroll j the row of index t stands at RoPE position
-t+j, and it attends to the first unroll's keys up to t and to its own rows of unrolls 1…j, never to other rows' later ones.
+Index t reads the target's hidden states of token t and the embedding of token t+1, and drafts token t+2. For the next
+token it reads its own output instead, before the final norm, and token t+2. Two things the paper does not say, both
+needed to draft in training as the engine drafts in serving ("training-time test"): in unroll j the row of index t
+stands at RoPE position t+j, and it attends to the first unroll's keys up to t and to its own rows of unrolls 1…j, never
+to other rows' later ones.
 
 Keys and values of the first unroll need no attention output, so prompt tokens cost one projection; everything else runs
 on the rows that have a loss.
@@ -38,7 +39,8 @@ class Params(BaseParams):
 
     Attributes:
         vocab_size: D, at most the target's.
-        aux_layers: which residual streams are read, counted as layers done; by default a third, two thirds and all of them.
+        aux_layers: which residual streams are read, counted as layers done; by default a third, two thirds and all of
+            them.
     """
 
     name: Literal["eagle3"] = "eagle3"
@@ -320,7 +322,7 @@ def renew(head: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
 
 
 def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
-    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, which is the more common token."""
+    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
     order = np.lexsort((np.arange(len(token_counts)), -np.asarray(token_counts)))
     return torch.from_numpy(np.sort(order[:size]).astype(np.int64))
 
@@ -369,7 +371,8 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
     tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size or len(tokens.unique()) != len(tokens):
         raise ValueError(
-            f"d2t must name distinct tokens of 0 to {target.vocab_size - 1}; got {int(tokens.min())} to {int(tokens.max())}"
+            f"d2t must name distinct tokens of 0 to {target.vocab_size - 1}; "
+            f"got {int(tokens.min())} to {int(tokens.max())}"
         )
 
 

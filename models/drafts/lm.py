@@ -1,9 +1,10 @@
 """A language model of its own: the target without most of its layers, distilled to say what the target would.
 
-The kept layers are spread evenly from the first to the last, so that the embedding and the output matrix still meet the layers they
-were trained with (DistilBERT starts the same way). Both matrices are the target's and stay as they are: at small sizes they are most
-of the weights, and a draft that shares them starts from something. Unlike a head on the target's states it reads nothing of the target, so
-a drafted token that was right is no different from one that was read: one unroll trains all of them.
+The kept layers are spread evenly from the first to the last, so that the embedding and the output matrix still meet the
+layers they were trained with (DistilBERT starts the same way). Both matrices are the target's and stay as they are: at
+small sizes they are most of the weights, and a draft that shares them starts from something. Unlike a head on the
+target's states it reads nothing of the target, so a drafted token that was right is no different from one that was
+read: one unroll trains all of them.
 """
 
 import json
@@ -176,8 +177,8 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
         target: the target that is served.
 
     Raises:
-        ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a draft that was
-            made for another target or tokenizer.
+        ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
+            draft that was made for another target or tokenizer.
     """
     config = read_config(directory, ARCHITECTURES)
     if config.get("vocab_size") != target.vocab_size:

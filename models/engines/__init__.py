@@ -1,8 +1,8 @@
-"""Engines: a running target and draft. Each generates, swaps its draft, proves what it loaded, and can stop speculating.
+"""Engines: a running target and draft. Each generates, swaps its draft, proves what is loaded, can stop speculating.
 
-`vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has `Params`,
-`start(target, draft, params, served_name, draft_version)`, which returns an `Engine`, and `child_environment(params)`, the
-variables that its process must have.
+`vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has
+`Params`, `start(target, draft, params, served_name, draft_version)`, which returns an `Engine`, and
+`child_environment(params)`, the variables that its process must have.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from models.params import Frozen
 
 
 class Sampling(Frozen):
-    """How one request is decoded; temperature 0 is greedy, `num_logprobs` of 2 or more records the gaps of the top two."""
+    """How one request is decoded; temperature 0 is greedy, `num_logprobs` from 2 on records the gaps of the top two."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -76,7 +76,7 @@ class Engine(Protocol):
         """Replace the draft between two steps and return the milliseconds; ValueError changes nothing."""
 
     async def check_draft(self, directory: Path) -> float:
-        """Return the loaded draft's largest relative error from the weights in `directory`; ValueError if it is another."""
+        """Return the loaded draft's largest relative error from the weights in `directory`; ValueError if another."""
 
     async def set_speculation(self, on: bool) -> None:
         """Switch drafting; ValueError if there is no draft to switch on."""

@@ -1,7 +1,8 @@
 """The reference engine: every draft family, verification rule and length policy, in one process and without vLLM.
 
-Requests take turns step by step, one sequence a step, so it is right and easy to follow rather than made for load. A swap happens
-between two steps; drafters in flight go on with the new weights and their old cache, which costs acceptance only.
+Requests take turns step by step, one sequence a step, so it is right and easy to follow rather than made for load. A
+swap happens between two steps; drafters in flight go on with the new weights and their old cache, which costs
+acceptance only.
 """
 
 import asyncio
@@ -273,7 +274,7 @@ class _Sequence:
         return q
 
     def _extend(self, before: list[int], emitted: list[int], tapped: Tensor) -> None:
-        """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted tokens but the last."""
+        """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted but the last."""
         if self._drafter is not None:
             self._drafter.extend(self._ids([*before, *emitted]), tapped)
 

@@ -1,8 +1,9 @@
 """The forward pass of Llama-like models for one sequence, with a cache that can be cut back.
 
-It exists because speculation needs what the library's cache does not give cheaply: forget the tail of a sequence after every
-step. Queries and keys of a step meet in one batched product instead of `scaled_dot_product_attention`, whose CPU kernel takes a
-boolean mask row by row and gets seven times slower between 5 and 8 query rows, just where verification lives.
+It exists because speculation needs what the library's cache does not give cheaply: forget the tail of a sequence after
+every step. Queries and keys of a step meet in one batched product instead of `scaled_dot_product_attention`, whose CPU
+kernel takes a boolean mask row by row and gets seven times slower between 5 and 8 query rows, just where verification
+lives.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Forward KL over the draft vocabulary: Σ p(v) · (log p(v) − log q(v)), up to the target's entropy.
 
-p is not normalised over the draft vocabulary, so a position whose mass lies outside of it, where any draft is rejected, weighs
-less.
+p is not normalised over the draft vocabulary, so a position whose mass lies outside of it, where any draft is rejected,
+weighs less.
 """
 
 from typing import Literal

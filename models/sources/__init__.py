@@ -1,7 +1,7 @@
 """Prompt streams, and what they share: the prompt, rows to prompts, splitting and sampling.
 
-Splitting goes by `group`, not by prompt, so near-copies (two functions of one package, two cuts of one conversation) never
-sit on both sides. It hashes each group by itself: as data is added, no group changes sides.
+Splitting goes by `group`, not by prompt, so near-copies (two functions of one package, two cuts of one conversation)
+never sit on both sides. It hashes each group by itself: as data is added, no group changes sides.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """BYU's chitchat corpus: people talking to people, out of the PyPI package `chitchat-dataset`.
 
-The file is found without importing the package, whose import parses all of it. Whoever speaks first becomes the user and
-the other person the assistant, so the assistant's turns are a person's and not the target's.
+The file is found without importing the package, whose import parses all of it. Whoever speaks first becomes the user
+and the other person the assistant, so the assistant's turns are a person's and not the target's.
 """
 
 import json

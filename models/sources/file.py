@@ -1,7 +1,7 @@
 """Prompts from a local file, JSON Lines or Parquet.
 
-Nothing is guessed: the column and, where rows don't carry it, the domain are named in the recipe. One wrong row fails the
-whole file, with its line, rather than shrink the data unseen.
+Nothing is guessed: the column and, where rows don't carry it, the domain are named in the recipe. One wrong row fails
+the whole file, with its line, rather than shrink the data unseen.
 """
 
 import json
@@ -26,8 +26,8 @@ class Params(BaseParams):
 def prompts(params: Params) -> list[Prompt]:
     """Return one prompt a row, without exact copies.
 
-    `column` holds a chat in OpenAI's shape or a plain text; `domain` "" reads each row's column `domain`; `group_column` ""
-    makes each row its own group.
+    `column` holds a chat in OpenAI's shape or a plain text; `domain` "" reads each row's column `domain`;
+    `group_column` "" makes each row its own group.
 
     Raises:
         ValueError: the file is missing, of another kind, empty or holds a wrong row; names line and field.

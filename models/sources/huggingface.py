@@ -1,7 +1,7 @@
 """Prompts from a data set of the Hugging Face hub, or from a local folder that `datasets` can read.
 
-The whole split is fetched and cached; `split = "train[:2000]"` keeps a part of it. Data sets that need their own code to be
-run are refused by `datasets` itself.
+The whole split is fetched and cached; `split = "train[:2000]"` keeps a part of it. Data sets that need their own code
+to be run are refused by `datasets` itself.
 """
 
 from typing import Literal

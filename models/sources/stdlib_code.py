@@ -1,7 +1,7 @@
 """Requests for Python functions, mined from the docstrings of the running interpreter's own standard library.
 
-The prompts differ from one Python version to the next, so record the version beside any figure made with them. Sources are
-parsed and never imported. The group is the top-level module: functions of one package are too alike to split.
+The prompts differ from one Python version to the next, so record the version beside any figure made with them. Sources
+are parsed and never imported. The group is the top-level module: functions of one package are too alike to split.
 """
 
 import ast

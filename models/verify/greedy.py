@@ -1,7 +1,7 @@
 """Greedy verification: keep drafted tokens while each is the target's most likely one, then emit the target's.
 
-A tie goes to the lower token id, as in argmax. q and rng are not read: whatever the draft is, the output is the target's
-greedy output.
+A tie goes to the lower token id, as in argmax. q and rng are not read: whatever the draft is, the output is the
+target's greedy output.
 """
 
 from typing import Literal

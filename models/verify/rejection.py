@@ -1,4 +1,4 @@
-"""Speculative sampling: keep a drafted x with probability min(1, p(x) / q(x)), else draw from max(p − q, 0), normalised.
+"""Speculative sampling: keep a drafted x with probability min(1, p(x) / q(x)), else draw from max(p − q, 0) / its sum.
 
 When all K are kept, one more is drawn from p[:, K]: there q counts as 0, so the residual is p itself and the same line
 draws both. The draft's tokens must have been drawn from q as passed; with q of other settings the output is not p's.

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.distill_speed [--home .redraft] [--samples 120] [--epochs 3] [--seeds 3]
 
-Reads the answers that `redraft build` or `redraft demo` left under the home folder. The two ways of training take turns in one process
-on the same sequences and the same number of optimizer steps; the baseline unrolls every row K times, as training-time test
-is usually done. A token is one of a sequence, prompt included, each epoch anew. Ends stdout with one JSON line.
+Reads the answers that `redraft build` or `redraft demo` left under the home folder. The two ways of training take turns
+in one process on the same sequences and the same number of optimizer steps; the baseline unrolls every row K times, as
+training-time test is usually done. A token is one of a sequence, prompt included, each epoch anew. Ends stdout with one
+JSON line.
 """
 
 import argparse

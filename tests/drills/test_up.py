@@ -1,4 +1,4 @@
-"""`redraft up` with everything real: a refresh happens by itself, a person rolls back, what is killed comes back, nothing is left."""
+"""`redraft up`, all real: a refresh by itself, a person rolls back, what is killed comes back, nothing is left."""
 
 import json
 import os

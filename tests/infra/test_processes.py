@@ -48,7 +48,8 @@ def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim:
     program = "echo pid $$; sleep 60" if victim == "guard" else FAMILY
     script = (
         "import sys, time; from pathlib import Path; from infra.processes import Child\n"
-        f"c = Child.start(['sh', '-c', {program!r}], {{}}, Path(sys.argv[1]), 'x'); print(c.pid, flush=True); time.sleep(60)"
+        f"c = Child.start(['sh', '-c', {program!r}], {{}}, Path(sys.argv[1]), 'x')\n"
+        "print(c.pid, flush=True); time.sleep(60)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([sys.executable, "-c", script, str(log)], env=environment, stdout=subprocess.PIPE) as parent:

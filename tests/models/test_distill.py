@@ -122,6 +122,7 @@ def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
 
 def test_a_walk_counts_steps_and_accepted_tokens_by_hand() -> None:
     sample = Sample("a", "d", [1], [10, 11, 12, 13, 14, 15])
-    # Token 10 comes from the prefill. 2 right: emits 11, 12, 13; then none: emits 14; then 3 right but one token is left.
+    # Token 10 comes from the prefill. 2 right: emits 11, 12, 13; then none: emits 14; then 3 right but one token is
+    # left.
     score = scoring._walk(sample, [2, 0, 3, 0, 3])
     assert (score.steps, score.accepted) == (3, 3)

@@ -1,7 +1,7 @@
 """The loop's decisions against a real registry, real drafts and the reference engine, which starts in no time.
 
-Where a fault can't be written into a file, the engine has it: `FaultyEngine` misbehaves while the versions named in `faults` are
-loaded. The production engine is driven in test_service.py.
+Where a fault can't be written into a file, the engine has it: `FaultyEngine` misbehaves while the versions named in
+`faults` are loaded. The production engine is driven in test_service.py.
 """
 
 import asyncio

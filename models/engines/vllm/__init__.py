@@ -1,6 +1,7 @@
 """The production engine: vLLM's AsyncLLM with a draft that can be replaced while it serves.
 
-All of vLLM comes into redraft through this package. Importing it starts nothing and imports no vLLM; `VllmEngine.start` does.
+All of vLLM comes into redraft through this package. Importing it starts nothing and imports no vLLM; `VllmEngine.start`
+does.
 """
 
 import os

@@ -22,7 +22,8 @@ from models.engines.vllm import Params
 from models.engines.vllm.scheduler import STEPS
 from models.precision import fast_dtype
 
-# Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix is near 1.
+# Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
+# is near 1.
 TOLERANCE = 0.05
 
 OnFinish = Callable[[Completion, SamplingParams], None]
@@ -36,7 +37,7 @@ class TappedLLM(AsyncLLM):
     speculating: bool = False
 
     def __del__(self) -> None:
-        """Nothing: `VllmEngine.close` ends the engine, and when the interpreter ends, what the base class calls here is gone."""
+        """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -119,8 +120,9 @@ class _Tap:
 def _accepted(steps: list[list[int]], token_ids: list[int]) -> list[int]:
     """Count each step's accepted tokens.
 
-    A rejected token is never the one that is emitted in its place (the residual max(p − q, 0) is 0 there), so the accepted ones are
-    what drafted and emitted tokens have in common from the left; that also holds for a step that a stop cut short.
+    A rejected token is never the one that is emitted in its place (the residual max(p − q, 0) is 0 there), so the
+    accepted ones are what drafted and emitted tokens have in common from the left; that also holds for a step that a
+    stop cut short.
     """
     accepted, position = [], 1
     for num_emitted, *drafted in steps:

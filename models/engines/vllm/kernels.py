@@ -1,7 +1,8 @@
 """The kernel that makes sampling under speculation right on a CPU.
 
-vLLM 0.32's CPU stand-in for `expand_kernel` computes into a copy, so temperature, top-p and top-k of the verified tokens are
-whatever the memory held (vllm-project/vllm#55005). Greedy decoding does not read them, which is how it goes unseen.
+vLLM 0.32's CPU stand-in for `expand_kernel` computes into a copy, so temperature, top-p and top-k of the verified
+tokens are whatever the memory held (vllm-project/vllm#55005). Greedy decoding does not read them, which is how it goes
+unseen.
 """
 
 import torch
@@ -29,7 +30,7 @@ def expand(
 
 
 def install() -> None:
-    """Register the kernel, on CPUs only. It must happen in the worker, when it imports its extension; a plugin runs too early."""
+    """Register the kernel, on CPUs only. The worker does so as it imports its extension; a plugin runs too early."""
     from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import register_kernels
 

@@ -1,8 +1,9 @@
 """A scheduler that remembers what was drafted.
 
-vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was drafted. The
-ids are what a draft learns most from, so each request keeps a list of its verification steps, which leaves with its last output.
-The only open field of that output is `kv_transfer_params`; `models.engines.vllm.engine` takes the list out again.
+vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was
+drafted. The ids are what a draft learns most from, so each request keeps a list of its verification steps, which leaves
+with its last output. The only open field of that output is `kv_transfer_params`; `models.engines.vllm.engine` takes the
+list out again.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """What redraft adds to vLLM's worker: replace the draft, prove what was loaded, stop and resume speculation.
 
 Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
-`load_weights` alone would fail, because linear weights are packed into oneDNN handles and have no elements left; so the whole of
-vLLM's layer-wise reload runs inside the one call. A malformed file would leave the target's shared embedding without storage,
-which is why everything is checked before the first module is touched.
+`load_weights` alone would fail, because linear weights are packed into oneDNN handles and have no elements left; so the
+whole of vLLM's layer-wise reload runs inside the one call. A malformed file would leave the target's shared embedding
+without storage, which is why everything is checked before the first module is touched.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,8 @@ class DraftWorker:
         """Load the draft at `path`, a safetensors file; return how many tensors were loaded.
 
         Raises:
-            ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not finite.
+            ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not
+            finite.
         """
         draft = self._draft()
         weights = {name: tensor for name, tensor in load_file(path).items() if not self._shared(name)}
@@ -64,8 +65,8 @@ class DraftWorker:
     def draft_errors(self, path: str) -> dict[str, float]:
         """Compare what the loaded modules compute with what the file says they should.
 
-        Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held against the
-        product with the file's matrix. Norms and the vocabulary map are compared as they are.
+        Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held
+        against the product with the file's matrix. Norms and the vocabulary map are compared as they are.
 
         Returns:
             for each module max |got − wanted| / max |wanted|.
@@ -92,9 +93,9 @@ class DraftWorker:
     def set_speculation(self, on: bool) -> None:
         """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
 
-        The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens as
-        `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: acceptance of the requests in
-        flight is lower for a while after switching on, their output is the same.
+        The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens
+        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: acceptance of the
+        requests in flight is lower for a while after switching on, their output is the same.
         """
         runner = self.model_runner
         if not hasattr(self, "_speculation"):

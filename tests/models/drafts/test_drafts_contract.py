@@ -1,4 +1,4 @@
-"""What every draft family keeps: it round-trips through its directory, drafts in the engine as in training, and refuses other targets."""
+"""What every draft family keeps: it round-trips, drafts in the engine as in training, and refuses other targets."""
 
 import json
 from pathlib import Path

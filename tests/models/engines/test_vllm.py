@@ -1,4 +1,4 @@
-"""The vLLM engine: same output with and without a draft, honest counts, swaps that refuse or take whole, sampling as a law."""
+"""The vLLM engine: same output with and without a draft, honest counts, swaps that are whole, sampling as a law."""
 
 import asyncio
 import shutil

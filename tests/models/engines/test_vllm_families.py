@@ -1,4 +1,4 @@
-"""Every draft family in the production engine: same output, the reference engine's drafts, swaps where there are weights.
+"""Every draft family in the production engine: same output, the reference engine's drafts, swaps of weights.
 
 EAGLE-3, the default, has a file of its own (test_vllm.py) and the session's engine.
 """

@@ -1,9 +1,9 @@
 """The law of every verification rule: what is emitted follows the target, whatever the draft is.
 
-A block's tokens are completed to K+1 by drawing the missing ones from the target, so each block is one draw from the joint
-distribution over V^(K+1) outcomes, which is known exactly. A χ² test compares 200,000 of them. It is passed at p-value 1e-4,
-so a right rule fails a case with that chance under a new seed; the seeds are fixed. Wrong rules of the usual kinds must fail
-the same test, or passing it would mean little.
+A block's tokens are completed to K+1 by drawing the missing ones from the target, so each block is one draw from the
+joint distribution over V^(K+1) outcomes, which is known exactly. A χ² test compares 200,000 of them. It is passed at
+p-value 1e-4, so a right rule fails a case with that chance under a new seed; the seeds are fixed. Wrong rules of the
+usual kinds must fail the same test, or passing it would mean little.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ SAMPLING = [rule for rule in LOSSLESS if rule.SAMPLES]
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a draft as tables: the i-th is [V^i, V], the next token's distribution after each prefix of i tokens."""
+    """A target and a draft as tables: the i-th, [V^i, V], holds the next token's law after a prefix of i tokens."""
 
     p: list[Tensor]
     q: list[Tensor]
