@@ -264,7 +264,7 @@ class _Run:
 class _Client:
     """A client in a thread that asks one prompt after another until the block ends."""
 
-    PAUSE_S = 10.0  # a trainer on the same two cores starves beside a client that hardly pauses
+    PAUSE_S = 15.0  # the trainer gives way to the service: beside a client that hardly pauses it would starve
 
     def __init__(self, run: _Run, prompts: Sequence[Prompt]) -> None:
         self._run, self._prompts = run, prompts

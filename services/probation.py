@@ -1,5 +1,6 @@
 """The three checks of a loaded draft: its weights arrived, the output is unchanged, it is as good as promised."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,23 +53,29 @@ async def prove(
     """
     promised = _promised_tau(version)
     error = await engine.check_draft(directory)
-    traces, num_near_ties = [], 0
-    for index, golden in enumerate(goldens[: settings.num_prompts]):
-        completion = await engine.generate(
-            list(golden.prompt_ids), Sampling(max_tokens=len(golden.token_ids)), f"probe-{version.number}-{index}"
+    asked = goldens[: settings.num_prompts]
+    completions = await asyncio.gather(
+        *(
+            engine.generate(
+                list(golden.prompt_ids), Sampling(max_tokens=len(golden.token_ids)), f"probe-{version.number}-{index}"
+            )
+            for index, golden in enumerate(asked)
         )
-        verdict = equal_output(golden, completion.token_ids, threshold)
-        if verdict == "different":
-            raise ValueError(f"golden prompt {index} gave another output than the target alone")
-        num_near_ties += verdict == "near-tie"
-        traces.append(completion.trace("probe"))
+    )
+    verdicts = [
+        equal_output(golden, completion.token_ids, threshold)
+        for golden, completion in zip(asked, completions, strict=True)
+    ]
+    if "different" in verdicts:
+        raise ValueError(f"golden prompt {verdicts.index('different')} gave another output than the target alone")
+    traces = [completion.trace("probe") for completion in completions]
     if not any(any(trace.drafted) for trace in traces):
         raise ValueError(f"nothing was drafted on {len(traces)} golden prompts")
     tau = mean_accepted_length(traces)
     wanted = 1 + (promised - 1) * (1 - settings.tolerance)
     if tau < wanted:
         raise ValueError(f"mean accepted length on the golden prompts is {tau:.3f}, promised {promised:.3f}")
-    return Proof(weight_error=error, num_near_ties=num_near_ties, tau=tau, promised_tau=promised)
+    return Proof(weight_error=error, num_near_ties=verdicts.count("near-tie"), tau=tau, promised_tau=promised)
 
 
 def _promised_tau(version: Version) -> float:

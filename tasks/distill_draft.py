@@ -8,6 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
+from infra.priority import gently
 from infra.settings import load_settings
 from models import catalog, distill
 from models.hidden import Sample
@@ -65,7 +66,7 @@ def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact, parent: A
         },
         inputs={"target": target, "samples": samples, **({} if parent is None else {"parent": parent})},
         code=(__name__, "models.distill", f"models.drafts.{recipe.draft.name}", f"models.losses.{params.loss['name']}"),
-        make=make,
+        make=gently(make),
     )
 
 

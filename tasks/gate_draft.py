@@ -8,6 +8,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish
+from infra.priority import gently
 from infra.settings import load_settings
 from models import gate
 from models.acceptance import Estimate
@@ -107,7 +108,7 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             "samples": samples,
         },
         code=(__name__, "tasks.measure_draft", "models.scoring", "models.gate"),
-        make=make,
+        make=gently(make),
     )
     judged = Judged.model_validate_json((open_artifact(artifact) / JUDGED).read_text())
     _show(judged)

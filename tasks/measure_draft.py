@@ -9,6 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
+from infra.priority import gently
 from infra.settings import load_settings
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.drafts import Draft, open_draft
@@ -83,7 +84,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         params={"num_draft_tokens": recipe.num_draft_tokens, "seed": recipe.seed},
         inputs={"target": target, "draft": draft, "samples": samples},
         code=(__name__, "models.scoring"),
-        make=make,
+        make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
     table("tau", measured.rows(), "τ on held-out conversations")

@@ -7,9 +7,11 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.processes import process_identity, wait_until
+from infra.supervisor import read_state
 from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
@@ -49,6 +51,9 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
         wait_until(lambda: _ready_again(status()), 180, None, "the service's second start")
         assert "runner: " in cli.run("logs", "runner", "-n", "3")
         programs = status()["programs"]
+        assert {address for address, _ in _listening(home)} == {"127.0.0.1"}
+        urls = [program["url"] for program in programs if program["url"]]
+        assert {int(url.rpartition(":")[2]) for url in urls} <= {port for _, port in _listening(home)}
     finally:
         cli.run("down")
     assert all(process_identity(program["pid"]) is None for program in programs)
@@ -59,6 +64,15 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     with cli.start("down") as again:
         output, _ = again.communicate(timeout=60)
     assert (again.returncode, "not up" in output) == (2, True)
+
+
+def _listening(home: Path) -> set[tuple[str, int]]:
+    """Return the addresses that the supervisor's family listens on."""
+    state = read_state(home)
+    assert state is not None
+    family = {child.pid for child in psutil.Process(state.pid).children(recursive=True)}
+    found = psutil.net_connections(kind="inet")
+    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN and c.pid in family}
 
 
 def _ready_again(seen: dict) -> bool:

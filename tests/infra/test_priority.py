@@ -1,0 +1,64 @@
+import contextvars
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from infra.priority import NICENESS, gently
+
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_work_runs_at_low_priority_and_the_caller_stays_as_it_is() -> None:
+    before = niceness()
+    assert gently(niceness)() == max(before, NICENESS)
+    assert gently(gently(niceness))() == max(before, NICENESS)
+    assert niceness() == before
+
+
+def test_threads_of_the_work_inherit_its_priority() -> None:
+    found = []
+
+    def work() -> None:
+        thread = threading.Thread(target=lambda: found.append(niceness()))
+        thread.start()
+        thread.join()
+
+    gently(work)()
+    assert found == [max(niceness(), NICENESS)]
+
+
+def test_arguments_context_and_errors_pass_through() -> None:
+    NAME.set("run 7")
+    assert gently(lambda left, right: (left, right, NAME.get()))(1, right=2) == (1, 2, "run 7")
+    with pytest.raises(ValueError, match="wanted a draft"):
+        gently(lambda: (_ for _ in ()).throw(ValueError("wanted a draft")).__next__())()
+
+
+def test_an_interrupted_caller_ends_the_work_and_waits_for_it() -> None:
+    ended = []
+
+    def work() -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.append(True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gently(work)()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ended == [True]
