@@ -45,7 +45,8 @@ RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A recipe that s
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; SIGTERM ends it as Ctrl-C does, so that what it started ends too."""
+    signal.signal(signal.SIGTERM, _interrupt)
     app()
 
 
@@ -102,7 +103,6 @@ def serve(
         parsed = parsed.model_copy(update={"serve": parsed.serve.model_copy(update={"port": port})})
     from flows.serving import SERVED_NAME, start_service
 
-    signal.signal(signal.SIGTERM, _interrupt)
     with out.status("starting the service"):
         child, url = start_service(parsed, settings, os.environ.get("PREFECT_API_URL", ""))
     try:

@@ -31,7 +31,7 @@ from tasks.recipe import Recipe
 from tasks.select_data import Prompt, choose_prompts
 
 NUM_EQUALITY = 50
-NUM_TIMED = 8
+NUM_TIMED = 6
 SWAP_TIMEOUT_S = 180.0
 PLOT_WINDOW = 20
 out = Console()
@@ -264,7 +264,7 @@ class _Run:
 class _Client:
     """A client in a thread that asks one prompt after another until the block ends."""
 
-    PAUSE_S = 15.0  # the trainer gives way to the service: beside a client that hardly pauses it would starve
+    PAUSE_S = 25.0  # the trainer gives way to the service: beside a client that hardly pauses it would starve
 
     def __init__(self, run: _Run, prompts: Sequence[Prompt]) -> None:
         self._run, self._prompts = run, prompts

@@ -1,9 +1,12 @@
 """The whole first build on the tiny recipe, with the real engine."""
 
 import json
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.manifest import check_manifest
@@ -46,3 +49,18 @@ def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in,
     assert made == ["draft"]
     assert output.count(": cached, ") == 5
     assert "model.safetensors has" in output
+
+
+def test_a_terminated_build_leaves_nothing_running(cli_in, tmp_path):
+    with cli_in(tmp_path / "home").start("build", "--recipe", "tiny") as process:
+        assert any("Beginning flow run" in line for line in process.stdout)
+        process.terminate()
+        process.communicate(timeout=60)  # whoever still runs holds the pipe open
+    assert process.returncode == 130
+    assert [pid for pid in psutil.pids() if _session(pid) == process.pid] == []
+
+
+def _session(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
