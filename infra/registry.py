@@ -171,7 +171,11 @@ class Registry:
         return [dict(run.data.metrics) for run in runs]
 
     def champion(self, kind: Kind) -> Version | None:
-        """Return the version that is to be served, None if there is none yet."""
+        """Return the version that is to be served, None if there is none yet.
+
+        Raises:
+            ValueError: the alias names a version that was made by hand.
+        """
         try:
             with _translated(f"looking up the champion of {kind}"):
                 return _version(self._client.get_model_version_by_alias(kind, CHAMPION))
@@ -184,13 +188,13 @@ class Registry:
             return _version(self._client.get_model_version(kind, str(number)))
 
     def versions(self, kind: Kind) -> list[Version]:
-        """Return all versions of a kind, newest first."""
+        """Return all versions of a kind, newest first, without those that somebody made by hand."""
         found: list[Version] = []
         token = None
         with _translated(f"listing versions of {kind}"):
             while True:
                 page = self._client.search_model_versions(f"name = '{kind}'", page_token=token)
-                found += [_version(version) for version in page]
+                found += [_version(version) for version in page if "sha256" in version.tags]
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
 
@@ -364,10 +368,12 @@ def is_quarantined(version: Version) -> bool:
 
 
 def _version(version: "ModelVersion") -> Version:
+    if "sha256" not in version.tags:
+        raise ValueError(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")
     return Version(
         kind=version.name,
         number=int(version.version),
-        sha256=version.tags.get("sha256", ""),
+        sha256=version.tags["sha256"],
         tags=version.tags,
         created_ms=version.creation_timestamp,
     )
