@@ -88,7 +88,19 @@ def slip(text: str) -> bytes:
         slip('"\\ud800"'),
         b"",
     ],
-    ids="cut array encoding 2000-deep 500-deep digits NaN Infinity 1e999 surrogate empty".split(),
+    ids=[
+        "cut",
+        "array",
+        "encoding",
+        "2000-deep",
+        "500-deep",
+        "digits",
+        "NaN",
+        "Infinity",
+        "1e999",
+        "surrogate",
+        "empty",
+    ],
 )
 def test_what_is_no_strict_json_is_400(world: World, body: bytes) -> None:
     require_refused(post(world, body), 400)
