@@ -61,6 +61,10 @@ class NoSuchVersion(ValueError):
     """The registry holds no such version, or the kind has no champion."""
 
 
+class ForeignVersion(ValueError):
+    """A version that somebody made by hand: nothing is known of it, so it is neither listed nor served."""
+
+
 class Version(BaseModel):
     """One registered directory; `sha256` is the digest of its manifest."""
 
@@ -174,7 +178,7 @@ class Registry:
         """Return the version that is to be served, None if there is none yet.
 
         Raises:
-            ValueError: the alias names a version that was made by hand.
+            ForeignVersion: the alias was set to a version that was made by hand.
         """
         try:
             with _translated(f"looking up the champion of {kind}"):
@@ -188,7 +192,7 @@ class Registry:
             return _version(self._client.get_model_version(kind, str(number)))
 
     def versions(self, kind: Kind) -> list[Version]:
-        """Return all versions of a kind, newest first, without those that somebody made by hand."""
+        """Return all versions of a kind, newest first, without foreign ones."""
         found: list[Version] = []
         token = None
         with _translated(f"listing versions of {kind}"):
@@ -211,9 +215,13 @@ class Registry:
         Raises:
             ValueError: there is no such version, or it is quarantined.
         """
-        version, champion = self.get(kind, number), self.champion(kind)
+        version = self.get(kind, number)
         if is_quarantined(version):
             raise ValueError(f"{kind} {number} is quarantined: {version.tags['quarantined']}")
+        try:
+            champion = self.champion(kind)
+        except ForeignVersion:  # promoting is how the alias is put right
+            champion = None
         if champion is not None and champion.number == number:
             return
         with _translated(f"promoting {kind} {number}"):
@@ -369,7 +377,7 @@ def is_quarantined(version: Version) -> bool:
 
 def _version(version: "ModelVersion") -> Version:
     if "sha256" not in version.tags:
-        raise ValueError(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")
+        raise ForeignVersion(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")
     return Version(
         kind=version.name,
         number=int(version.version),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from infra.registry import Registry, RegistryUnavailable, Version, is_quarantined
+from infra.registry import ForeignVersion, Registry, RegistryUnavailable, Version, is_quarantined
 from models.params import Frozen
 from models.targets import TargetCard
 
@@ -99,7 +99,7 @@ class DraftSource:
 
         Raises:
             RegistryUnavailable: the registry can't be asked.
-            ValueError: it names a version that is no draft of ours.
+            ForeignVersion: somebody pointed it at something else.
         """
         return self.registry.champion("draft")
 
@@ -148,7 +148,7 @@ def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -
     except RegistryUnavailable as error:
         counts["registry_unavailable"] += 1
         log.warning("starting without the registry: %s", error)
-    except ValueError as error:  # what somebody wrote into the registry must not keep a replica from starting
+    except ForeignVersion as error:  # what somebody wrote into the registry must not keep a replica from starting
         counts["errors"] += 1
         log.warning("starting without the champion: %s", error)
     for version in candidates:
