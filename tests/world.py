@@ -175,10 +175,10 @@ def ask(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=messages, **settings)
 
 
-def stream_text(client: openai.OpenAI, prompt: str) -> tuple[str, str | None, dict[str, Any]]:
+def stream_text(client: openai.OpenAI, prompt: str, **options: Any) -> tuple[str, str | None, dict[str, Any]]:
     """Ask greedily for a stream; return text, finish reason and what the usage says beyond OpenAI's."""
     text, finish, usage = "", None, {}
-    for chunk in ask(client, prompt, stream=True, stream_options={"include_usage": True}):
+    for chunk in ask(client, prompt, stream=True, stream_options={"include_usage": True}, **options):
         for choice in chunk.choices:
             text += choice.delta.content or ""
             finish = choice.finish_reason or finish
