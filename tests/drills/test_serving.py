@@ -183,7 +183,7 @@ def config_changed(**values: object) -> Spoil:
     return spoil
 
 
-def without_bit(content: bytearray) -> bytearray:
+def with_flipped_bit(content: bytearray) -> bytearray:
     content[-1] ^= 1
     return content
 
@@ -213,7 +213,7 @@ BEYOND = tensors_changed(lambda tensors: tensors["d2t"].add_(10**6))
         (bytes_changed(lambda content: b""), True, {}, "not a safetensors file"),
         (bytes_changed(lambda content: b""), False, {}, "has 0 bytes"),
         (bytes_changed(with_header), True, {}, "not a safetensors file"),
-        (bytes_changed(without_bit), False, {}, "has sha256"),
+        (bytes_changed(with_flipped_bit), False, {}, "has sha256"),
         (MISSING, True, {}, "fc.weight is missing"),
         (EXTRA, True, {}, "extra.weight is not one"),
         (DTYPE, True, {}, "fc.weight is torch.float64"),
@@ -258,8 +258,8 @@ def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
         if tags:  # it may suit another service
             assert "quarantined" not in world.registry.get("draft", bad).tags
         else:
-            is_quarantined = lambda: reason in world.registry.get("draft", bad).tags.get("quarantined", "")
-            wait_until(is_quarantined, 20, None, "the quarantine")
+            tag = "quarantined"
+            wait_until(lambda: reason in world.registry.get("draft", bad).tags.get(tag, ""), 20, None, tag)
     assert only_ok(load), load.outcomes
 
 
@@ -267,7 +267,8 @@ def test_f21_what_somebody_set_by_hand_in_the_registry_is_ignored_and_counted(sc
     from mlflow import MlflowClient
 
     by_hand = MlflowClient(world.registry.uri, world.registry.uri)
-    number = by_hand.create_model_version("draft", source=by_hand.get_model_version("draft", "1").source).version
+    ours = by_hand.get_model_version("draft", "1")
+    number = by_hand.create_model_version("draft", source=ours.source, model_id=ours.tags["model_id"]).version
     before = world.status()["reconciler"].get("errors", 0)
     with scene.load(num_clients=2) as load:
         by_hand.set_registered_model_alias("draft", CHAMPION, number)
