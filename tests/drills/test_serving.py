@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -63,6 +64,10 @@ class Scene:
     service: Child
     has_small_disk: bool
     wanted: dict[str, str]
+    runner: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner = self._runner()
 
     def load(self, num_clients: int = 4) -> Load:
         return Load(self.world.url, self.wanted, num_clients)
@@ -73,17 +78,34 @@ class Scene:
         return pid
 
     def processes(self) -> list[tuple[int, str]]:
-        """Return id and name of what the service runs; all of it is in the group of its runner."""
-        listed = subprocess.run(["ps", "-eo", "pid=,ppid=,pgid=,args="], capture_output=True, text=True, check=True)
-        table = [(*map(int, line.split(None, 3)[:3]), line.split(None, 3)[3]) for line in listed.stdout.splitlines()]
-        [main] = [pid for pid, parent, _, _ in table if parent == self.service.pid]
-        [runner] = [pid for pid, parent, _, _ in table if parent == main]
-        return [(pid, name) for pid, _, group, name in table if group == runner]
+        """Return id and name of what the service runs; all of it is in the session of its runner."""
+        found = [process for process in psutil.process_iter(["name", "status"]) if _session(process.pid) == self.runner]
+        return [(one.pid, _title(one)) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE]
 
     def restart(self) -> None:
         """Start the service again with what the world's settings are now."""
         self.service.stop(grace_s=60)
         self.service = self.world.start()
+        self.runner = self._runner()
+
+    def _runner(self) -> int:
+        [main] = psutil.Process(self.service.pid).children()
+        [runner] = main.children()
+        return runner.pid
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @pytest.fixture(scope="module")
@@ -349,3 +371,10 @@ def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it
         )
         world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
     assert load.outcomes.keys() <= {"ok", "429", "503"}, load.outcomes
+
+
+def test_nothing_outlives_a_runner_that_was_killed(scene: Scene) -> None:
+    assert any("VLLM" in name for _, name in scene.processes())
+    os.kill(scene.runner, signal.SIGKILL)
+    wait_until(lambda: scene.service.poll() is not None, 60, None, "the end of the service")
+    wait_until(lambda: scene.processes() == [], 30, None, "the end of all that it ran")
