@@ -21,6 +21,7 @@ Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class QueryRow(BaseModel):
     """One served request, after scrubbing.
 
+    `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many subjects.
     `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each step. The log
     gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
     """
@@ -32,6 +33,7 @@ class QueryRow(BaseModel):
     id: str = Field(pattern=r"^[\x21-\x7e]{1,128}$")
     time_ms: int
     subject: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+    key: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     domain: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     consent: Consent
     scrubber_revision: int

@@ -12,6 +12,7 @@ consent is not "full" is refused here, whatever the caller did before.
 import hashlib
 import heapq
 import json
+import logging
 import os
 import queue
 import sqlite3
@@ -48,6 +49,9 @@ INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicate
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
+
+
+log = logging.getLogger(__name__)
 
 
 class WindowBusy(ValueError):
@@ -316,6 +320,7 @@ class BackgroundWriter:
         self._batch = batch
         self._queue: queue.Queue[QueryRow] = queue.Queue(capacity)
         self._unrecorded = 0  # dropped, and not yet counted in the log
+        self._failing = False
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._drain, name="querylog-writer", daemon=True)
@@ -366,11 +371,14 @@ class BackgroundWriter:
         try:
             self._log.append(rows, dropped=unrecorded)
         except (sqlite3.Error, OSError) as error:
+            if not self._failing:  # once, and not at every try
+                log.warning("the query log takes no rows, they are dropped and counted: %s", error)
             with self._lock:
-                self.last_error = str(error)
+                self._failing, self.last_error = True, str(error)
                 self._drop(len(rows))
         else:
             with self._lock:
+                self._failing = False
                 self.written += len(rows)
                 self._unrecorded -= unrecorded
 

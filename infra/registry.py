@@ -61,6 +61,10 @@ class NoSuchVersion(ValueError):
     """The registry holds no such version, or the kind has no champion."""
 
 
+class ForeignVersion(ValueError):
+    """A version that somebody made by hand: nothing is known of it, so it is neither listed nor served."""
+
+
 class Version(BaseModel):
     """One registered directory; `sha256` is the digest of its manifest."""
 
@@ -171,7 +175,11 @@ class Registry:
         return [dict(run.data.metrics) for run in runs]
 
     def champion(self, kind: Kind) -> Version | None:
-        """Return the version that is to be served, None if there is none yet."""
+        """Return the version that is to be served, None if there is none yet.
+
+        Raises:
+            ForeignVersion: the alias was set to a version that was made by hand.
+        """
         try:
             with _translated(f"looking up the champion of {kind}"):
                 return _version(self._client.get_model_version_by_alias(kind, CHAMPION))
@@ -184,13 +192,13 @@ class Registry:
             return _version(self._client.get_model_version(kind, str(number)))
 
     def versions(self, kind: Kind) -> list[Version]:
-        """Return all versions of a kind, newest first."""
+        """Return all versions of a kind, newest first, without foreign ones."""
         found: list[Version] = []
         token = None
         with _translated(f"listing versions of {kind}"):
             while True:
                 page = self._client.search_model_versions(f"name = '{kind}'", page_token=token)
-                found += [_version(version) for version in page]
+                found += [_version(version) for version in page if "sha256" in version.tags]
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
 
@@ -207,9 +215,13 @@ class Registry:
         Raises:
             ValueError: there is no such version, or it is quarantined.
         """
-        version, champion = self.get(kind, number), self.champion(kind)
+        version = self.get(kind, number)
         if is_quarantined(version):
             raise ValueError(f"{kind} {number} is quarantined: {version.tags['quarantined']}")
+        try:
+            champion = self.champion(kind)
+        except ForeignVersion:  # promoting is how the alias is put right
+            champion = None
         if champion is not None and champion.number == number:
             return
         with _translated(f"promoting {kind} {number}"):
@@ -364,10 +376,12 @@ def is_quarantined(version: Version) -> bool:
 
 
 def _version(version: "ModelVersion") -> Version:
+    if "sha256" not in version.tags:
+        raise ForeignVersion(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")
     return Version(
         kind=version.name,
         number=int(version.version),
-        sha256=version.tags.get("sha256", ""),
+        sha256=version.tags["sha256"],
         tags=version.tags,
         created_ms=version.creation_timestamp,
     )

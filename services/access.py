@@ -1,12 +1,10 @@
 """Who may ask, and what may be asked: the ASGI layer in front of every route, and the parsing of bodies.
 
-Nothing that a client sends reaches a handler before its key, its size and its JSON were checked. Each request gets an
-id
-of ours: one chosen by a client could collide with another's and mix up their log rows. A failure that nobody foresaw
-becomes a bare 500 here; its text goes to the log only.
+Nothing that a client sends reaches a handler before its key and its JSON were checked; its size was checked before it
+came here (services/edge.py). Each request gets an id of ours: one chosen by a client could collide with another's and
+mix up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -25,14 +23,17 @@ from infra.consent import Consent, consent_level
 from services.config import ApiKey
 
 OPEN_PATHS = ("/healthz",)
-# An engine's own headers: an id, a rank or a priority from outside would be obeyed.
-INTERNAL_HEADERS = (b"x-request-id", b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id")
+# On every answer that a replica gave, so that one which Serve made up is told apart.
+ANSWER_MARK = b"x-redraft-request"
 DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
 DEFAULT_DOMAIN = "default"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_PROMPTS = 16
+MAX_BAD_WORDS = 64
+# A JSON schema needs some; what is deeper overflows the stack of whoever walks it next.
+MAX_DEPTH = 100
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,12 @@ class Refusal(Exception):
 
     def response(self) -> JSONResponse:
         """Return the answer in OpenAI's error shape."""
-        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+        headers = {
+            401: {"WWW-Authenticate": "Bearer"},
+            408: {"Connection": "close"},  # the rest of the body may never come
+            429: {"Retry-After": "1"},
+            503: {"Retry-After": "5"},
+        }
         return JSONResponse(self.body(), self.status, headers.get(self.status))
 
     def body(self) -> dict[str, Any]:
@@ -60,12 +66,13 @@ INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="
 
 
 class Origin(NamedTuple):
-    """What is known of a request before it runs; `subject` is a hash, None if nobody was named."""
+    """What is known of a request before it runs; `subject` and `key` are hashes, None if nobody was named."""
 
     request_id: str
     domain: str
     consent: Consent
     subject: str | None
+    key: str | None = None
 
 
 class Keys:
@@ -96,7 +103,7 @@ class Keys:
 
 
 class Admission:
-    """ASGI middleware: id, key, size, counts, and an answer to what nobody caught.
+    """ASGI middleware: id, key, counts, and an answer to what nobody caught.
 
     Attributes:
         responses: how many answers went out by status; a stream counts when it starts.
@@ -104,12 +111,11 @@ class Admission:
         draining: set to refuse new requests while the running ones end.
     """
 
-    def __init__(self, keys: Sequence[ApiKey], max_body_bytes: int, body_timeout_s: float) -> None:
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.responses: Counter[int] = Counter()
         self.in_flight = 0
         self.draining = False
         self._keys = Keys(keys)
-        self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Return `app` behind this layer."""
@@ -131,21 +137,19 @@ class Admission:
             if message["type"] == "http.response.start":
                 started = True
                 self.responses[message["status"]] += 1
-                message["headers"] = [*message.get("headers", []), (b"x-redraft-request", request_id.encode())]
+                message["headers"] = [*message.get("headers", []), (ANSWER_MARK, request_id.encode())]
             await send(message)
 
         self.in_flight += 1
         try:
-            headers = Headers(scope=scope)
             if scope["path"] not in OPEN_PATHS:
                 if self.draining:
                     raise Refusal(503, "the service is shutting down; ask again in a few seconds", code="draining")
-                scope["redraft.key"] = self._keys.identify(headers.get("authorization"))
-            received = await self._read_body(headers, receive)
-            kept = [(name, value) for name, value in scope["headers"] if name.lower() not in INTERNAL_HEADERS]
+                scope["redraft.key"] = self._keys.identify(Headers(scope=scope).get("authorization"))
+            kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
             scope["headers"] = [*kept, (b"x-request-id", request_id.encode())]
             scope["redraft.id"] = request_id
-            await app(scope, _replayed(received, receive), counted)
+            await app(scope, receive, counted)
         except Refusal as refusal:
             if started:
                 raise
@@ -158,31 +162,6 @@ class Admission:
                 raise  # the server must cut the connection: a body that just stopped would look whole
         finally:
             self.in_flight -= 1
-
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        """Read the whole body; Refusal 413 if it is too large, 408 if too slow, 400 if the client left."""
-        declared = headers.get("content-length", "0")
-        if not declared.isascii() or not declared.isdigit():
-            raise Refusal(400, "Content-Length is not a number")
-        if len(declared) > 18 or int(declared) > self._max_body_bytes:
-            self._refuse_size()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refusal(400, "the client left before the body was complete")
-                    body += message.get("body", b"")
-                    if len(body) > self._max_body_bytes:
-                        self._refuse_size()
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError as error:
-            raise Refusal(408, f"the body took longer than {self._body_timeout_s:g} s") from error
-
-    def _refuse_size(self) -> NoReturn:
-        raise Refusal(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
 
 
 def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
@@ -205,6 +184,7 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
         raise Refusal(400, f"the body is not valid JSON: {reason}") from error
     if not isinstance(value, dict):
         raise Refusal(400, f"the body is a JSON {type(value).__name__}, wanted an object")
+    _require_shallow(value)
     return value
 
 
@@ -225,13 +205,15 @@ def check_limits(body: Mapping[str, Any]) -> None:
         if body.get(name):
             raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
     for name in ("n", "best_of"):
-        if isinstance(number := body.get(name), int | float) and not 1 <= number <= MAX_CHOICES:
-            raise Refusal(400, f"{name} must be from 1 to {MAX_CHOICES}", name)
-    if isinstance(stops := body.get("stop"), list) and len(stops) > MAX_STOPS:
-        raise Refusal(400, f"stop has {len(stops)} entries, at most {MAX_STOPS} are taken", "stop")
+        number = body.get(name)  # a text would be read as a number further in
+        if number is not None and not (isinstance(number, int) and 1 <= number <= MAX_CHOICES):
+            raise Refusal(400, f"{name} must be an integer from 1 to {MAX_CHOICES}", name)
     prompts = body.get("prompt")
-    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
-        raise Refusal(400, f"prompt has {len(prompts)} entries, at most {MAX_PROMPTS} are taken", "prompt")
+    texts = isinstance(prompts, list) and not any(isinstance(entry, int) for entry in prompts[:1])
+    limits = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS, "prompt": MAX_PROMPTS if texts else None}
+    for name, most in limits.items():
+        if most is not None and isinstance(entries := body.get(name), list) and len(entries) > most:
+            raise Refusal(400, f"{name} has {len(entries)} entries, at most {most} are taken", name)
 
 
 def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], key: ApiKey | None) -> Origin:
@@ -245,7 +227,8 @@ def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], 
         raise Refusal(400, "X-Redraft-Domain must be 1 to 32 of a-z, 0-9, _ and -", "X-Redraft-Domain")
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
     consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
-    return Origin(request_id, domain, consent, subject_of(key.key if key else None, body.get("user") or None))
+    secret = key.key if key else None
+    return Origin(request_id, domain, consent, subject_of(secret, body.get("user") or None), subject_of(secret, None))
 
 
 def subject_of(key: str | None, user: object) -> str | None:
@@ -258,15 +241,15 @@ def subject_of(key: str | None, user: object) -> str | None:
     return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
 
 
+def _require_shallow(value: dict[str, Any]) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        nested = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [child for children in nested for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep")
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Hand out the body that was read, then whatever comes, so that a client's leaving is still seen."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replay

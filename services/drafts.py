@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from infra.registry import Registry, RegistryUnavailable, Version, is_quarantined
+from infra.registry import ForeignVersion, Registry, RegistryUnavailable, Version, is_quarantined
 from models.params import Frozen
 from models.targets import TargetCard
 
@@ -95,7 +95,12 @@ class DraftSource:
         self._cache, self._target, self._check = cache, target, check
 
     def champion(self) -> Version | None:
-        """Return the draft that the registry wants served; RegistryUnavailable if it can't be asked."""
+        """Return the draft that the registry wants served.
+
+        Raises:
+            RegistryUnavailable: the registry can't be asked.
+            ForeignVersion: somebody pointed it at something else.
+        """
         return self.registry.champion("draft")
 
     def fetch(self, version: Version) -> Path:
@@ -131,7 +136,7 @@ def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -
     Args:
         source: registry and cache.
         state: what the replica before this one knew.
-        counts: gets `registry_unavailable` and `refused`.
+        counts: gets `registry_unavailable`, `refused`, `unfit` and `errors`.
 
     Returns:
         The draft, None if there is no usable one, and the state with what was refused.
@@ -143,6 +148,9 @@ def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -
     except RegistryUnavailable as error:
         counts["registry_unavailable"] += 1
         log.warning("starting without the registry: %s", error)
+    except ForeignVersion as error:  # what somebody wrote into the registry must not keep a replica from starting
+        counts["errors"] += 1
+        log.warning("starting without the champion: %s", error)
     for version in candidates:
         if label(version) in state.refused:
             continue

@@ -175,6 +175,7 @@ class Recorder:
             id=row_id,
             time_ms=int(time.time() * 1000),
             subject=origin.subject,
+            key=origin.key,
             domain=origin.domain,
             consent=origin.consent,
             scrubber_revision=scrub.REVISION,

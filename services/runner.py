@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_config
+from services.edge import CONFIG_VARIABLE
 
 APP_NAME = "redraft"
 NUM_CPUS = 4
@@ -24,6 +25,7 @@ RAY_VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # 15 by default: whatever trains beside the replica would come first
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.edge.middlewares",
 }
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ def main(path: Path) -> int:
     """Run the service of a config that services/main.py has checked."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Ray's reaper then ends the rest of the group
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    os.environ[CONFIG_VARIABLE] = str(path.absolute())
     return run(read_config(path), load_settings().home / "ray")
 
 

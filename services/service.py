@@ -33,7 +33,7 @@ class Service:
         self, config: ServiceConfig, engine: VllmEngine, handlers: Handlers, reconciler: Reconciler | None
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
-        self.admission = Admission(config.api_keys, config.max_body_bytes, config.body_timeout_s)
+        self.admission = Admission(config.api_keys)
         writer = BackgroundWriter(QueryLog(config.querylog))
         self.recorder = Recorder(writer, handlers.tokenizer, config.target_version)
         engine.on_finish = self.recorder.finished

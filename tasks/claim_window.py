@@ -51,7 +51,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     log, refresh = QueryLog(load_settings().querylog), recipe.refresh
     rows = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
     rows += log.rows(window.first_seq, window.last_seq)
-    traffic, left_out = usable(rows, pair.target.number)
+    traffic, left_out = usable(rows, pair.target.number, refresh.max_share_per_key)
     if left_out:
         run_logger().info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in left_out.items()))
     parts: dict[str, list[Sample]] = {"train": [], "held_out": []}

@@ -73,6 +73,7 @@ class Refresh(Frozen):
         min_rows: with fewer rows waiting there is nothing to do.
         held_out_fraction: share of the conversations that is kept for gates and never trained on.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
+        max_share_per_key: share of a refresh's rows that one API key may give, as long as there are rows of another.
         distill: keys of [distill] that differ in a refresh.
     """
 
@@ -80,6 +81,7 @@ class Refresh(Frozen):
     max_rows: int = Field(4000, ge=1)
     held_out_fraction: float = Field(0.15, gt=0, lt=1)
     replay_per_domain: int = Field(200, ge=0)
+    max_share_per_key: float = Field(0.5, gt=0, le=1)
     distill: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

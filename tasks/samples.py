@@ -1,5 +1,8 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
+Whoever floods the service must not write the next draft alone: an answer given twice counts once, and of one API key's rows
+only so many are taken. The held-out side has the first draft's conversations too, which no client can write.
+
 A directory of kind "samples" holds `train.jsonl` and `held_out.jsonl`. Traffic is put on a side by a hash of the prompt
 alone, so the same question never sits on both, whenever it is asked again.
 """
@@ -33,13 +36,20 @@ def read_samples(artifact: Artifact, part: Part) -> list[Sample]:
         return [Sample(**json.loads(line)) for line in file]
 
 
-def usable(rows: Iterable[QueryRow], target_version: int) -> tuple[list[Sample], Counter[str]]:
+def usable(
+    rows: Iterable[QueryRow], target_version: int, max_share_per_key: float
+) -> tuple[list[Sample], Counter[str]]:
     """Turn rows of the query log into samples, without those that can't be trained on.
+
+    Args:
+        rows: by seq.
+        target_version: whose answers they must be.
+        max_share_per_key: see `Refresh`.
 
     Returns:
         The samples, and how many rows were left out for which reason.
     """
-    samples: list[Sample] = []
+    kept: list[tuple[str | None, Sample]] = []
     left_out: Counter[str] = Counter()
     seen: set[str] = set()
     for row in rows:
@@ -55,8 +65,29 @@ def usable(rows: Iterable[QueryRow], target_version: int) -> tuple[list[Sample],
             left_out["repeated"] += 1
         else:
             seen.add(content)
-            samples.append(Sample(row.id, row.domain, row.prompt_ids, row.completion_ids, float(temperature)))
+            sample = Sample(row.id, row.domain, row.prompt_ids, row.completion_ids, float(temperature))
+            kept.append((row.key, sample))
+    samples = _within_share(kept, max_share_per_key)
+    if above := len(kept) - len(samples):
+        left_out["above one key's share"] = above
     return samples, left_out
+
+
+def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float) -> list[Sample]:
+    """Leave out what a key gave above its share; which of its samples stay is up to a hash, not to when they came."""
+    of_key: dict[str | None, list[str]] = {}
+    for key, sample in keyed:
+        of_key.setdefault(key, []).append(sample.id)
+    cap = max(1, int(max_share * len(keyed)))
+    above: set[str] = set()
+    for key, ids in of_key.items():
+        if key is not None and len(of_key) > 1:
+            above.update(sorted(ids, key=_hashed)[cap:])
+    return [sample for _, sample in keyed if sample.id not in above]
+
+
+def _hashed(id: str, seed: int = 0) -> bytes:
+    return hashlib.sha256(f"{seed} {id}".encode()).digest()
 
 
 def part_of(prompt_ids: Sequence[int], held_out_fraction: float) -> Part:
@@ -70,5 +101,5 @@ def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> li
     drawn: set[str] = set()
     for domain in {sample.domain for sample in samples}:
         ids = [sample.id for sample in samples if sample.domain == domain]
-        drawn.update(sorted(ids, key=lambda id: hashlib.sha256(f"{seed} {id}".encode()).digest())[:per_domain])
+        drawn.update(sorted(ids, key=lambda id: _hashed(id, seed))[:per_domain])
     return [sample for sample in samples if sample.id in drawn]

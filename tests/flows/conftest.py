@@ -1,15 +1,28 @@
-"""A home folder with a tiny build in it, and the command line as a real process."""
+"""A home folder with a tiny build in it, requests that its target answered, and the command line as a real process."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flows.recipe import load_recipe
+from infra.consent import QueryRow
+from infra.registry import Registry
+from models.sources import Prompt
+from models.tokens import encode_chat
+from tasks.select_data import choose_prompts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 400
+NUM_TOKENS = 24
 
 
 class Cli:
@@ -50,3 +63,69 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
     """Return a home with a finished tiny build, and what the build said. Tests copy it before they change it."""
     cli = Cli(tmp_path_factory.mktemp("built") / "home")
     return cli, cli.run("build", "--recipe", "tiny")
+
+
+@pytest.fixture(scope="session")
+def rows(built, tmp_path_factory) -> list[QueryRow]:
+    """Return requests of the domain "code" as the service would have logged them: answered by the build's target."""
+    home = built[0].home
+    registry = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+    target_dir = registry.download(registry.champion("target"), tmp_path_factory.mktemp("cache"))
+    prompts = choose_prompts("code", load_recipe("tiny").traffic["code"], seed=0)["requests"]
+    return _answered(target_dir, prompts)
+
+
+def _answered(target_dir: Path, prompts: Sequence[Prompt]) -> list[QueryRow]:
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+    rows = []
+    for prompt in prompts:
+        ids = encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+        with torch.inference_mode():
+            output = model.generate(
+                torch.tensor([ids]),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=False,
+            )
+        rows.append(
+            QueryRow(
+                id=prompt.id,
+                time_ms=0,
+                domain="code",
+                consent="full",
+                scrubber_revision=1,
+                target_version=1,
+                draft_version=1,
+                prompt_ids=ids,
+                completion_ids=output[0, len(ids) :].tolist(),
+                sampling={"temperature": 0.0},
+                finish_reason="length",
+                speculating=True,
+            )
+        )
+    return rows
+
+
+@pytest.fixture
+def home(built, tmp_path) -> Path:
+    """Return a copy of the build's home. The registry names its files by absolute path, so they stay where they are."""
+    shutil.copytree(built[0].home, tmp_path / "home")
+    return tmp_path / "home"
+
+
+def registry_of(home: Path) -> Registry:
+    """Return the registry of a home."""
+    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+
+
+def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """Kill a command and all that it started as soon as `ready`, which must come before its end."""
+    with process:
+        while not ready():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        os.killpg(process.pid, signal.SIGKILL)  # Prefect's own server outlives the one that started it

@@ -291,7 +291,10 @@ def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., Backgro
 
 
 def test_a_locked_database_never_makes_an_offer_wait(
-    log: QueryLog, writer: Callable[..., BackgroundWriter], monkeypatch: pytest.MonkeyPatch
+    log: QueryLog,
+    writer: Callable[..., BackgroundWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("infra.querylog.BUSY_TIMEOUT_S", 0.5)
     log.append([row("first")])
@@ -306,6 +309,11 @@ def test_a_locked_database_never_makes_an_offer_wait(
     assert slowest_s < 0.4
     wait_until(lambda: background.last_error is not None, 5, None, "the first refused batch")
     assert background.last_error == "database is locked"
+    refused = background.dropped
+    wait_until(lambda: background.dropped > refused, 5, None, "another refused batch")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the query log takes no rows, they are dropped and counted: database is locked"
+    ]
     locker.execute("ROLLBACK")
     locker.close()
     wait_until(lambda: background.offer(row(f"z{time.monotonic_ns()}")), 5, None, "room in the queue")

@@ -7,7 +7,15 @@ import pytest
 from infra.artifacts import staged
 from infra.manifest import check_manifest
 from infra.processes import free_port
-from infra.registry import LINEAGE_TAGS, Registry, RegistryUnavailable, Version, is_quarantined
+from infra.registry import (
+    CHAMPION,
+    LINEAGE_TAGS,
+    ForeignVersion,
+    Registry,
+    RegistryUnavailable,
+    Version,
+    is_quarantined,
+)
 
 LINEAGE = dict.fromkeys(LINEAGE_TAGS, "")
 
@@ -198,3 +206,20 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(registry: Registry,
 def test_the_database_is_left_in_wal_mode(registry: Registry, tmp_path: Path) -> None:
     registry.versions("draft")
     assert (tmp_path / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"
+
+
+def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_promoting(
+    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
+
+    register_drafts(registry, checkpoint, 1)
+    registry.promote("draft", 1)
+    by_hand = MlflowClient(registry.uri, registry.uri)
+    by_hand.create_model_version("draft", source=tmp_path.as_uri())
+    by_hand.set_registered_model_alias("draft", CHAMPION, "2")
+    with pytest.raises(ForeignVersion, match="draft 2 was not registered by redraft"):
+        registry.champion("draft")
+    assert [version.number for version in registry.versions("draft")] == [1]
+    registry.promote("draft", 1)
+    assert champion_number(registry) == 1

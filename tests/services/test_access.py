@@ -9,7 +9,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from services.access import Admission, Keys, Refusal, check_limits, describe_origin, parse_body, subject_of
+from services.access import (
+    MAX_DEPTH,
+    Admission,
+    Keys,
+    Refusal,
+    check_limits,
+    describe_origin,
+    parse_body,
+    subject_of,
+)
 from services.config import ApiKey
 
 KEY = ApiKey(key="first-key-123")
@@ -21,32 +30,20 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body = await request.body()
     if body == b"fail":
         raise RuntimeError("the password is swordfish")
-    found = {
-        "bytes": len(body),
-        "id": request.headers.getlist("x-request-id"),
-        "rank": "x-data-parallel-rank" in request.headers,
-    }
-    await JSONResponse(found)(scope, receive, send)
+    await JSONResponse({"id": request.headers.getlist("x-request-id")})(scope, receive, send)
 
 
 def ask(
     admission: Admission,
     path: str = "/v1/models",
     headers: Sequence[tuple[str, str]] = (),
-    chunks: Sequence[bytes] = (b"",),
-    stall: bool = False,
+    content: bytes = b"",
 ) -> tuple[int, Any, dict[str, str]]:
     """Send one request through the layer and return status, JSON and headers."""
-    messages = [
-        {"type": "http.request", "body": chunk, "more_body": stall or index + 1 < len(chunks)}
-        for index, chunk in enumerate(chunks)
-    ]
     sent: list[Message] = []
 
     async def receive() -> Message:
-        if not messages:
-            await asyncio.sleep(60)
-        return messages.pop(0)
+        return {"type": "http.request", "body": content}
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -74,7 +71,7 @@ def test_a_known_key_is_identified_and_anything_else_is_401() -> None:
 
 
 def test_with_keys_every_path_but_healthz_needs_one() -> None:
-    admission = Admission([KEY], 100, 1.0)
+    admission = Admission([KEY])
     for path in ("/v1/models", "/metrics", "/redraft/status", "/nothing"):
         status, body, headers = ask(admission, path)
         assert (status, body["error"]["type"]) == (401, "authentication_error")
@@ -85,46 +82,22 @@ def test_with_keys_every_path_but_healthz_needs_one() -> None:
     assert admission.in_flight == 0
 
 
-@pytest.mark.parametrize(
-    ("headers", "chunks"),
-    [([("Content-Length", "11")], [b""]), ([], [b"x" * 6, b"x" * 5]), ([("Content-Length", "9" * 5000)], [b""])],
-    ids=["declared", "chunked", "absurd"],
-)
-def test_a_body_over_the_limit_is_413(headers: list[tuple[str, str]], chunks: list[bytes]) -> None:
-    status, body, _ = ask(Admission([], 10, 1.0), headers=headers, chunks=chunks)
-    assert (status, body["error"]["code"]) == (413, "body_too_large")
-
-
-def test_a_body_of_the_limit_reaches_the_handler_whole() -> None:
-    assert ask(Admission([], 10, 1.0), chunks=[b"12345", b"67890"])[1]["bytes"] == 10
-
-
-def test_a_body_that_does_not_arrive_is_408() -> None:
-    assert ask(Admission([], 10, 0.05), chunks=[b"1"], stall=True)[0] == 408
-
-
-def test_a_content_length_that_is_no_number_is_400() -> None:
-    assert ask(Admission([], 10, 1.0), headers=[("Content-Length", "-1")])[0] == 400
-
-
-def test_the_request_id_is_ours_and_internal_headers_do_not_pass() -> None:
-    sent = [("X-Request-Id", "mine\u00e9"), ("X-Data-Parallel-Rank", "7")]
-    _, body, headers = ask(Admission([], 10, 1.0), headers=sent)
+def test_the_request_id_is_ours() -> None:
+    _, body, headers = ask(Admission([]), headers=[("X-Request-Id", "mine\u00e9")])
     assert body["id"] == [headers["x-redraft-request"]]
     assert len(headers["x-redraft-request"]) == 32
-    assert not body["rank"]
 
 
 def test_the_text_of_an_unforeseen_failure_never_reaches_the_client() -> None:
-    admission = Admission([], 10, 1.0)
-    status, body, _ = ask(admission, chunks=[b"fail"])
+    admission = Admission([])
+    status, body, _ = ask(admission, content=b"fail")
     assert (status, body["error"]["type"], body["error"]["code"]) == (500, "server_error", "internal_error")
     assert "swordfish" not in json.dumps(body)
     assert admission.in_flight == 0
 
 
 def test_while_draining_new_requests_are_503_and_health_is_still_answered() -> None:
-    admission = Admission([], 10, 1.0)
+    admission = Admission([])
     admission.draining = True
     status, _, headers = ask(admission)
     assert (status, headers["retry-after"]) == (503, "5")
@@ -145,14 +118,33 @@ def test_while_draining_new_requests_are_503_and_health_is_still_answered() -> N
         b'{"a": "\xff"}',
         b'{"a": ' + b"9" * 5000 + b"}",
         b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
     ],
-    ids=["empty", "cut", "array", "number", "NaN", "Infinity", "1e999", "surrogate", "UTF-8", "digits", "deep"],
+    ids=[
+        "empty",
+        "cut",
+        "array",
+        "number",
+        "NaN",
+        "Infinity",
+        "1e999",
+        "surrogate",
+        "UTF-8",
+        "digits",
+        "deep",
+        "limit",
+    ],
 )
 def test_what_is_not_strict_json_is_400(body: bytes) -> None:
     with pytest.raises(Refusal) as refused:
         parse_body("application/json", body)
     assert refused.value.status == 400
     assert len(refused.value.message) < 300
+
+
+def test_a_body_nested_as_deep_as_the_limit_is_parsed() -> None:
+    deepest = b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
+    assert parse_body("application/json", deepest) == json.loads(deepest)
 
 
 def test_a_body_must_be_declared_as_json() -> None:
@@ -173,8 +165,12 @@ def test_a_body_must_be_declared_as_json() -> None:
         {"kv_transfer_params": {"a": 1}},
         {"n": 0},
         {"n": 17},
+        {"n": "10000"},
+        {"best_of": 2.5},
         {"stop": ["a"] * 17},
         {"prompt": ["a"] * 17},
+        {"prompt": [[5]] * 17},
+        {"bad_words": ["a"] * 65},
         {"messages": [{"role": "user", "content": "x"}, {"role": "root", "content": "x"}]},
     ],
     ids=lambda body: next(iter(body)),
@@ -187,7 +183,9 @@ def test_what_would_be_ignored_or_take_everything_is_400_by_name(body: dict[str,
 
 
 def test_ordinary_settings_pass_the_limits() -> None:
-    check_limits({"min_p": 0, "logit_bias": {}, "n": 16, "stop": "end", "prompt": [1] * 500, "temperature": 0.7})
+    check_limits(
+        {"min_p": 0, "logit_bias": {}, "n": 16, "best_of": None, "stop": "end", "prompt": [1] * 500, "temperature": 0.7}
+    )
 
 
 def origin(headers: dict[str, str], body: dict[str, Any], key: ApiKey | None = None) -> Any:
@@ -233,3 +231,9 @@ def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
     assert subject_of("k1", "ann") == subject_of("k1", "ann")
     assert subject_of(None, None) is None
     assert origin({}, {"user": "ann"}).subject == subject_of(None, "ann")
+
+
+def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
+    assert {origin({}, {"user": user}, KEY).key for user in ("ann", "bob", None)} == {subject_of(KEY.key, None)}
+    assert origin({}, {}, KEY).key != origin({}, {}, OTHER).key
+    assert origin({}, {"user": "ann"}).key is None

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.manifest import write_manifest
-from infra.registry import LINEAGE_TAGS, Registry, RegistryUnavailable, Version
+from infra.registry import CHAMPION, LINEAGE_TAGS, ForeignVersion, Registry, RegistryUnavailable, Version
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
@@ -333,6 +333,20 @@ def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: Wor
     assert boot is not None
     assert boot.version.number == 1
     assert running.counts["registry_unavailable"] == 1
+
+
+def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from_starting(running: World) -> None:
+    from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
+
+    by_hand = MlflowClient(running.registry.uri, running.registry.uri)
+    by_hand.create_model_version("draft", source=running.home.as_uri())
+    by_hand.set_registered_model_alias("draft", CHAMPION, "2")
+    with pytest.raises(ForeignVersion):
+        running.tick()
+    assert running.serving() == 1
+    boot = running.boot()
+    assert boot is not None
+    assert (boot.version.number, running.counts["errors"]) == (1, 1)
 
 
 def test_swaps_are_kept_apart(running: World) -> None:

@@ -19,7 +19,7 @@ def row(id: str, **values: object) -> QueryRow:
             "target_version": 1,
             "draft_version": None,
             "prompt_ids": [1, 2],
-            "completion_ids": [3, 4, ord(id)],
+            "completion_ids": [3, 4, *id.encode()],
             "sampling": {"temperature": 0.7},
             "finish_reason": "stop",
             "speculating": True,
@@ -37,7 +37,7 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted():
         row("e", completion_ids=[3, 4, ord("a")]),
         row("f", sampling={}),
     ]
-    samples, left_out = usable(rows, target_version=1)
+    samples, left_out = usable(rows, target_version=1, max_share_per_key=1)
     assert samples == [Sample("a", "code", [1, 2], [3, 4, ord("a")], 0.7)]
     assert left_out == {
         "answered by another target": 1,
@@ -45,6 +45,21 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted():
         "too short": 1,
         "repeated": 1,
     }
+
+
+def test_a_flood_from_one_key_counts_once_a_row_and_up_to_its_share():
+    flood = [row(f"f{number}", key="flooder") for number in range(90)]
+    copies = [row(f"c{number}", key="flooder", completion_ids=flood[0].completion_ids) for number in range(900)]
+    others = [row(f"o{number}", key=f"key{number % 2}") for number in range(10)]
+    samples, left_out = usable(flood + copies + others, target_version=1, max_share_per_key=0.25)
+    assert left_out == {"repeated": 900, "above one key's share": 65}
+    assert [one.id[0] for one in samples] == ["f"] * 25 + ["o"] * 10
+
+
+def test_a_key_that_is_alone_and_rows_without_one_have_no_share_to_keep():
+    alone = [row(f"f{number}", key="flooder") for number in range(30)]
+    assert usable(alone, 1, 0.1)[1] == {}
+    assert usable([row(f"n{number}") for number in range(30)] + alone[:1], 1, 0.1)[1] == {}
 
 
 def test_a_prompt_is_always_on_the_same_side_in_the_wanted_share():

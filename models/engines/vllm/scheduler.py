@@ -1,4 +1,4 @@
-"""A scheduler that remembers what was drafted.
+"""A scheduler that remembers what was drafted, in a process that ends with the one that asked for it.
 
 vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was
 drafted. The ids are what a draft learns most from, so each request keeps a list of its verification steps, which leaves
@@ -6,15 +6,25 @@ with its last output. The only open field of that output is `kv_transfer_params`
 list out again.
 """
 
+import ctypes
+import multiprocessing
+import signal
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 STEPS = "redraft_steps"
+PR_SET_PDEATHSIG = 1
 
 
 class TracingScheduler(Scheduler):
     """Records (drafted ids, number of emitted tokens) for each decoding step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See the base class; it is made in the engine's own process, which nobody could stop after a kill -9 of the parent."""
+        super().__init__(*args, **options)
+        if multiprocessing.parent_process() is not None:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # its workers follow it by themselves
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See the base class."""

@@ -1,0 +1,129 @@
+"""A refresh that is killed wherever it hurts, and two refreshes at once."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from infra.consent import QueryRow
+from infra.processes import Child, answers, free_port, wait_until
+from infra.querylog import QueryLog
+from infra.settings import load_settings
+from tests.flows.conftest import Cli, kill_when, registry_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+RECIPE = Path(__file__).parents[2] / "flows" / "recipes" / "tiny.toml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    """The tiny recipe with a checkpoint after every step, and no refresh by itself while a test looks on."""
+    file = tmp_path / "drill.toml"
+    text = RECIPE.read_text().replace("[distill]\n", "[distill]\ncheckpoint_s = 0.0\n")
+    file.write_text('name = "tiny"\n' + text + "\n[schedule]\nrefresh_interval_s = 86400\n")
+    return str(file)
+
+
+@contextmanager
+def orchestrated(home: Path, recipe: str) -> Iterator[None]:
+    """A Prefect server and the runner of flows, as `redraft up` starts them; this process talks to the server."""
+    port = free_port()
+    api = f"http://127.0.0.1:{port}/api"
+    variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables()
+    variables |= {"REDRAFT_HOME": str(home), "PREFECT_API_URL": api, "OMP_NUM_THREADS": "1"}
+    server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    runner = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
+    with Child.start(server, variables, home / "prefect.log", "prefect") as child:
+        wait_until(lambda: answers(f"{api}/health"), 120, child, "the server")
+        with (
+            Child.start(runner, variables, home / "runner.log", "the runner"),
+            temporary_settings({PREFECT_API_URL: api}),
+        ):
+            yield
+
+
+def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_moved_goes_on_each_time(
+    home: Path, rows: list[QueryRow], recipe: str
+) -> None:
+    cli, log, drafts = Cli(home), QueryLog(home / "queries.db"), home / "artifacts" / "draft"
+    log.append(rows)
+    made = {path.name for path in drafts.iterdir()}
+
+    def nothing_happened() -> bool:
+        registry = registry_of(home)
+        whole = {path.name for path in drafts.iterdir() if not path.name.startswith(".")}
+        champion = registry.champion("draft")
+        return whole == made and log.cursor() == 0 and champion is not None and champion.number == 1
+
+    first = cli.start("refresh", "--recipe", recipe)
+    wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, 120, None, "the claim")
+    os.kill(first.pid, signal.SIGSTOP)  # it holds the window while another one asks for it
+    with cli.start("refresh", "--recipe", recipe) as second:
+        told, _ = second.communicate(timeout=120)
+    assert (second.returncode, "the open window belongs to refresh" in told) == (2, True), told
+    os.kill(first.pid, signal.SIGCONT)
+    kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
+    assert nothing_happened()
+    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+
+    kill_when(cli.start("refresh", "--recipe", recipe), lambda: any(drafts.glob(".staging-*/model.safetensors")))
+    assert nothing_happened()
+    assert [version.number for version in registry_of(home).versions("draft")] == [1]
+
+    registered = "SELECT count(*) FROM model_versions WHERE name = 'draft' AND version = 2"
+    kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
+    champion = registry_of(home).champion("draft")
+    assert champion is not None
+    assert (champion.number, log.cursor()) == (1, 0)
+
+    with orchestrated(home, recipe):
+        states = sorted(run.state_name or "" for run in _run_twice_at_once())
+    assert states == ["Cancelled", "Completed"]
+    versions = registry_of(home).versions("draft")
+    assert [version.number for version in versions] == [2, 1]
+    assert (versions[0].tags["window_first_seq"], versions[0].tags["window_last_seq"]) == ("1", str(len(rows)))
+    champion = registry_of(home).champion("draft")
+    assert champion is not None
+    assert (champion.number, log.cursor(), log.stats().depth) == (2, len(rows), 0)
+    assert list(drafts.glob(".staging-*")) == []
+
+
+def _one(database: Path, query: str) -> int:
+    with closing(sqlite3.connect(database, timeout=10)) as db:
+        return int(db.execute(query).fetchone()[0])
+
+
+def _run_twice_at_once() -> list[FlowRun]:
+    """Ask the orchestrator for two refreshes and return both when they have ended."""
+
+    async def run() -> list[FlowRun]:
+        async with get_client() as client, asyncio.timeout(180):
+            while (deployment := await _deployment(client)) is None:
+                await asyncio.sleep(0.5)
+            asked = [await client.create_flow_run_from_deployment(deployment) for _ in range(2)]
+            while True:
+                runs = [await client.read_flow_run(one.id) for one in asked]
+                if all(one.state is not None and one.state.is_final() for one in runs):
+                    return runs
+                await asyncio.sleep(0.5)
+
+    return asyncio.run(run())
+
+
+async def _deployment(client: PrefectClient) -> UUID | None:
+    """Return the deployment of `refresh`, None until the runner has made it."""
+    try:
+        return (await client.read_deployment_by_name("refresh/online")).id
+    except ObjectNotFound:
+        return None

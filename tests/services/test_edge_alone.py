@@ -1,0 +1,145 @@
+"""The layer in front of Serve's proxy, without Serve; test_edge.py asks it over HTTP."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.edge import Edge
+
+MARK = {"x-redraft-request": "1"}
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-redraft-request", b"1")]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive)
+    found = {"bytes": len(await request.body()), "headers": dict(request.headers)}
+    await JSONResponse(found, headers=MARK)(scope, receive, send)
+
+
+def ask(
+    app: ASGIApp = echo,
+    path: str = "/v1/models",
+    headers: Sequence[tuple[str, bytes]] = (),
+    chunks: Sequence[bytes] = (b"",),
+    stall: bool = False,
+    max_bytes: int = 10,
+) -> tuple[int, bytes, Headers]:
+    """Send one request through the layer and return status, body and headers."""
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": stall or index + 1 < len(chunks)}
+        for index, chunk in enumerate(chunks)
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value) for name, value in headers]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+    asyncio.run(Edge(app, max_bytes, body_timeout_s=0.1)(scope, receive, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], body, Headers(raw=sent[0]["headers"])
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    return dict(json.loads(body)["error"])
+
+
+@pytest.mark.parametrize(
+    ("headers", "chunks"),
+    [([("Content-Length", b"11")], [b""]), ([], [b"x" * 6, b"x" * 5]), ([("Content-Length", b"9" * 5000)], [b""])],
+    ids=["declared", "chunked", "absurd"],
+)
+def test_a_body_over_the_limit_is_413(headers: list[tuple[str, bytes]], chunks: list[bytes]) -> None:
+    status, body, _ = ask(headers=headers, chunks=chunks)
+    assert (status, error_of(body)["code"]) == (413, "body_too_large")
+
+
+def test_a_body_of_the_limit_arrives_whole() -> None:
+    assert json.loads(ask(chunks=[b"12345", b"67890"])[1])["bytes"] == 10
+
+
+def test_a_body_that_does_not_arrive_is_408_and_the_connection_ends() -> None:
+    status, body, headers = ask(chunks=[b"1"], stall=True)
+    assert (status, headers["connection"]) == (408, "close")
+    assert "longer than 0.1 s" in error_of(body)["message"]
+
+
+@pytest.mark.parametrize("length", [b"-1", b"1e3", b"\xb2"])
+def test_a_content_length_that_is_no_number_is_400(length: bytes) -> None:
+    assert ask(headers=[("Content-Length", length)])[0] == 400
+
+
+def test_only_the_headers_that_mean_something_here_pass() -> None:
+    sent = [
+        ("X-Request-Id", b"\xff"),
+        ("X-Request-Timeout-Seconds", b"0.01"),
+        ("X-Data-Parallel-Rank", b"7"),
+        ("Authorization", b"Bearer \xe9"),
+        ("X-Redraft-Domain", b"chat"),
+    ]
+    passed = json.loads(ask(headers=sent)[1])["headers"]
+    assert passed == {"authorization": "Bearer \u00e9", "x-redraft-domain": "chat"}
+
+
+def test_serves_own_routes_are_not_there() -> None:
+    status, body, _ = ask(path="/-/routes")
+    assert (status, error_of(body)["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "overloaded"), (500, "engine_unavailable"), (404, "engine_unavailable")]
+)
+def test_what_serve_says_in_its_own_words_is_a_503_in_openais_shape(status: int, code: str) -> None:
+    told, body, headers = ask(PlainTextResponse("actor 7 died: swordfish", status))
+    assert (told, error_of(body)["code"], headers["retry-after"]) == (503, code, "5")
+    assert b"swordfish" not in body
+
+
+def test_a_request_that_nobody_answered_or_that_broke_the_proxy_is_a_503() -> None:
+    async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise UnicodeDecodeError("utf-8", b"swordfish", 0, 1, "invalid")
+
+    for app in (silent, broken):
+        status, body, _ = ask(app)
+        assert (status, error_of(body)["code"]) == (503, "engine_unavailable")
+        assert b"swordfish" not in body
+
+
+def test_a_stream_that_was_cut_ends_with_an_error_frame_and_a_whole_one_is_left_alone() -> None:
+    def streaming(*frames: tuple[bytes, bool]) -> ASGIApp:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            for body, more in frames:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        return app
+
+    _, cut, _ = ask(streaming((b"data: 1\n\n", True)))
+    first, error, done = cut.decode().rstrip().split("\n\n")
+    assert (first, done) == ("data: 1", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "replica_lost"
+    assert ask(streaming((b"data: 1\n\n", True), (b"", False)))[1] == b"data: 1\n\n"
+
+
+def test_an_answer_that_is_no_stream_is_never_completed_with_something_else() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-redraft-request", b"1")]})
+        await send({"type": "http.response.body", "body": b'{"half', "more_body": True})
+
+    assert ask(app)[1] == b'{"half'

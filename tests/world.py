@@ -1,0 +1,187 @@
+"""A registry with drafts of a tiny target, and the real service that follows it, for tests and drills."""
+
+import asyncio
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from infra.artifacts import staged
+from infra.doctor import openmp_preload
+from infra.processes import Child, answers, free_port, wait_until
+from infra.querylog import QueryLog
+from infra.registry import LINEAGE_TAGS, Registry
+from models.drafts import open_draft
+from models.engines import Sampling
+from models.golden import Golden, save_golden
+from models.targets import describe
+from tasks.measure_draft import measure_probe
+from tests.conftest import make_draft
+
+KEY, OTHER_KEY = "the-key-of-team-one", "the-key-of-team-two"
+MODEL = "target"
+MAX_TOKENS = 48
+MAX_MODEL_LEN = 256
+START_TIMEOUT_S = 240.0
+PROMPTS = [f"question {number}: what is {number} times {number + 1}?" for number in range(8)]
+
+
+class World:
+    """A target, a registry and a service in one folder.
+
+    Attributes:
+        versions: two drafts, each with an honest promise; the first one is the champion at the start.
+    """
+
+    def __init__(self, home: Path, target: Path, registry_uri: str = "", **config: Any) -> None:
+        """Register two drafts and promote the first.
+
+        Args:
+            home: an empty folder.
+            target: with its golden outputs, see `make_target`.
+            registry_uri: of a running MLflow server; by default a database in the folder.
+            config: settings of the service that differ.
+        """
+        self.home, self.target = home, target
+        self.registry = Registry(registry_uri or f"sqlite:///{home}/mlflow.db", home / "artifacts")
+        self.querylog = home / "log" / "queries.db"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.headers = {"Authorization": f"Bearer {KEY}"}
+        self._changed = config
+        self.versions = [self.register(seed) for seed in (0, 1)]
+        self.registry.promote("draft", self.versions[0])
+
+    def make(self, seed: int) -> Path:
+        """Make a draft's directory, with its manifest."""
+        directory = self.home / "made" / str(seed)
+        with staged(directory) as staging:
+            make_draft(self.target, staging, seed)
+            (staging / "manifest.json").unlink()
+        return directory
+
+    def register(self, seed: int, **changed: str) -> int:
+        """Register a draft, with an honest promise unless `changed` says otherwise."""
+        directory = self.make(seed)
+        probe_tau = measure_probe(open_draft(directory, self.target), self.target, 3, self.home / "probe")
+        return self.register_files(directory, **{"probe_tau": str(probe_tau)} | changed)
+
+    def register_files(self, directory: Path, **changed: str) -> int:
+        """Register whatever a directory holds as a draft for the target."""
+        card = describe(self.target)
+        tags = dict.fromkeys(LINEAGE_TAGS, "") | {
+            "target_sha256": card.sha256,
+            "tokenizer_sha256": card.tokenizer_sha256,
+            "vocab_size": str(card.vocab_size),
+            "probe_tau": "1.0",
+        }
+        return self.registry.register("draft", directory, tags | changed).number
+
+    def config(self) -> Path:
+        """Write the service's settings."""
+        file = self.home / "service.json"
+        paths = {
+            "target_dir": self.target,
+            "artifact_root": self.home / "artifacts",
+            "querylog": self.querylog,
+            "cache": self.home / "cache",
+            "state": self.home / "state.json",
+        }
+        config = {name: str(path) for name, path in paths.items()} | {
+            "registry_uri": self.registry.uri,
+            "engine": {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16},
+            "port": self.port,
+            "api_keys": [KEY, {"key": OTHER_KEY, "log": "full"}],
+            "poll_s": 0.2,
+            "min_swap_interval_s": 0.2,
+            "body_timeout_s": 5.0,
+        }
+        file.write_text(json.dumps(config | self._changed))
+        return file
+
+    def start(self) -> Child:
+        """Start the service and wait until it answers."""
+        argv = [sys.executable, "-m", "services.main", "--config", str(self.config())]
+        child = Child.start(argv, openmp_preload(), self.home / "service.log", "the service")
+        try:
+            wait_until(lambda: answers(f"{self.url}/healthz"), START_TIMEOUT_S, child, "the service")
+        except BaseException:
+            child.stop()
+            raise
+        return child
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        """Return the stock client, without its retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the service says of itself; httpx.HTTPError if it says nothing."""
+        answer = httpx.get(f"{self.url}/redraft/status", headers=self.headers, timeout=30, trust_env=False)
+        return dict(answer.raise_for_status().json())
+
+    def wait_for(self, what: str, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until the service's status is as wanted, and return it; a service that is away is waited for."""
+        until, seen = time.monotonic() + timeout_s, None
+        while time.monotonic() < until:
+            with suppress(httpx.HTTPError):
+                seen = self.status()
+                if holds(seen):
+                    return seen
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: {seen}")
+
+    def wait_for_draft(self, number: int) -> None:
+        """Wait until the service serves a draft that passed its probation."""
+        self.wait_for(f"draft {number}", lambda status: str(status["draft_version"]) == str(number))
+
+    def wait_for_rows(self, domain: str, count: int) -> list[Any]:
+        """Wait until the query log has so many rows of a domain with full consent, and return them."""
+        log = QueryLog(self.querylog)
+        until = time.monotonic() + 20
+        while len(rows := [row for row in log.rows(0, 10**9) if row.domain == domain]) < count:
+            assert time.monotonic() < until, f"{len(rows)} rows of {domain}"
+            time.sleep(0.1)
+        log.close()
+        return rows
+
+
+def make_target(
+    tiny_target: Path, directory: Path, engine: Any, loop: asyncio.AbstractEventLoop, num_golden: int = 4
+) -> None:
+    """Copy the session's target and save what its engine says without speculation."""
+    shutil.copytree(tiny_target, directory)
+
+    async def golden() -> list[Golden]:
+        await engine.set_speculation(False)
+        sampling = Sampling(max_tokens=24, num_logprobs=2, ignore_eos=True)
+        outputs = [await engine.generate([7 + n, 30, 12, 44 - n], sampling, f"golden-{n}") for n in range(num_golden)]
+        await engine.set_speculation(True)
+        return [Golden(prompt_ids=o.prompt_ids, token_ids=o.token_ids, gaps=o.gaps) for o in outputs]
+
+    save_golden(directory, loop.run_until_complete(golden()), threshold=1e-2)
+
+
+def ask(client: openai.OpenAI, prompt: str, **options: Any) -> Any:
+    """Ask greedily."""
+    messages = [{"role": "user", "content": prompt}]
+    settings = {"max_tokens": MAX_TOKENS, "temperature": 0} | options
+    return client.chat.completions.create(model=MODEL, messages=messages, **settings)
+
+
+def stream_text(client: openai.OpenAI, prompt: str, **options: Any) -> tuple[str, str | None, dict[str, Any]]:
+    """Ask greedily for a stream; return text, finish reason and what the usage says beyond OpenAI's."""
+    text, finish, usage = "", None, {}
+    for chunk in ask(client, prompt, stream=True, stream_options={"include_usage": True}, **options):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+        if chunk.usage is not None:
+            usage = chunk.usage.model_extra or {}
+    return text, finish, usage
