@@ -1,9 +1,8 @@
 """Who may ask, and what may be asked: the ASGI layer in front of every route, and the parsing of bodies.
 
 Nothing that a client sends reaches a handler before its key, its size and its JSON were checked. Each request gets an
-id
-of ours: one chosen by a client could collide with another's and mix up their log rows. A failure that nobody foresaw
-becomes a bare 500 here; its text goes to the log only.
+id of ours: one chosen by a client could collide with another's and mix up their log rows. A failure that nobody
+foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
 import asyncio
