@@ -1,8 +1,7 @@
 """Prompts made from nothing: a small grammar over invented words, for runs that must need no data at all.
 
 The words are spelt from syllables drawn by `domain` and `word_seed` together, so two domains share almost no word even
-at
-one seed: a draft trained on one gains nothing on the other, which is what a test of drift needs.
+at one seed: a draft trained on one gains nothing on the other, which is what a test of drift needs.
 """
 
 import random
