@@ -198,3 +198,17 @@ def test_a_run_is_recorded_with_its_params_metrics_and_files(registry: Registry,
 def test_the_database_is_left_in_wal_mode(registry: Registry, tmp_path: Path) -> None:
     registry.versions("draft")
     assert (tmp_path / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"
+
+
+def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
+    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "page.md").write_text("τ rose")
+    version = registry.register("draft", checkpoint("one"), LINEAGE, {}, [tmp_path / "page.md"], "it may serve")
+    assert registry.attached(version, "page.md") == "τ rose"
+    assert registry.attached(version, "other.md") is None
+    described = registry._client.get_model_version("draft", "1")
+    assert described.description == f"it may serve\n\nruns:/{described.run_id}/page.md"
+    plain = registry.register("draft", checkpoint("two"), LINEAGE)
+    assert registry.attached(plain, "page.md") is None
+    assert registry._client.get_model_version("draft", "2").description == ""
