@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -257,6 +258,19 @@ def status(
         typer.echo(json.dumps(seen))
     else:
         _show_overview(seen)
+
+
+@command
+def report(
+    output: Annotated[Path | None, typer.Option(help="The file; by default report.html in the home folder.")] = None,
+) -> None:
+    """Write one HTML page: what serves, acceptance, speed, drafts with their gates, the query log."""
+    settings = _settings()
+    from flows.report import write_report
+
+    with out.status("writing the report"):
+        file = write_report(settings, output)
+    out.print(f"report: {file}", soft_wrap=True, markup=False)
 
 
 @command

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -20,8 +19,10 @@ from rich.table import Table
 
 from flows.build import build
 from flows.refresh import refresh
+from flows.report import DEMO_PHASES, DEMO_RESULT, answers_of
 from flows.serving import SERVED_NAME, start_service
 from flows.traffic import Answer, send
+from infra.artifacts import write_whole
 from infra.registry import Registry, Version
 from infra.settings import Settings
 from tasks.compare_traffic import DomainComparison, Outputs, compare_acceptance, compare_outputs
@@ -118,12 +119,7 @@ class _Run:
 
     def rows(self, name: str) -> list[Row]:
         """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
-        file = self.folder / f"{name}.jsonl"
-        rows = []
-        for line in file.read_text().splitlines() if file.is_file() else ():
-            with suppress(ValueError):
-                rows.append(json.loads(line))
-        return rows
+        return answers_of(self.folder / f"{name}.jsonl")
 
     def ask(
         self, name: str, prompts: Sequence[Prompt], *, log: str = "none", concurrency: int = 0, gaps: bool = False
@@ -221,7 +217,7 @@ class _Run:
         champion = registry.champion("target")
         assert champion is not None
         outputs = compare_outputs(self.rows("reference"), after, registry.download(champion, self.settings.cache))
-        sent = [row for name in ("before", "traffic", "meanwhile", "after") for row in self.rows(name)]
+        sent = [row for name in DEMO_PHASES for row in self.rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self.rows(name))]
         swap_at = len([row for row in sent if row["draft_version"] == sent[0]["draft_version"]])
         plot = draw_acceptance(sent, swap_at, PLOT_WINDOW, self.folder / "acceptance.png")
@@ -243,6 +239,7 @@ class _Run:
             "stage_seconds": self.seconds,
             "seconds": round(seconds, 1),
         }
+        write_whole(self.folder / DEMO_RESULT, json.dumps(result) + "\n")
         _show(result, comparisons, outputs)
         out.print(f"plot: {plot}", soft_wrap=True)
         print(json.dumps(result))

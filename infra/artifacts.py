@@ -89,6 +89,24 @@ def sweep_staging(parent: Path) -> list[Path]:
     return swept
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file in one rename, so that a reader finds the old text or the new one.
+
+    Raises:
+        ValueError: the folder does not exist, or `file` is a directory.
+    """
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, wanted the name of a file")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def publish(directory: Path, kind: str) -> Artifact:
     """Check the directory's manifest and make a reference to it; ValueError where `check_manifest` raises it."""
     return Artifact(uri=directory.resolve().as_uri(), sha256=check_manifest(directory), kind=kind)

@@ -204,6 +204,10 @@ class QueryLog:
         """Return the rows of one consent level from `first_seq` to `last_seq`, both included, by seq."""
         return self._read("seq BETWEEN ? AND ? AND consent = ?", (first_seq, last_seq, consent))
 
+    def latest(self, num_rows: int) -> list[QueryRow]:
+        """Return the last rows, of any consent, by seq."""
+        return self._read("seq IN (SELECT seq FROM rows ORDER BY seq DESC LIMIT ?)", (num_rows,))
+
     def replay(self, per_domain: int, before_seq: int, seed: int = 0) -> list[QueryRow]:
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
 

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -93,7 +94,13 @@ class Registry:
             os.environ.setdefault(name, value)
 
     def register(
-        self, kind: Kind, directory: Path, tags: Mapping[str, str], metrics: Mapping[str, float] | None = None
+        self,
+        kind: Kind,
+        directory: Path,
+        tags: Mapping[str, str],
+        metrics: Mapping[str, float] | None = None,
+        files: Sequence[Path] = (),
+        description: str = "",
     ) -> Version:
         """Store a checked directory as the next version of its kind; it is not served yet.
 
@@ -102,6 +109,8 @@ class Registry:
             directory: with a manifest that fits.
             tags: the lineage; a draft must have each of LINEAGE_TAGS, an empty string says "does not apply".
             metrics: finite numbers, shown with the version.
+            files: reports, kept in the version's run before the version is listed; `attached` reads them.
+            description: what MLflow shows first of the version; where the files lie is added.
 
         Raises:
             ValueError: the manifest does not fit, a tag is missing or is one of OWN_TAGS, or a metric is not finite.
@@ -113,7 +122,8 @@ class Registry:
         if reserved := [name for name in OWN_TAGS if name in tags]:
             raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
         sha256 = check_manifest(directory)
-        run_id = self.record_run(f"register {kind}", {}, metrics or {}, [])
+        run_id = self.record_run(f"register {kind}", {}, metrics or {}, files)
+        places = ", ".join(f"runs:/{run_id}/{file.name}" for file in files)
         with _translated(f"registering {directory} as {kind}"):
             model = self._client.create_logged_model(self._experiment_id, name=kind, source_run_id=run_id)
             self._client.log_model_artifacts(model.model_id, str(directory))
@@ -124,6 +134,7 @@ class Registry:
                 source=model.artifact_location,
                 run_id=run_id,
                 tags={**tags, "sha256": sha256, "model_id": model.model_id},
+                description=f"{description}\n\n{places}".strip(),
                 # A database store looks the id up at MLflow's process-wide address; a server, at its own.
                 model_id=model.model_id if self.uri.startswith("http") else None,
             )
@@ -201,6 +212,18 @@ class Registry:
                 found += [_version(version) for version in page if "sha256" in version.tags]
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
+
+    def attached(self, version: Version, name: str) -> str | None:
+        """Return a text file that was registered with a version, None if there is none of that name (any more)."""
+        try:
+            with _translated(f"reading {name} of {version.kind} {version.number}"):
+                run_id = self._client.get_model_version(version.kind, str(version.number)).run_id
+                if name not in [file.path for file in self._client.list_artifacts(run_id)]:
+                    return None
+                with tempfile.TemporaryDirectory() as folder:
+                    return Path(self._client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+        except NoSuchVersion:  # somebody deleted the run
+            return None
 
     def promote(self, kind: Kind, number: int, forced: str = "") -> None:
         """Make a version the champion and remember the former one in its tag `previous`.

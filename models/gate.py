@@ -132,7 +132,7 @@ def decide(
     overall = _estimate(candidate_tau - parent_tau, degrees, alpha)
     domains = {domain: _judge(domain, sums, rows, best, params) for domain in sorted({*rows, *best})}
     reasons = [] if overall.low > 0 else [f"no gain shown: τ {overall.value:+.4f}, lower bound {overall.low:+.4f}"]
-    reasons += [reason for domain, verdict in domains.items() for reason in _refusals(domain, verdict, params)]
+    reasons += [reason for domain, verdict in domains.items() for reason in refusals(domain, verdict, params)]
     return Verdict(promote=not reasons, reasons=tuple(reasons), overall=overall, alpha=alpha, domains=domains)
 
 
@@ -181,7 +181,8 @@ def _judge(
     )
 
 
-def _refusals(domain: str, verdict: DomainVerdict, params: Params) -> list[str]:
+def refusals(domain: str, verdict: DomainVerdict, params: Params) -> list[str]:
+    """Return why a domain stands against promotion; empty if it does not."""
     if verdict.relative is None:
         wanted = params.min_conversations
         return [f'domain "{domain}" has too few conversations: {verdict.num_conversations}, wanted {wanted}']

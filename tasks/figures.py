@@ -2,6 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from models.acceptance import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SIZE_INCHES = (6.4, 3.6)
 
@@ -19,6 +25,42 @@ def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Pat
         file: where to.
     """
     return _draw(taus, "draft version", "τ, mean accepted length", file)
+
+
+def draw_gate(gain: Estimate, changes: Mapping[str, Estimate], floor: float, file: Path) -> Path:
+    """Draw what a gate judged into a PNG: the gain over all conversations, and each domain's change beside its floor.
+
+    Args:
+        gain: τ after minus τ before.
+        changes: domain to the change as a share of the best τ; may be empty.
+        floor: share of τ that a domain may lose.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    height_inches = 2.2 + 0.35 * max(1, len(changes))
+    figure = Figure((SIZE_INCHES[0], height_inches), layout="constrained")
+    overall, domains = figure.subplots(2, 1, height_ratios=(1, max(1, len(changes))))
+    _draw_intervals(overall, {"all": gain}, 1.0)
+    overall.axvline(0, color="tab:red", linestyle="--", label="margin: the lower end must be above 0")
+    overall.set_xlabel("change of τ, tokens a step")
+    _draw_intervals(domains, changes, 100.0)
+    domains.axvline(0, color="tab:gray", linewidth=0.8)
+    domains.axvline(-100 * floor, color="tab:red", linestyle="--", label=f"floor: no lower end below {-floor:.1%}")
+    domains.set_xlabel("change of τ, % of the best that the domain had")
+    for axes in (overall, domains):
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize="small")
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def _draw_intervals(axes: "Axes", estimates: Mapping[str, Estimate], scale: float) -> None:
+    """Draw one line a name, the first at the top."""
+    for row, estimate in enumerate(estimates.values()):
+        axes.plot([scale * estimate.low, scale * estimate.high], [row, row], color="tab:blue", marker="|")
+        axes.plot(scale * estimate.value, row, color="tab:blue", marker="o")
+    axes.set_yticks(range(len(estimates)), list(estimates))
+    axes.set_ylim(len(estimates) - 0.5, -0.5)
 
 
 def _draw(curves: Mapping[str, Sequence[tuple[int, float]]], x_label: str, y_label: str, file: Path) -> Path:

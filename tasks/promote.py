@@ -9,8 +9,8 @@ from infra.artifacts import publish
 from infra.querylog import Window
 from infra.registry import LINEAGE_TAGS, Version, is_quarantined
 from infra.settings import load_settings
+from tasks.gate_report import PASSED
 from tasks.lineage import Pair, ancestors, open_registry, trained_on
-from tasks.register import PASSED
 from tasks.reporting import run_logger
 
 Outcome = Literal["promoted", "refused", "already trained"]

@@ -15,12 +15,11 @@ from models import catalog
 from models.targets import describe
 from tasks.figures import draw_tau
 from tasks.gate_draft import Judged
+from tasks.gate_report import GateReport, first_report, headline, judged_report, write_files
 from tasks.lineage import Pair, ancestors, lineage_tags, open_registry, target_tags, taus
 from tasks.measure_draft import Measured
 from tasks.recipe import Recipe
 from tasks.reporting import flow_run_id, run_logger
-
-PASSED, REFUSED = "passed", "refused"
 
 
 @task(cache_policy=NO_CACHE)
@@ -50,7 +49,8 @@ def register_draft(
         line=draft.sha256[:16],
         gate_test="0",
     )
-    return _register(registry, "draft", draft, tags, measured.metrics())
+    report = first_report(measured, recipe.num_draft_tokens)
+    return _register(registry, "draft", draft, tags, measured.metrics(), report)
 
 
 @task(cache_policy=NO_CACHE)
@@ -61,6 +61,7 @@ def register_candidate(
     registry, card = open_registry(), describe(pair.target_files.path)
     catalog.load("drafts", recipe.draft.name).check(open_artifact(candidate), pair.draft_files.path, card)
     verdict, parent = judged.verdict, pair.draft
+    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens)
     tags = lineage_tags(
         pair.target,
         card,
@@ -72,7 +73,7 @@ def register_candidate(
         window_last_seq=str(window.last_seq),
         window_sha256=window.sha256,
         window_uri=window_samples.uri,
-        gate=PASSED if verdict.promote else REFUSED,
+        gate=report.verdict,
         gate_reasons="; ".join(verdict.reasons),
         gate_test=str(judged.test_index),
     )
@@ -81,7 +82,7 @@ def register_candidate(
         "gate/gain_low": verdict.overall.low,
         **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
     }
-    version = _register(registry, "draft", candidate, tags, metrics)
+    version = _register(registry, "draft", candidate, tags, metrics, report)
     _record_curve(registry, version)
     return version
 
@@ -93,7 +94,12 @@ def first_samples(version: Version) -> Artifact:
 
 def _samples_tags(recipe: Recipe, uri: str, sha256: str) -> dict[str, str]:
     sampling = {"max_tokens": recipe.generate.max_tokens, "temperature": 0.0}
-    return {"samples_uri": uri, "samples_sha256": sha256, "sampling": json.dumps(sampling)}
+    return {
+        "samples_uri": uri,
+        "samples_sha256": sha256,
+        "sampling": json.dumps(sampling),
+        "seed": str(recipe.seed),
+    }
 
 
 def _same_files(versions: Sequence[Version], artifact: Artifact) -> Version | None:
@@ -101,9 +107,17 @@ def _same_files(versions: Sequence[Version], artifact: Artifact) -> Version | No
 
 
 def _register(
-    registry: Registry, kind: str, artifact: Artifact, tags: Mapping[str, str], metrics: Mapping[str, float]
+    registry: Registry,
+    kind: str,
+    artifact: Artifact,
+    tags: Mapping[str, str],
+    metrics: Mapping[str, float],
+    report: GateReport | None = None,
 ) -> Version:
-    version = registry.register(kind, open_artifact(artifact), tags, metrics)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [] if report is None else write_files(report, Path(folder))
+        description = "" if report is None else headline(report)
+        version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description)
     run_logger().info("registered %s %d", kind, version.number)
     return version
 

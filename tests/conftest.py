@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +16,13 @@ from models.engines.vllm import child_environment
 if TYPE_CHECKING:
     import torch
 
+    from tasks.gate_draft import Judged
+
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
+# Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
+_BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,6 +75,52 @@ def shake(draft: "torch.nn.Module", scale: float, seed: int) -> None:
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=rng)
+
+
+def judge(gains: dict[str, float], test_index: int = 1, unjudged: tuple[str, ...] = ()) -> "Judged":
+    """Let the gate judge a candidate on made-up scores of 30 conversations a domain.
+
+    Args:
+        gains: domain to the tokens a step by which the candidate's τ differs; the parent's is 1.5.
+        test_index: which test of its line this is.
+        unjudged: domains to name as left out.
+    """
+    from models.gate import Params, Score, decide
+    from tasks.gate_draft import Judged
+    from tasks.measure_draft import summarise
+
+    def scores(added: dict[str, float]) -> list[Score]:
+        return [
+            Score(id=f"{domain}{number}", domain=domain, steps=20, accepted=20 * (0.4 + 0.02 * (number % 11) + gain))
+            for domain, gain in added.items()
+            for number in range(30)
+        ]
+
+    parent, candidate = scores(dict.fromkeys(gains, 0.0)), scores(gains)
+    return Judged(
+        verdict=decide(parent, candidate, {}, Params(num_resamples=200), test_index, seed=0),
+        measured=summarise(candidate, probe_tau=1.5, seed=0),
+        parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, seed=0).tau.items()},
+        test_index=test_index,
+        unjudged=unjudged,
+    )
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """A Chromium to open pages in; without one the test is skipped."""
+    found = _BROWSER or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed, and REDRAFT_CHROMIUM names none")
+    return found
+
+
+@pytest.fixture(scope="session")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for pictures of pages: REDRAFT_SCREENSHOTS, or one that pytest clears away."""
+    folder = Path(_SCREENSHOTS).absolute() if _SCREENSHOTS else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

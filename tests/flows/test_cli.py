@@ -8,6 +8,10 @@ from typer.testing import CliRunner
 
 from flows import cli
 
+COMMANDS = (
+    "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
+)  # fmt: skip
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -21,7 +25,7 @@ def run(tmp_path, monkeypatch):
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    for name in ("build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "demo", "doctor"):
+    for name in COMMANDS:
         assert name in result.output
 
 
@@ -78,6 +82,19 @@ def test_a_version_that_is_not_there_is_exit_code_2(run, arguments, reason):
     assert result.exit_code == 2
     assert reason in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_report_that_can_not_be_written_is_exit_code_2(run, tmp_path):
+    result = run("report", "--output", str(tmp_path / "none" / "page.html"))
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
+def test_a_report_of_nothing_is_a_page(run, tmp_path):
+    result = run("report", "--output", str(tmp_path / "page.html"))
+    assert result.exit_code == 0
+    assert str(tmp_path / "page.html") in result.output.replace("\n", "")
+    assert "redraft build" in (tmp_path / "page.html").read_text()
 
 
 def test_ctrl_c_is_exit_code_130(run, monkeypatch):

@@ -350,3 +350,10 @@ print(writer.last_error)
     done = run_python(script, tmp_path / "queries.db")
     assert done.returncode == 0, done.stderr
     assert "disk" in done.stdout
+
+
+def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2", consent="metadata"), row("a3")])
+    assert [each.id for each in log.latest(2)] == ["a2", "a3"]
+    assert [each.seq for each in log.latest(9)] == [1, 2, 3]
+    assert log.latest(0) == []

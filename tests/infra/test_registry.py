@@ -223,3 +223,17 @@ def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_
     assert [version.number for version in registry.versions("draft")] == [1]
     registry.promote("draft", 1)
     assert champion_number(registry) == 1
+
+
+def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
+    registry: Registry, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "page.md").write_text("τ rose")
+    version = registry.register("draft", checkpoint("one"), LINEAGE, {}, [tmp_path / "page.md"], "it may serve")
+    assert registry.attached(version, "page.md") == "τ rose"
+    assert registry.attached(version, "other.md") is None
+    described = registry._client.get_model_version("draft", "1")
+    assert described.description == f"it may serve\n\nruns:/{described.run_id}/page.md"
+    plain = registry.register("draft", checkpoint("two"), LINEAGE)
+    assert registry.attached(plain, "page.md") is None
+    assert registry._client.get_model_version("draft", "2").description == ""
