@@ -12,7 +12,7 @@ from torch import Tensor
 from models.checkpoint import read_tensor
 from models.layouts import TAPS
 
-Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 
 
 def published(

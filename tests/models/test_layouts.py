@@ -131,7 +131,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(
     spoil: Callable[[dict[str, Tensor], Callable[[str], str]], object],
     fault: str,
 ) -> None:
-    directory = write(lambda config, tensors: spoil(tensors, lambda name: at(layout, name)) and None)
+    directory = write(lambda config, tensors: spoil(tensors, lambda name: at(layout, name)))
     with pytest.raises(ValueError, match=fault):
         eagle3.adopt(directory, tiny_target)
 

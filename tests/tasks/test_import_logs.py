@@ -129,7 +129,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "of another shape", "\"role\" is 'bot'"),
     ({"prompt": "a\ud800", "completion": "b"}, "of another shape", "valid Unicode"),
     ({"prompt": "a", "completion": " "}, "of another shape", "message 1: .*not blank"),
-    ({"prompt": "a" * 256, "completion": "b"}, "too long", "wanted at most 256 tokens, the engine's context; got 3"),
+    ({"prompt": "a" * 256, "completion": "b"}, "too long", "wanted at most 256 tokens, the engine's context; got 277"),
     ({"messages": CHAT, "domain": "Chat!"}, "of no domain", "domain is 'Chat!', wanted 1 to 32"),
     ({"messages": CHAT, "temperature": -1}, "of no temperature", "temperature is -1, wanted a number from 0 on"),
     ({"messages": CHAT, "temperature": True}, "of no temperature", "temperature is True"),
