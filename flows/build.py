@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from infra.artifacts import Artifact
 from infra.registry import Version
 from tasks.distill_draft import distill_draft
 from tasks.generate_answers import generate_answers
@@ -17,12 +18,17 @@ from tasks.select_data import select_data
 def build(recipe: Recipe) -> Version:
     """Build what is not there yet, and make it the champion; returns the draft's version."""
     weights = prepare_target(recipe.target)
-    prompts = select_data(recipe.traffic, recipe.seed)
-    samples = generate_answers(recipe, weights, prompts)
-    target = complete_target(weights, samples)
+    target, samples = prepare(recipe, weights)
     draft = distill_draft(recipe, weights, samples)
     measured = measure_draft(recipe, target, draft, samples)
     target_version = register_target(target)
     version = register_draft(recipe, target_version, target, draft, samples, measured)
     promote_build(target_version, version)
     return version
+
+
+def prepare(recipe: Recipe, weights: Artifact) -> tuple[Artifact, Artifact]:
+    """Return the target with its reference outputs, and its answers to the prompts of the first draft's domains."""
+    prompts = select_data(recipe.traffic, recipe.seed)
+    samples = generate_answers(recipe, weights, prompts)
+    return complete_target(weights, samples), samples

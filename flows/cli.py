@@ -92,6 +92,43 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
 
 @command
+def import_draft(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="config.json and safetensors of an EAGLE-3 head.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Let the gate hold it against the champion, and serve it if it passes.")
+    ] = False,
+) -> None:
+    """Register a draft that was trained elsewhere; where none is served yet it becomes the champion."""
+    _, parsed = _prepare(recipe)
+    from flows.adopt import adopt
+
+    outcome, version = adopt(parsed, directory.absolute(), promote)
+    _show_draft(outcome, version)
+    if outcome == "registered":
+        out.print("the champion stays; to have this one judged against it, add --promote")
+
+
+@command
+def import_logs(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON Lines, Parquet or CSV.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    domain: Annotated[str, typer.Option(help="Of all rows; by default each row's own.")] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="Add nothing if one row can't be used.")] = False,
+) -> None:
+    """Add requests that were served elsewhere to the query log; only what its owners agreed to have trained on."""
+    _, parsed = _prepare(recipe)
+    from tasks.import_logs import import_logs as add
+
+    report = add.fn(files, parsed.engine.max_model_len, domain, strict)
+    for example in report.examples:
+        typer.echo(f"skipped {example}", err=True)
+    out.print(report.line(), soft_wrap=True, markup=False)
+    if report.num_read and sum(report.skipped.values()) == report.num_read:
+        raise RuntimeError("none of the rows could be used")
+
+
+@command
 def serve(
     recipe: RecipeName = DEFAULT_RECIPE,
     port: Annotated[

@@ -51,6 +51,7 @@ def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -
         "port": port,
         "api_keys": list(settings.api_keys),
         "served_name": SERVED_NAME,
+        "tool_parser": recipe.serve.tool_parser,
         "poll_s": recipe.serve.poll_s,
         "min_swap_interval_s": recipe.serve.min_swap_interval_s,
         "orchestrator": orchestrator,

@@ -4,6 +4,7 @@ Three parties have a say: the request's `X-Redraft-Log` header, OpenAI's `store`
 The strictest that speaks wins, something malformed means "none", and when nobody speaks only metadata is kept.
 """
 
+import hmac
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -12,6 +13,7 @@ from infra.manifest import canonical_json
 
 Consent = Literal["none", "metadata", "full"]
 CONSENT_LEVELS: tuple[Consent, ...] = ("none", "metadata", "full")  # strictest first
+DEFAULT_DOMAIN = "default"  # of a request that names none
 CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids")
 
 Count = Annotated[int, Field(ge=0)]
@@ -88,6 +90,16 @@ def consent_level(header: str | None, store: bool | None, key_policy: str | None
         if value is not None:
             said.append(value if isinstance(value, str) and value in CONSENT_LEVELS else "none")
     return min(said, key=CONSENT_LEVELS.index, default="metadata")
+
+
+def subject_of(key: str | None, user: object) -> str | None:
+    """Return the hash under which a person's rows are logged and erased: HMAC-SHA256 of the user under the key.
+
+    Without a key, a user's name is hashed under a fixed one, which hides it but can be guessed.
+    """
+    if key is None and user is None:
+        return None
+    return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
 
 
 def redact(row: QueryRow, level: Consent) -> QueryRow | None:

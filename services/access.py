@@ -19,14 +19,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.consent import Consent, consent_level
+from infra.consent import DEFAULT_DOMAIN, Consent, consent_level, subject_of
 from services.config import ApiKey
 
 OPEN_PATHS = ("/healthz",)
 # On every answer that a replica gave, so that one which Serve made up is told apart.
 ANSWER_MARK = b"x-redraft-request"
 DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
-DEFAULT_DOMAIN = "default"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -229,16 +228,6 @@ def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], 
     consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
     secret = key.key if key else None
     return Origin(request_id, domain, consent, subject_of(secret, body.get("user") or None), subject_of(secret, None))
-
-
-def subject_of(key: str | None, user: object) -> str | None:
-    """Return the hash under which a person's rows are logged and erased: HMAC-SHA256 of the user under the key.
-
-    Without a key, a user's name is hashed under a fixed one, which hides it but can be guessed.
-    """
-    if key is None and user is None:
-        return None
-    return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
 
 
 def _require_shallow(value: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from infra.consent import Consent
 from models import catalog
-from models.engines.vllm import Params
+from models.engines.vllm import Params, require_tool_parser
 from models.params import Frozen, validate
 from models.watch import Params as WatchParams
 
@@ -58,6 +58,7 @@ class ServiceConfig(Frozen):
         port: TCP port.
         api_keys: accepted keys, as text or with a logging policy; none means that none is asked for.
         served_name: the model's name in requests.
+        tool_parser: vLLM's name of how the target writes tool calls; "" takes no tools.
         poll_s: seconds between looks at the registry.
         min_swap_interval_s: seconds that a swap is kept from the one before.
         max_ongoing_requests: requests in the engine at once.
@@ -83,6 +84,7 @@ class ServiceConfig(Frozen):
     port: int = Field(default=8000, ge=1, le=65535)
     api_keys: tuple[Annotated[ApiKey, BeforeValidator(_as_key)], ...] = ()
     served_name: str = Field(default="target", pattern=r"^[\w./:-]{1,128}$")
+    tool_parser: str = ""
     poll_s: Positive = 5.0
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     max_ongoing_requests: int = Field(default=64, ge=1)
@@ -93,6 +95,13 @@ class ServiceConfig(Frozen):
     probation: Probation = Probation()
     orchestrator: str = ""
     watch: WatchParams = WatchParams()
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _is_known(cls, tool_parser: str) -> str:
+        if tool_parser:
+            require_tool_parser(tool_parser)
+        return tool_parser
 
     @field_validator("target_dir", "artifact_root", "querylog", "cache", "state")
     @classmethod

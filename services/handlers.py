@@ -4,6 +4,7 @@ They answer with a dict, or with server-sent events as text; what they refuse be
 decorator is left out on purpose: under Ray Serve it leaks the running generation, and Serve cancels the handler itself.
 """
 
+from argparse import Namespace
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
@@ -39,15 +40,20 @@ class Handlers:
         state.online_renderer.render_chat = self._render_chat_with_plain_text
 
     @classmethod
-    async def build(cls, engine: VllmEngine) -> "Handlers":
-        """Build vLLM's handlers over a running engine."""
+    async def build(cls, engine: VllmEngine, tool_parser: str = "") -> "Handlers":
+        """Build vLLM's handlers over a running engine; `tool_parser` is vLLM's name of one, "" takes no tools."""
         state = State()
-        await init_app_state(engine.llm, state, engine.frontend_args, await engine.llm.get_supported_tasks())
+        args = Namespace(**vars(engine.frontend_args))
+        args.enable_auto_tool_choice, args.tool_call_parser = bool(tool_parser), tool_parser or None
+        await init_app_state(engine.llm, state, args, await engine.llm.get_supported_tasks())
         return cls(state, engine.llm.renderer.tokenizer)
 
     async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/chat/completions; Refusal for whatever is not served."""
         request = _parse(ChatCompletionRequest, body)
+        if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
+            message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
+            raise Refusal(400, message, "tools", "unsupported")
         return await _answer(self._state.openai_serving_chat.create_chat_completion(request, raw))
 
     async def complete(self, body: dict[str, Any], raw: Request) -> Answer:

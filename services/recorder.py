@@ -4,9 +4,8 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-A text is scrubbed in the stretches between special tokens, and only a stretch that changed is encoded again, with
-special tokens off: a marker typed by a user stays text. Where something changed, the drafted ids and the counts per
-step no longer belong to the tokens and are dropped.
+Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
+dropped.
 """
 
 import itertools
@@ -16,13 +15,13 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from infra import scrub
 from infra.consent import QueryRow, redact
 from infra.querylog import BackgroundWriter
 from models.acceptance import Trace, acceptance_rate, mean_accepted_length
+from models.tokens import rewrite
 from services.access import Origin
 
 if TYPE_CHECKING:
@@ -191,8 +190,8 @@ class Recorder:
         )
         if origin.consent != "full":
             return redact(row, origin.consent)
-        prompt_ids, prompt = self.scrubbed(completion.prompt_ids)
-        completion_ids, text = self.scrubbed(completion.token_ids)
+        prompt_ids, prompt = rewrite(self._tokenizer, completion.prompt_ids, scrub.scrub)
+        completion_ids, text = rewrite(self._tokenizer, completion.token_ids, scrub.scrub)
         same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
         steps: dict[str, Any] = (
             {"drafted_ids": [list(step) for step in completion.drafted_ids]}
@@ -201,25 +200,6 @@ class Recorder:
         )
         content = {"prompt": prompt, "completion": text, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
         return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
-
-    def scrubbed(self, token_ids: Sequence[int]) -> tuple[list[int], str]:
-        """Scrub a token sequence.
-
-        Returns:
-            The ids and their text, special tokens included; equal to what came where there was nothing to scrub.
-        """
-        special = set(self._tokenizer.all_special_ids)
-        ids: list[int] = []
-        texts: list[str] = []
-        for is_special, group in itertools.groupby(token_ids, key=special.__contains__):
-            stretch = list(group)
-            text = self._tokenizer.decode(stretch, clean_up_tokenization_spaces=False)
-            clean = text if is_special else scrub.scrub(text)
-            if clean != text:
-                stretch = self._tokenizer.encode(clean, add_special_tokens=False, split_special_tokens=True)
-            ids += stretch
-            texts.append(clean)
-        return ids, "".join(texts)
 
 
 def _drafted(trace: Trace) -> bool:

@@ -63,7 +63,7 @@ class Service:
             engine, boot, state = await _start_engine(config, source, counts)
             follow = Reconciler(engine, source, goldens, threshold, config, boot, state, counts)
         try:
-            return cls(config, engine, await Handlers.build(engine), follow)
+            return cls(config, engine, await Handlers.build(engine, config.tool_parser), follow)
         except BaseException:
             await engine.close()
             raise

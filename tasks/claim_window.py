@@ -10,6 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
+from infra.consent import QueryRow
 from infra.manifest import canonical_json
 from infra.processes import process_identity
 from infra.querylog import QueryLog, Window
@@ -48,9 +49,26 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     Training: the window and, so that nothing is forgotten, older rows of each domain and some of the first draft's
     samples. Held out: the same sources' other side.
     """
-    log, refresh = QueryLog(load_settings().querylog), recipe.refresh
-    rows = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
+    log = QueryLog(load_settings().querylog)
+    rows = log.replay(recipe.refresh.replay_per_domain, window.first_seq, recipe.seed)
     rows += log.rows(window.first_seq, window.last_seq)
+    return _write_parts(recipe, pair, rows, first_samples)
+
+
+@task(cache_policy=NO_CACHE)
+def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Artifact:
+    """Write what a draft from elsewhere is held to: the held-out part of all that the champion's line was trained on.
+
+    Returns:
+        an artifact of kind "samples".
+    """
+    log = QueryLog(load_settings().querylog)
+    rows = log.replay(recipe.refresh.max_rows, log.cursor() + 1, recipe.seed)
+    return _write_parts(recipe, pair, rows, first_samples)
+
+
+def _write_parts(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], first_samples: Artifact) -> Artifact:
+    refresh = recipe.refresh
     traffic, left_out = usable(rows, pair.target.number, refresh.max_share_per_key)
     if left_out:
         run_logger().info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in left_out.items()))
@@ -87,4 +105,4 @@ def _show(parts: dict[str, list[Sample]]) -> None:
     counts = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
     domains = sorted(set().union(*counts.values()))
     rows = [{"domain": domain, **{part: count[domain] for part, count in counts.items()}} for domain in domains]
-    table("window", rows, "conversations of this refresh")
+    table("window", rows, "conversations")

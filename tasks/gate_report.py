@@ -52,8 +52,9 @@ class GateTest(Frozen):
     """The test over all conversations, and what it was held to.
 
     Attributes:
-        parent: version that the candidate was trained from and compared with.
-        first_seq, last_seq: rows of the query log that it was trained on.
+        parent: version that the candidate was compared with; also the one that it was trained from, if it was trained
+            here.
+        rows: first and last of the query log that it was trained on; None for a draft from elsewhere.
         gain: τ of the candidate minus τ of the parent; each end is wrong with chance `alpha`.
         test_index: which test of its line of drafts this was, from 1.
         params: floor, confidence and error budget.
@@ -61,8 +62,7 @@ class GateTest(Frozen):
     """
 
     parent: int
-    first_seq: int
-    last_seq: int
+    rows: tuple[int, int] | None
     gain: Estimate
     alpha: float
     test_index: int
@@ -81,7 +81,7 @@ class GateReport(Frozen):
 
 
 def judged_report(
-    judged: "Judged", params: gate.Params, parent: int, window: Window, num_draft_tokens: int
+    judged: "Judged", params: gate.Params, parent: int, window: Window | None, num_draft_tokens: int
 ) -> GateReport:
     """Report on a candidate that was held against its parent.
 
@@ -89,7 +89,7 @@ def judged_report(
         judged: the verdict and what it rests on.
         params: what the candidate was held to.
         parent: the parent's version.
-        window: what it was trained on.
+        window: what it was trained on; None for a draft from elsewhere.
         num_draft_tokens: K.
     """
     verdict, after = judged.verdict, judged.measured.tau
@@ -110,8 +110,7 @@ def judged_report(
         },
         test=GateTest(
             parent=parent,
-            first_seq=window.first_seq,
-            last_seq=window.last_seq,
+            rows=None if window is None else (window.first_seq, window.last_seq),
             gain=verdict.overall,
             alpha=verdict.alpha,
             test_index=judged.test_index,
@@ -163,7 +162,7 @@ def explain(report: GateReport) -> str:
     test = report.test
     if test is None:
         return (
-            "This draft was trained from nothing and starts a line of its own. There was no champion of that line to "
+            "This draft goes on from no other and starts a line of its own. There was no champion of that line to "
             "compare it with, so no gate judged it. The figures are its own, on conversations it was not trained on."
         )
     count = sum(evidence.num_conversations for evidence in report.domains.values())
@@ -222,7 +221,7 @@ def markdown(report: GateReport) -> str:
     lines = [f"# {TITLES[report.verdict]}", "", explain(report), ""]
     lines += [_line(columns), _line(["---"] * len(columns)), *map(_line, rows), ""]
     if (test := report.test) is not None:
-        lines.append(f"Trained from draft {test.parent} on rows {test.first_seq} to {test.last_seq} of the query log.")
+        lines.append(_origin(test))
         if test.left_out:
             lines.append(f"New, and too small to be judged: {', '.join(test.left_out)}.")
         lines += ["", "## What it was held to", ""]
@@ -257,6 +256,13 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: gate.Params
     if small:
         said.append(f"Too few conversations to say so much as that: {', '.join(small)}.")
     return said or [f"It was not found to lose more than {params.floor:.1%} of the best τ in any domain."]
+
+
+def _origin(test: GateTest) -> str:
+    if test.rows is None:
+        return f"Trained elsewhere, and held against draft {test.parent}."
+    first, last = test.rows
+    return f"Trained from draft {test.parent} on rows {first} to {last} of the query log."
 
 
 def _standing(evidence: DomainEvidence) -> str:

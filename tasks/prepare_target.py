@@ -10,7 +10,7 @@ from infra.artifacts import Artifact, open_artifact
 from models import catalog
 from models.golden import FILE
 from models.params import BaseParams
-from tasks.stages import produce
+from tasks.stages import local_content, produce
 
 
 @task(cache_policy=NO_CACHE)
@@ -20,7 +20,7 @@ def prepare_target(params: BaseParams) -> Artifact:
     return produce(
         stage="target",
         kind="target",
-        params=params.model_dump(mode="json"),
+        params={**params.model_dump(mode="json"), **local_content(getattr(params, "path", ""))},
         inputs={},
         code=(__name__, f"models.targets.{params.name}"),
         make=lambda directory, _: method.build(params, directory),

@@ -5,12 +5,13 @@ from typing import Literal
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.artifacts import publish
+from infra.artifacts import Artifact, publish
 from infra.querylog import Window
 from infra.registry import LINEAGE_TAGS, Version, is_quarantined
 from infra.settings import load_settings
 from tasks.gate_report import PASSED
 from tasks.lineage import Pair, ancestors, open_registry, trained_on
+from tasks.register import same_files
 from tasks.reporting import run_logger
 
 Outcome = Literal["promoted", "refused", "already trained"]
@@ -23,10 +24,23 @@ def open_champions() -> Pair:
     Raises:
         ValueError: there are none yet, or the draft was made for another target.
     """
+    pair = find_champions.fn()
+    if pair is None:
+        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+    return pair
+
+
+@task(cache_policy=NO_CACHE)
+def find_champions() -> Pair | None:
+    """Fetch the target and the draft that are to be served, None if there are none yet.
+
+    Raises:
+        ValueError: the draft was made for another target.
+    """
     registry, cache = open_registry(), load_settings().cache
     target, draft = registry.champion("target"), registry.champion("draft")
     if target is None or draft is None:
-        raise ValueError("the registry has no champion target and draft yet; run: redraft build")
+        return None
     if draft.tags["target_sha256"] != target.tags["target_sha256"]:
         raise ValueError(
             f"draft {draft.number} was made for target {draft.tags['target_version']}, "
@@ -42,11 +56,16 @@ def open_champions() -> Pair:
 
 @task(cache_policy=NO_CACHE)
 def promote_build(target: Version, draft: Version) -> None:
-    """Make a target and its first draft the champions, unless the champion already descends from that draft."""
+    """Make a target and its first draft the champions, unless the champion goes on from that draft.
+
+    A draft from elsewhere has no parents; while it is the target's champion it stays, because a person chose it.
+    """
     registry = open_registry()
     champion = registry.champion("draft")
     if champion is not None and draft.number in [one.number for one in ancestors(registry, champion)]:
         run_logger().info("draft %d stays: it descends from draft %d", champion.number, draft.number)
+    elif champion is not None and "source" in champion.tags and champion.tags["target_version"] == str(target.number):
+        run_logger().info("draft %d stays: it came from %s", champion.number, champion.tags["source"])
     else:
         registry.promote("target", target.number)
         registry.promote("draft", draft.number)
@@ -64,6 +83,27 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
     line = {one.number for one in ancestors(registry, pair.draft)}
     found = trained_on(registry.versions("draft"), window)
     return next((one for one in found if one.number in line or one.tags["parent"] == str(pair.draft.number)), None)
+
+
+@task(cache_policy=NO_CACHE)
+def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
+    """Return the version of a draft from elsewhere that a run before this one held against the champion, if any.
+
+    The champion itself needs no verdict.
+
+    Raises:
+        ValueError: the champions are of another target than `target`, so nothing can be compared.
+    """
+    if pair.target.number != target.number:
+        raise ValueError(
+            f"the draft was made for target {target.number}, but target {pair.target.number} is the champion; "
+            "import it with that target's recipe, or run: redraft build"
+        )
+    if pair.draft.sha256 == draft.sha256:
+        return pair.draft
+    versions = same_files(open_registry().versions("draft"), draft)
+    against = str(pair.draft.number)
+    return next((one for one in versions if one.tags.get("gated_against") == against), None)
 
 
 @task(cache_policy=NO_CACHE)

@@ -95,12 +95,14 @@ class Serve(Frozen):
     """The endpoint; port 0 takes a free one. The address to bind is the machine's: REDRAFT_HOST.
 
     Attributes:
+        tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" takes no tools.
         watch: when falling acceptance is told to the orchestrator.
     """
 
     port: int = Field(8000, ge=0, le=65535)
     poll_s: float = Field(5.0, gt=0)
     min_swap_interval_s: float = Field(10.0, ge=0)
+    tool_parser: str = ""
     watch: WatchParams = WatchParams()
 
 
@@ -163,6 +165,8 @@ class Recipe(Frozen):
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
         self.refresh_distill()
+        if self.serve.tool_parser:
+            catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
         expected = int(self.refresh.min_rows * self.refresh.held_out_fraction)
         if expected < self.gate.min_conversations:
             raise ValueError(

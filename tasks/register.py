@@ -13,9 +13,10 @@ from infra.querylog import Window
 from infra.registry import Registry, Version, is_quarantined
 from models import catalog
 from models.targets import describe
+from tasks.adopt_draft import Adopted
 from tasks.figures import draw_tau
 from tasks.gate_draft import Judged
-from tasks.gate_report import GateReport, first_report, headline, judged_report, write_files
+from tasks.gate_report import PASSED, REFUSED, GateReport, first_report, headline, judged_report, write_files
 from tasks.lineage import Pair, ancestors, lineage_tags, open_registry, target_tags, taus
 from tasks.measure_draft import Measured
 from tasks.recipe import Recipe
@@ -27,7 +28,8 @@ def register_target(target: Artifact) -> Version:
     """Return the target's version, a new one unless the same files are registered already."""
     registry = open_registry()
     tags = {**target_tags(describe(target.path)), "flow_run": flow_run_id()}
-    return _same_files(registry.versions("target"), target) or _register(registry, "target", target, tags, {})
+    found = same_files(registry.versions("target"), target)
+    return found[0] if found else _register(registry, "target", target, tags, {})
 
 
 @task(cache_policy=NO_CACHE)
@@ -35,22 +37,37 @@ def register_draft(
     recipe: Recipe, target: Version, target_files: Artifact, draft: Artifact, samples: Artifact, measured: Measured
 ) -> Version:
     """Return the version of a draft that was trained from nothing; it starts a line."""
-    registry = open_registry()
-    found = _same_files(registry.versions("draft"), draft)
-    if found is not None and found.tags["target_version"] == str(target.number):
-        return found
-    card = describe(target_files.path)
-    catalog.load("drafts", recipe.draft.name).check(open_artifact(draft), None, card)
+    return _register_first(recipe, target, target_files, draft, samples, measured, {})
+
+
+@task(cache_policy=NO_CACHE)
+def register_adopted(
+    recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
+) -> Version:
+    """Return the version of a draft that was trained elsewhere and not yet judged; it starts a line."""
+    return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted.tags())
+
+
+@task(cache_policy=NO_CACHE)
+def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: Judged) -> Version:
+    """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
+
+    It has no parent, but it is of the champion's line, because the test was one of those that share that line's error
+    budget.
+    """
+    registry, card = open_registry(), describe(pair.target_files.path)
+    catalog.load("drafts", recipe.draft.name).check(open_artifact(adopted.draft), None, card)
     tags = lineage_tags(
-        target,
+        pair.target,
         card,
         **_samples_tags(recipe, samples.uri, samples.sha256),
-        **measured.tags(),
-        line=draft.sha256[:16],
-        gate_test="0",
+        **adopted.tags(),
+        **_verdict_tags(judged),
+        line=pair.draft.tags["line"],
+        gated_against=str(pair.draft.number),
     )
-    report = first_report(measured, recipe.num_draft_tokens)
-    return _register(registry, "draft", draft, tags, measured.metrics(), report)
+    report = judged_report(judged, recipe.gate, pair.draft.number, None, recipe.num_draft_tokens)
+    return _register(registry, "draft", adopted.draft, tags, _verdict_metrics(judged), report)
 
 
 @task(cache_policy=NO_CACHE)
@@ -60,29 +77,21 @@ def register_candidate(
     """Register what a refresh trained, with the gate's verdict; a refused one too: it was a test of its line."""
     registry, card = open_registry(), describe(pair.target_files.path)
     catalog.load("drafts", recipe.draft.name).check(open_artifact(candidate), pair.draft_files.path, card)
-    verdict, parent = judged.verdict, pair.draft
+    parent = pair.draft
     report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens)
     tags = lineage_tags(
         pair.target,
         card,
         **_samples_tags(recipe, parent.tags["samples_uri"], parent.tags["samples_sha256"]),
-        **judged.measured.tags(),
+        **_verdict_tags(judged),
         parent=str(parent.number),
         line=parent.tags["line"],
         window_first_seq=str(window.first_seq),
         window_last_seq=str(window.last_seq),
         window_sha256=window.sha256,
         window_uri=window_samples.uri,
-        gate=report.verdict,
-        gate_reasons="; ".join(verdict.reasons),
-        gate_test=str(judged.test_index),
     )
-    metrics = judged.measured.metrics() | {
-        "gate/gain": verdict.overall.value,
-        "gate/gain_low": verdict.overall.low,
-        **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
-    }
-    version = _register(registry, "draft", candidate, tags, metrics, report)
+    version = _register(registry, "draft", candidate, tags, _verdict_metrics(judged), report)
     _record_curve(registry, version)
     return version
 
@@ -102,8 +111,55 @@ def _samples_tags(recipe: Recipe, uri: str, sha256: str) -> dict[str, str]:
     }
 
 
-def _same_files(versions: Sequence[Version], artifact: Artifact) -> Version | None:
-    return next((one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)), None)
+def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
+    """Return the versions that hold an artifact's files and may be served, in the order given."""
+    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
+
+
+def _register_first(
+    recipe: Recipe,
+    target: Version,
+    target_files: Artifact,
+    draft: Artifact,
+    samples: Artifact,
+    measured: Measured,
+    source_tags: Mapping[str, str],
+) -> Version:
+    registry = open_registry()
+    for found in same_files(registry.versions("draft"), draft):
+        if found.tags["target_version"] == str(target.number):
+            return found
+    card = describe(target_files.path)
+    catalog.load("drafts", recipe.draft.name).check(open_artifact(draft), None, card)
+    tags = lineage_tags(
+        target,
+        card,
+        **_samples_tags(recipe, samples.uri, samples.sha256),
+        **measured.tags(),
+        **source_tags,
+        line=draft.sha256[:16],
+        gate_test="0",
+    )
+    report = first_report(measured, recipe.num_draft_tokens)
+    return _register(registry, "draft", draft, tags, measured.metrics(), report)
+
+
+def _verdict_tags(judged: Judged) -> dict[str, str]:
+    verdict = judged.verdict
+    return {
+        **judged.measured.tags(),
+        "gate": PASSED if verdict.promote else REFUSED,
+        "gate_reasons": "; ".join(verdict.reasons),
+        "gate_test": str(judged.test_index),
+    }
+
+
+def _verdict_metrics(judged: Judged) -> dict[str, float]:
+    return judged.measured.metrics() | {
+        "gate/gain": judged.verdict.overall.value,
+        "gate/gain_low": judged.verdict.overall.low,
+        **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
+    }
 
 
 def _register(

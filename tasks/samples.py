@@ -1,7 +1,7 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
-Whoever floods the service must not write the next draft alone: an answer given twice counts once, and of one API key's rows
-only so many are taken. The held-out side has the first draft's conversations too, which no client can write.
+Whoever floods the service must not write the next draft alone: an answer given twice counts once, and of one API key's
+rows only so many are taken. The held-out side has the first draft's conversations too, which no client can write.
 
 A directory of kind "samples" holds `train.jsonl` and `held_out.jsonl`. Traffic is put on a side by a hash of the prompt
 alone, so the same question never sits on both, whenever it is asked again.

@@ -7,11 +7,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
-from infra.manifest import file_sha256
 from models import catalog
 from models.sources import Prompt, sample, split
 from tasks.recipe import Traffic
-from tasks.stages import produce
+from tasks.stages import local_content, produce
 
 __all__ = ["PARTS", "Prompt", "choose_prompts", "read_prompts", "select_data"]
 
@@ -63,7 +62,5 @@ def read_prompts(directory: Path, part: str) -> list[Prompt]:
 
 
 def _content(traffic: Traffic) -> dict[str, object]:
-    """Return what the prompts depend on: a file counts by its content, not by its path."""
-    values = traffic.model_dump(mode="json")
-    path = getattr(traffic.source, "path", None)
-    return {**values, "sha256": file_sha256(path)} if isinstance(path, Path) and path.is_file() else values
+    """Return what the prompts depend on, files of this machine included."""
+    return {**traffic.model_dump(mode="json"), **local_content(getattr(traffic.source, "path", ""))}

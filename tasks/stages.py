@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from infra.artifacts import Artifact, publish, staged
-from infra.manifest import canonical_json
+from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
 from tasks.reporting import run_logger
 
@@ -67,6 +67,20 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "code": code_version(*code),
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
+
+
+def local_content(path: str) -> dict[str, str]:
+    """Return the sha256 of a file, or of all files below a folder, as an entry of a stage's params.
+
+    Something that lies on this machine counts by its content, because its path stays when it is changed. What does not
+    lie here, such as a hub's id, has no entry.
+    """
+    root = Path(path)
+    if not path or not root.exists():
+        return {}
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    hashes = {file.relative_to(root).as_posix(): file_sha256(file) for file in files}
+    return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
 
 
 def code_version(*modules: str) -> str:

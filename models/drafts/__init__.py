@@ -10,7 +10,9 @@ A family's module has
   `save`, `load` and `check` are called;
 - `create(params, target_dir, token_counts)`, `renew(draft, target_dir, token_counts)`, `save(draft, directory)`,
   `load(directory, target_dir)`: make a draft, let it follow the traffic's tokens, and keep it;
-- `check(directory, like, target)`: all that can be said against a directory before an engine reads it, as ValueError.
+- `check(directory, like, target)`: all that can be said against a directory before an engine reads it, as ValueError;
+- `adopt(directory, target_dir)`, in families of which others publish drafts: a draft out of such a directory, for a
+  target.
 """
 
 import json
@@ -25,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.checkpoint import read_tensors
 from models.targets import TargetCard
 
 # logits [D] of the next token → its index in them.
@@ -113,10 +114,7 @@ def family_of(directory: Path) -> ModuleType:
     Raises:
         ValueError: there is no config.json, or no family is of its architecture.
     """
-    try:
-        architectures = json.loads((directory / "config.json").read_text())["architectures"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"draft {directory.name}: config.json can't be read: {error}") from error
+    architectures = read_json(directory / "config.json").get("architectures") or []
     modules = map(partial(catalog.load, "drafts"), catalog.names("drafts"))
     families = {architecture: module for module in modules for architecture in module.ARCHITECTURES}
     if len(architectures) != 1 or architectures[0] not in families:
@@ -136,16 +134,24 @@ def read_config(directory: Path, architectures: Sequence[str]) -> dict[str, Any]
     Raises:
         ValueError: it can't be read, or is of another architecture than the family's.
     """
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"draft {directory.name}: config.json can't be read: {error}") from error
+    config = read_json(directory / "config.json")
     if config.get("architectures") not in [[architecture] for architecture in architectures]:
         raise ValueError(
             f"draft {directory.name} is of architecture {config.get('architectures')}; "
             f"wanted {' or '.join(architectures)}"
         )
-    return dict(config)
+    return config
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; ValueError if it can't be read or is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"draft {file.parent.name}: {file.name} can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"draft {file.parent.name}: {file.name} holds a {type(value).__name__}, wanted an object")
+    return value
 
 
 def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] | None, target: TargetCard) -> None:
@@ -165,13 +171,8 @@ def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] |
             )
 
 
-def check_tensors(directory: Path, wanted: Shapes) -> dict[str, Tensor]:
-    """Read a draft's tensors.
-
-    Raises:
-        ValueError: a file can't be read; a tensor is missing, extra, of another shape or dtype, or not finite.
-    """
-    tensors = read_tensors(directory)
+def require_tensors(tensors: dict[str, Tensor], wanted: Shapes) -> None:
+    """Raise ValueError naming a tensor that is missing, extra, of another shape or dtype, or not finite."""
     for name in sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"tensor {name} is missing")
     for name in sorted(tensors.keys() - wanted.keys()):
@@ -182,7 +183,6 @@ def check_tensors(directory: Path, wanted: Shapes) -> dict[str, Tensor]:
             raise ValueError(f"tensor {name} is {got.dtype} {list(got.shape)}; wanted {dtype} {list(shape)}")
         if got.is_floating_point() and not bool(torch.isfinite(got).all()):
             raise ValueError(f"tensor {name} holds NaN or infinite values")
-    return tensors
 
 
 def made_for(target: TargetCard) -> dict[str, str]:

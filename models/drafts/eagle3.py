@@ -9,7 +9,11 @@ to other rows' later ones.
 Keys and values of the first unroll need no attention output, so prompt tokens cost one projection; everything else runs
 on the rows that have a loss.
 
-The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of draft token i, minus i.
+The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of draft token i, minus i; a head that can
+say every token has none, because the engine makes no room for it.
+
+Heads that others trained may add the layer's output to the normed hidden state instead of the raw one
+(`norm_before_residual`).
 """
 
 import json
@@ -19,12 +23,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
-from models.checkpoint import output_embedding, read_tensor
-from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, check_tensors, made_for, read_config
+from models.checkpoint import output_embedding, read_tensor, read_tensors
+from models.drafts import (
+    Draft,
+    KeepRows,
+    Pick,
+    Rows,
+    Shapes,
+    check_config,
+    made_for,
+    read_config,
+    read_json,
+    require_tensors,
+)
+from models.layers.decoder import rope_frequencies
+from models.layouts import read_published
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
@@ -61,6 +79,7 @@ class Eagle3(Draft):
         width = config["head_dim"]
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_dim, self.eps = width, config["rms_norm_eps"]
+        self.norm_before_residual = config.get("norm_before_residual", False)
         self.fc = _linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
         self.midlayer = nn.ModuleDict(
             {
@@ -86,10 +105,9 @@ class Eagle3(Draft):
         )
         self.norm = _Scale(hidden)
         self.lm_head = _linear(hidden, config["draft_vocab_size"]).requires_grad_(False)
-        self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64))
+        self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64), _is_subset(config))
         self.register_buffer("embedding", embedding, persistent=False)
-        theta = config["rope_parameters"]["rope_theta"]
-        frequencies = theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+        frequencies, self.rope_scale = rope_frequencies(LlamaConfig(**config), width)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     @property
@@ -166,7 +184,8 @@ class Eagle3(Draft):
             own.append(self._keys_values(joined, index + step))
         queries = self._rotated(self.midlayer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
         attended = self._attend(queries, sequence, index, keys, values, own)
-        state = self._feed_forward(state + self.midlayer["self_attn"]["o_proj"](attended))
+        residual = self._normed(state, self.midlayer["hidden_norm"]) if self.norm_before_residual else state
+        state = self._feed_forward(residual + self.midlayer["self_attn"]["o_proj"](attended))
         return state, self.lm_head(self._normed(state, self.norm))
 
     def drafter(self, max_len: int) -> "_Drafter":
@@ -189,7 +208,7 @@ class Eagle3(Draft):
         """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width]."""
         heads = projected.unflatten(-1, (num_heads, self.head_dim))
         angles = positions[..., None].float() * self.frequencies
-        cos, sin = angles.cos()[..., None, :].to(heads.dtype), angles.sin()[..., None, :].to(heads.dtype)
+        cos, sin = ((wave[..., None, :] * self.rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
         first, second = heads.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -301,7 +320,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle3
     if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= source.num_hidden_layers:
         raise ValueError(f"aux_layers must ascend within 0 to {source.num_hidden_layers}; got {list(layers)}")
     card = describe(target_dir)
-    config = _config(source, params, layers, card)
+    config = _config(source, params.vocab_size, layers, card)
     head = Eagle3(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
     _start_from_last_layer(head, target_dir, source.num_hidden_layers - 1)
     _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
@@ -367,13 +386,50 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
         if config[key] != served:
             raise ValueError(f"draft {directory.name} has {key} {config[key]}, the target has {served}")
     check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
-    tensors = check_tensors(directory, expected_shapes(config))
-    tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size or len(tokens.unique()) != len(tokens):
+    _require_fit(read_tensors(directory), config)
+
+
+def adopt(directory: Path, target_dir: Path) -> Eagle3:
+    """Take a head that somebody else trained, in a layout of `models.layouts`.
+
+    Args:
+        directory: config.json and safetensors files; a tokenizer.json beside them must have the target's tokens.
+        target_dir: the target that it is to draft for.
+
+    Raises:
+        ValueError: the head was made for another target as far as its files tell, is of a shape that is not supported,
+            or a tensor is missing, extra, of another shape or not finite; names what does not fit.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    if not list(directory.glob("*.safetensors")) and (pickled := sorted(directory.glob("*.bin"))):
+        raise ValueError(f"{pickled[0]} is a pickle, which could run code; wanted safetensors files")
+    published = read_json(directory / "config.json")
+    target, source = describe(target_dir), AutoConfig.from_pretrained(target_dir)
+    check_config(published, directory, None, target)
+    head = read_published(published, read_tensors(directory), target.num_layers)
+    for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if (got := getattr(head.layer, key)) != wanted:
+            raise ValueError(f"the head has {key} {got}, the target has {wanted}")
+    _require_same_tokens(directory, target_dir)
+    embedding = read_tensor(target_dir, "model.embed_tokens.weight")
+    own = head.tensors.pop("embed_tokens.weight", None)
+    if own is not None and not torch.equal(own, embedding.to(own.dtype)):
         raise ValueError(
-            f"d2t must name distinct tokens of 0 to {target.vocab_size - 1}; "
-            f"got {int(tokens.min())} to {int(tokens.max())}"
+            "tensor embed_tokens.weight is not the target's; a head with an embedding of its own is not supported"
         )
+    # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
+    for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
+        setattr(head.layer, key, getattr(source, key))
+    config = _config(head.layer, head.draft_vocab_size, head.taps, target)
+    if head.norm_before_residual:
+        config["norm_before_residual"] = True
+    if not _is_subset(config) and not head.tensors.get("d2t", torch.zeros(1)).any():
+        head.tensors.pop("d2t", None)
+    _require_fit(head.tensors, config)
+    adopted = Eagle3(config, embedding.float())
+    adopted.load_state_dict(head.tensors)
+    return adopted
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
@@ -391,11 +447,40 @@ def expected_shapes(config: dict[str, Any]) -> Shapes:
     }
 
 
+def _is_subset(config: dict[str, Any]) -> bool:
+    return bool(config["draft_vocab_size"] != config["vocab_size"])
+
+
+def _require_fit(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Raise ValueError unless tensors are a head's, its vocabulary an ascending part of the target's."""
+    require_tensors(tensors, expected_shapes(config))
+    if "d2t" not in tensors:
+        return
+    tokens = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    if int(tokens[0]) < 0 or int(tokens[-1]) >= config["vocab_size"] or not bool((tokens.diff() > 0).all()):
+        raise ValueError(
+            f"d2t must name ascending tokens of 0 to {config['vocab_size'] - 1}; "
+            f"got {int(tokens.min())} to {int(tokens.max())}"
+        )
+
+
+def _require_same_tokens(directory: Path, target_dir: Path) -> None:
+    """Raise ValueError if a head brings a tokenizer that is not the target's."""
+    file, known = directory / "tokenizer.json", target_dir / "tokenizer.json"
+    if not file.is_file() or not known.is_file():
+        return
+    own, wanted = (Tokenizer.from_file(str(path)).get_vocab() for path in (file, known))
+    if differing := sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token)):
+        raise ValueError(
+            f"the head's tokenizer is not the target's: {len(differing)} tokens differ, such as {differing[0]!r}"
+        )
+
+
 def _default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
 
 
-def _config(source: Any, params: Params, layers: tuple[int, ...], card: TargetCard) -> dict[str, Any]:
+def _config(source: Any, vocab_size: int, layers: tuple[int, ...], card: TargetCard) -> dict[str, Any]:
     width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
     config = {
         "architectures": list(ARCHITECTURES),
@@ -411,7 +496,7 @@ def _config(source: Any, params: Params, layers: tuple[int, ...], card: TargetCa
         "rope_parameters": dict(source.rope_parameters),
         "max_position_embeddings": source.max_position_embeddings,
         "vocab_size": source.vocab_size,
-        "draft_vocab_size": params.vocab_size,
+        "draft_vocab_size": vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, check_tensors, made_for, read_config
+from models.checkpoint import read_tensors
+from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, made_for, read_config, require_tensors
 from models.layers.decoder import Cache, Decoder
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -186,7 +187,7 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
             f"draft {directory.name} has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}"
         )
     check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
-    check_tensors(directory, expected_shapes(AutoConfig.from_pretrained(directory)))
+    require_tensors(read_tensors(directory), expected_shapes(AutoConfig.from_pretrained(directory)))
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:

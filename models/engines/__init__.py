@@ -1,8 +1,9 @@
 """Engines: a running target and draft. Each generates, swaps its draft, proves what is loaded, can stop speculating.
 
 `vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has
-`Params`, `start(target, draft, params, served_name, draft_version)`, which returns an `Engine`, and
-`child_environment(params)`, the variables that its process must have.
+`Params`, `start(target, draft, params, served_name, draft_version)`, which returns an `Engine`,
+`child_environment(params)`, the variables that its process must have, and `require_tool_parser(name)`, a ValueError if
+its endpoint can't parse tool calls that way.
 """
 
 from pathlib import Path

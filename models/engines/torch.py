@@ -325,6 +325,11 @@ def child_environment(params: Params) -> dict[str, str]:
     return {}
 
 
+def require_tool_parser(name: str) -> None:
+    """Raise ValueError: this engine is behind no endpoint."""
+    raise ValueError(f'engine "torch" has no endpoint that could take tools, so no tool_parser; got "{name}"')
+
+
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """[n, V] logits → [n, V] what is sampled from: temperature, then the top_k best, then the smallest set of top_p.
 

@@ -59,8 +59,7 @@ class Decoder:
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        rope = config.rope_parameters.get("rope_type", "default")
-        self._frequencies, self._rope_scale = _frequencies(config, rope, self.head_dim)
+        self._frequencies, self._rope_scale = rope_frequencies(config, self.head_dim)
         rest = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
         self._embedding = _take(rest, "model.embed_tokens.weight")
         self._norm = _take(rest, "model.norm.weight")
@@ -152,6 +151,23 @@ class Decoder:
         return functional.rms_norm(x, x.shape[-1:], gain, self.eps)
 
 
+def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+    """Return [width/2] radians a position, and the factor on cosine and sine.
+
+    Raises:
+        ValueError: the model scales its positions in a way that is not known here.
+    """
+    rope = config.rope_parameters.get("rope_type", "default")
+    with torch.device("cpu"):  # also where a caller makes modules without storage
+        if rope == "default":
+            theta = config.rope_parameters["rope_theta"]
+            return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+        if rope not in ROPE_INIT_FUNCTIONS or rope == "dynamic":
+            raise ValueError(f"rope_type {rope!r} is not one that this forward pass knows")
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope](config, torch.device("cpu"))
+    return frequencies.float(), float(scale)
+
+
 class _Layer:
     """One block's matrices; products that read the same input are stacked into one."""
 
@@ -178,17 +194,6 @@ def _require_known(config: Any) -> None:
         raise ValueError("sliding-window attention is not one that this forward pass knows")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
-
-
-def _frequencies(config: Any, rope: str, head_dim: int) -> tuple[Tensor, float]:
-    """Return [width/2] radians a position, and the factor on cosine and sine."""
-    if rope == "default":
-        theta = config.rope_parameters["rope_theta"]
-        return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
-    if rope not in ROPE_INIT_FUNCTIONS or rope == "dynamic":
-        raise ValueError(f"rope_type {rope!r} is not one that this forward pass knows")
-    frequencies, scale = ROPE_INIT_FUNCTIONS[rope](config, torch.device("cpu"))
-    return frequencies.float(), float(scale)
 
 
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -71,21 +71,26 @@ def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str
     domain = domain or row.get("domain") or ""
     if not isinstance(domain, str) or not domain:
         raise ValueError(f'{where}: set the parameter "domain", or give the row a column "domain" of text')
-    messages = _messages(row[column], f'{where}: column "{column}"')
-    return Prompt(messages=messages, domain=domain, group=group)
-
-
-def _messages(value: object, where: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: wanted a text or a list of messages, got {type(value).__name__}")
-    messages = [_message(item, f"{where}, message {index}") for index, item in enumerate(value)]
+    where = f'{where}: column "{column}"'
+    messages = parse_chat(row[column], where)
     while messages and messages[-1].role == "assistant":
         messages.pop()
     if not messages:
         raise ValueError(f"{where}: no message before the assistant's")
-    return tuple(messages)
+    return Prompt(messages=tuple(messages), domain=domain, group=group)
+
+
+def parse_chat(value: object, where: str) -> list[Message]:
+    """Parse a chat in OpenAI's shape, or a text, which is one user message.
+
+    Raises:
+        ValueError: it is neither, or a message has no known role or no text; names `where` and the message.
+    """
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: wanted a text or a list of messages, got {type(value).__name__}")
+    return [_message(item, f"{where}, message {index}") for index, item in enumerate(value)]
 
 
 def _message(value: object, where: str) -> Message:

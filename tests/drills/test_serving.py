@@ -1,4 +1,4 @@
-"""Faults of a running service under load: bad drafts, a full disk, a registry, an orchestrator and a replica that go away."""
+"""Faults of a running service under load: bad drafts, a full disk, a registry, orchestrator or replica that is gone."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class MlflowServer:
 
 @dataclass
 class Scene:
-    """A running service over a registry that is a server, with its query log on a small disk where that can be mounted."""
+    """A running service over a registry that is a server, its query log on a small disk where one can be mounted."""
 
     world: World
     registry: MlflowServer
@@ -356,7 +356,7 @@ def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it
     shutil.copytree(world.target, rolled)
     [weights] = rolled.glob("*.safetensors")
     with safe_open(weights, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a safetensors handle is no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, weights, metadata={"format": "pt", "rolled": "again"})  # other bytes, the same answers
     world.target = rolled
     scene.restart()

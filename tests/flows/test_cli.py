@@ -10,6 +10,7 @@ from flows import cli
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
+    "import-draft", "import-logs",
 )  # fmt: skip
 
 
@@ -71,6 +72,16 @@ def test_traffic_without_a_service_says_how_to_start_one(run):
     result = run("traffic", "--recipe", "tiny")
     assert result.exit_code == 2
     assert "no service was started yet; run: redraft serve" in result.stderr
+
+
+def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):
+    (tmp_path / "old.jsonl").write_text("{}\n")
+    result = run("import-logs", str(tmp_path / "old.jsonl"), "--recipe", "tiny")
+    assert result.exit_code == 2
+    assert "no champion target yet" in result.stderr
+    result = run("import-logs", str(tmp_path / "old.txt"), "--recipe", "tiny")
+    assert result.exit_code == 2
+    assert "old.txt: wanted a file ending in .jsonl, .parquet, .csv" in result.stderr
 
 
 @pytest.mark.parametrize(

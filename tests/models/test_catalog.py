@@ -11,7 +11,7 @@ from models import catalog
 
 def test_names_lists_the_files_of_a_family() -> None:
     assert {"greedy", "rejection"} <= set(catalog.names("verify"))
-    assert {"chitchat", "file", "huggingface", "stdlib_code", "synthetic"} <= set(catalog.names("sources"))
+    assert {"chitchat", "dataset", "stdlib_code", "synthetic"} <= set(catalog.names("sources"))
     assert not [name for name in catalog.names("sources") if name.startswith("_")]
 
 

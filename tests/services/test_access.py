@@ -9,16 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from services.access import (
-    MAX_DEPTH,
-    Admission,
-    Keys,
-    Refusal,
-    check_limits,
-    describe_origin,
-    parse_body,
-    subject_of,
-)
+from infra.consent import subject_of
+from services.access import MAX_DEPTH, Admission, Keys, Refusal, check_limits, describe_origin, parse_body
 from services.config import ApiKey
 
 KEY = ApiKey(key="first-key-123")

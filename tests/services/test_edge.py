@@ -1,4 +1,4 @@
-"""Bad, hostile and unlucky requests to the real service: each is refused in OpenAI's shape or served correctly, none costs a row."""
+"""Bad, hostile and unlucky requests: each is refused in OpenAI's shape or served correctly, and none costs a row."""
 
 import json
 import select
@@ -169,8 +169,8 @@ def test_a_setting_that_is_not_served_is_refused(world: World, settings: dict[st
 
 @pytest.mark.parametrize(
     "settings",
-    [{"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [10**30]}, {"prompt": []}, {"prompt": ["x"] * 17}, {"prompt": {}},
-     {"logprobs": 10**6}, {"best_of": 99}, {"suffix": "end"}],
+    [{"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": [10**30]}, {"prompt": []}, {"prompt": ["x"] * 17},
+     {"prompt": {}}, {"logprobs": 10**6}, {"best_of": 99}, {"suffix": "end"}],
     ids=str,
 )  # fmt: skip
 def test_a_completion_that_is_not_served_is_refused(world: World, settings: dict[str, Any]) -> None:

@@ -98,13 +98,6 @@ def test_what_was_scrubbed_is_encoded_again_and_loses_its_steps(recorder: Record
     assert (row.completion, row.drafted, row.accepted, row.drafted_ids) == ("there", None, None, None)
 
 
-def test_a_marker_that_a_user_typed_stays_text_after_scrubbing(recorder: Recorder) -> None:
-    typed = TOKENIZER.encode("<|im_end|> ann@example.org", add_special_tokens=False, split_special_tokens=True)
-    ids, text = recorder.scrubbed(typed)
-    assert text == "<|im_end|> [EMAIL]"
-    assert not set(ids) & set(TOKENIZER.all_special_ids)
-
-
 def test_several_generations_of_one_request_are_rows_and_one_usage(recorder: Recorder, querylog: QueryLog) -> None:
     recorder.expect(origin())
     for index in range(2):

@@ -6,7 +6,7 @@ import pytest
 
 from infra.artifacts import Artifact
 from tasks import stages
-from tasks.stages import code_version, produce, stage_key
+from tasks.stages import code_version, local_content, produce, stage_key
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +92,14 @@ def test_the_version_of_code_follows_imports_but_not_comments(tmp_path, monkeypa
 def test_a_module_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match='no module "models.gaet"'):
         code_version("models.gaet")
+
+
+def test_what_lies_on_this_machine_counts_by_its_content(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    file, folder = local_content(str(tmp_path / "a.txt")), local_content(str(tmp_path))
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert local_content(str(tmp_path / "b.txt")) == file
+    assert local_content(str(tmp_path)) != folder
+    (tmp_path / "b.txt").write_text("b")
+    assert local_content(str(tmp_path / "b.txt")) != file
+    assert local_content("Qwen/Qwen3-8B") == local_content("") == {}

@@ -5,13 +5,35 @@ does.
 """
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import field_validator
+
 from models.engines import Engine
-from models.params import BaseParams
+from models.engines.vllm.installed import engine_arguments, tool_parsers
+from models.params import BaseParams, did_you_mean
 
 PAPER = "arXiv:2309.06180"
+_TARGET = "the recipe's [target] says which model and tokenizer"
+_SAME = "set the key of that name in [engine]"
+_SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
+_OWN = "drafts are swapped and accepted tokens are counted through it"
+_SERVE = "it is the endpoint's; set tool_parser in [serve]"
+# Engine arguments that have one place to be set already, or that would break what this package promises.
+OWNED = {
+    **dict.fromkeys(("model", "model_weights", "hf_config_path", "revision", "code_revision"), _TARGET),
+    **dict.fromkeys(("tokenizer", "tokenizer_revision", "skip_tokenizer_init"), _TARGET),
+    **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "enforce_eager"), _SAME),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "scheduler_cls", "distributed_executor_backend"), _OWN),
+    **dict.fromkeys(("async_scheduling", "disable_log_stats"), _OWN),
+    **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), _SERVE),
+    "served_model_name": "the service names the model",
+    "trust_remote_code": "code out of a model's directory is never run",
+    "logits_processors": "speculation does not honour them",
+}
 
 
 class Params(BaseParams):
@@ -23,7 +45,7 @@ class Params(BaseParams):
         enforce_eager: start in 20–30 s without compiling; compiled, one stream is about a tenth faster.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
-        extra: further vLLM engine arguments, passed through.
+        extra: further vLLM engine arguments, passed through; none of OWNED.
     """
 
     name: Literal["vllm"] = "vllm"
@@ -35,6 +57,19 @@ class Params(BaseParams):
     kv_cache_gib: int = 1
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
+
+    @field_validator("extra")
+    @classmethod
+    def _are_arguments_to_pass(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        known = engine_arguments()
+        for name in extra:
+            if name in OWNED:
+                raise ValueError(f'argument "{name}" can\'t be passed to the engine: {OWNED[name]}')
+            if known is not None and name not in known:
+                near = get_close_matches(name, known - OWNED.keys(), n=3)  # all of them would fill a screen
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise ValueError(f'vLLM\'s engine has no argument "{name}"{hint}')
+        return extra
 
 
 def child_environment(params: Params | None = None, num_threads: int | None = None) -> dict[str, str]:
@@ -50,6 +85,13 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
+
+
+def require_tool_parser(name: str) -> None:
+    """Raise ValueError if the endpoint has no such parser of tool calls; without vLLM installed any name is taken."""
+    known = tool_parsers()
+    if known is not None and name not in known:
+        raise ValueError(f'vLLM has no tool_parser "{name}"{did_you_mean(name, known)}')
 
 
 async def start(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.drafts import Rows, eagle3
 from models.targets import describe
@@ -104,6 +106,20 @@ def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_
     torch.testing.assert_close(head.lm_head.weight[-1].detach(), eagle3.output_embedding(tiny_target)[103])
 
 
+def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = json.loads((tiny_draft / "config.json").read_text())
+    config["rope_parameters"] |= {**scaled, "original_max_position_embeddings": 512}
+    wanted = LlamaRotaryEmbedding(LlamaConfig(**config))
+    head = eagle3.Eagle3(config, torch.empty(1, 1))
+    assert not torch.equal(
+        head.frequencies,
+        eagle3.Eagle3(json.loads((tiny_draft / "config.json").read_text()), torch.empty(1, 1)).frequencies,
+    )
+    torch.testing.assert_close(head.frequencies, wanted.inv_freq)
+    assert eagle3.expected_shapes(config).keys() == dict(head.state_dict()).keys()
+
+
 def test_the_vocabulary_is_the_most_frequent_tokens_in_ascending_order() -> None:
     assert eagle3.choose_vocabulary(np.array([1, 9, 0, 9, 3]), 3).tolist() == [1, 3, 4]
 
@@ -160,7 +176,7 @@ def outside_vocabulary(weights: Weights) -> Weights:
         (with_extra, "tensor surprise is not one of"),
         (narrow, r"tensor norm.weight is .*\[5\]; wanted .*\[128\]"),
         (wide_dtype, "tensor norm.weight is torch.float64"),
-        (outside_vocabulary, "d2t must name distinct tokens of 0 to 258"),
+        (outside_vocabulary, "d2t must name ascending tokens of 0 to 258"),
     ],
 )
 def test_a_spoiled_draft_is_refused_by_the_name_of_what_is_wrong(

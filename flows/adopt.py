@@ -1,0 +1,47 @@
+"""Flow `adopt`: a draft that was trained elsewhere, from its directory to the registry."""
+
+from pathlib import Path
+from typing import Literal
+
+from prefect import flow
+
+from flows.build import prepare
+from infra.registry import Version
+from tasks.adopt_draft import adopt_draft
+from tasks.claim_window import hold_out_past
+from tasks.gate_draft import gate_draft
+from tasks.measure_draft import measure_draft
+from tasks.prepare_target import prepare_target
+from tasks.promote import find_champions, find_judged, promote_build, promote_candidate
+from tasks.recipe import Recipe
+from tasks.register import first_samples, register_adopted, register_judged, register_target
+
+Outcome = Literal["promoted", "refused", "already trained", "registered"]
+
+
+@flow(name="adopt")
+def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[Outcome, Version]:
+    """Register a published draft; where none is served yet it becomes the champion, else the gate must pass it first.
+
+    Args:
+        recipe: with its target, and the prompts that the draft is measured on.
+        source: the draft's directory.
+        promote: whether to hold it against the champion; otherwise it is registered and measured only.
+    """
+    weights = prepare_target(recipe.target)
+    adopted = adopt_draft(recipe, weights, source)
+    target, samples = prepare(recipe, weights)
+    version, pair = register_target(target), find_champions()
+    if pair is not None and promote:
+        candidate = find_judged(pair, version, adopted.draft)
+        if candidate is None:
+            held_out = hold_out_past(recipe, pair, first_samples(pair.draft))
+            judged = gate_draft(recipe, pair, adopted.draft, held_out)
+            candidate = register_judged(recipe, pair, adopted, samples, judged)
+        return promote_candidate(pair, candidate), candidate
+    measured = measure_draft(recipe, target, adopted.draft, samples)
+    draft = register_adopted(recipe, version, target, adopted, samples, measured)
+    if pair is not None:
+        return "registered", draft
+    promote_build(version, draft)
+    return "promoted", draft

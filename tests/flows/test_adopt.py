@@ -1,0 +1,107 @@
+"""Drafts from elsewhere, through the command line, with the answers of a finished build."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.manifest import check_manifest
+from infra.registry import LINEAGE_TAGS, Registry
+from models.drafts import eagle3
+from tests.conftest import shake
+from tests.models.published import published
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def home(built, tmp_path: Path) -> Path:
+    """Return a home with everything of a build but its registry, so that nothing is served."""
+    home = tmp_path / "home"
+    shutil.copytree(built[0].home, home, ignore=shutil.ignore_patterns("mlflow.db*", "cache"))
+    return home
+
+
+@pytest.fixture
+def target(built, tmp_path: Path) -> Path:
+    return registry_of(built[0].home).download(registry_of(built[0].home).get("target", 1), tmp_path / "fetched")
+
+
+@pytest.fixture
+def trained(built, target: Path, tmp_path: Path) -> Path:
+    """Return the build's own draft as somebody else would publish it."""
+    registry = registry_of(built[0].home)
+    draft = registry.download(registry.get("draft", 1), tmp_path / "fetched")
+    return published(draft, target, tmp_path / "trained", "speculators")
+
+
+@pytest.fixture
+def noise(target: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """Return what publishes a head that drafts badly."""
+
+    def make(seed: int) -> Path:
+        head = eagle3.create(eagle3.Params(vocab_size=128), target, np.arange(259))
+        shake(head, 0.3, seed)
+        ours = tmp_path / f"ours{seed}"
+        ours.mkdir()
+        eagle3.save(head, ours)
+        return published(ours, target, tmp_path / f"noise{seed}", "native")
+
+    return make
+
+
+def registry_of(home: Path) -> Registry:
+    return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
+
+
+def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_does_not(
+    home: Path, trained: Path, noise: Callable[[int], Path], cli_in, tmp_path: Path
+) -> None:
+    cli, registry = cli_in(home), registry_of(home)
+    output = cli.run("import-draft", str(noise(1)), "--recipe", "tiny")
+    assert "promoted: draft 1, τ chat 1." in output
+    assert registry.champion("target").number == registry.champion("draft").number == 1
+    first = registry.get("draft", 1)
+    assert set(LINEAGE_TAGS) <= first.tags.keys()
+    assert (first.tags["parent"], first.tags["gate"], first.tags["source"]) == ("", "", str(tmp_path / "noise1"))
+    assert float(first.tags["probe_tau"]) >= 1
+
+    output = cli.run("import-draft", str(trained), "--recipe", "tiny")
+    assert "registered: draft 2" in output
+    assert "add --promote" in output
+    assert registry.champion("draft").number == 1
+
+    output = cli.run("import-draft", str(trained), "--recipe", "tiny", "--promote")
+    assert "promoted: draft 3" in output
+    third = registry.champion("draft")
+    assert third.number == 3
+    assert (third.tags["gate"], third.tags["gated_against"], third.tags["gate_test"]) == ("passed", "1", "1")
+    assert (third.tags["parent"], third.tags["line"]) == ("", first.tags["line"])
+    assert third.tags["source_sha256"] == registry.get("draft", 2).tags["source_sha256"]
+    check_manifest(registry.download(third, tmp_path / "again"))
+
+    assert "already trained: draft 3" in cli.run("import-draft", str(trained), "--recipe", "tiny", "--promote")
+    output = cli.run("import-draft", str(noise(2)), "--recipe", "tiny", "--promote")
+    assert "refused: draft 4" in output
+    assert "no gain shown" in output
+    assert registry.get("draft", 4).tags["gate_test"] == "2"
+    assert "draft 3 stays: it came from" in cli.run("build", "--recipe", "tiny")
+    assert registry.champion("draft").number == 3
+
+
+def test_a_directory_that_holds_no_fitting_head_is_one_line_and_exit_code_2(
+    home: Path, trained: Path, cli_in, tmp_path: Path
+) -> None:
+    (trained / "config.json").write_text(
+        (trained / "config.json").read_text().replace('"vocab_size": 259', '"vocab_size": 7')
+    )
+    for directory, fault in (
+        (trained, "the head has vocab_size 7, the target has 259"),
+        (tmp_path, "config.json can't be read"),
+    ):
+        with cli_in(home).start("import-draft", str(directory), "--recipe", "tiny") as process:
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert f"redraft: {fault}" in output or f"redraft: draft {directory.name}: {fault}" in output

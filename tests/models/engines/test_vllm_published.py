@@ -1,0 +1,91 @@
+"""A published head as vLLM loads it by itself, and as it was imported: the same drafts, and the torch head's scores."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from models import scoring
+from models.drafts import eagle3
+from models.engines import Completion, Sampling
+from models.engines.vllm import Params
+from models.engines.vllm.engine import TappedLLM, VllmEngine
+from models.hidden import Sample
+from tests.conftest import make_draft
+from tests.models.published import published
+
+pytestmark = pytest.mark.engine
+
+Loop = asyncio.AbstractEventLoop
+GREEDY = Sampling(max_tokens=32, ignore_eos=True)
+PARAMS = Params(max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
+
+
+async def answer_and_close(engine: VllmEngine) -> list[Completion]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(12)]
+    try:
+        return [await engine.generate(prompt, GREEDY, f"{number}") for number, prompt in enumerate(prompts)]
+    finally:
+        await engine.close()
+
+
+def start_as_it_is(target: Path, head: Path) -> VllmEngine:
+    """Start vLLM on a published directory, which no family here takes as a draft of its own."""
+    args = AsyncEngineArgs(
+        model=str(target),
+        dtype="float32",
+        max_model_len=PARAMS.max_model_len,
+        max_num_seqs=PARAMS.max_num_seqs,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        distributed_executor_backend="mp",
+        worker_extension_cls="models.engines.vllm.worker.DraftWorker",
+        scheduler_cls="models.engines.vllm.scheduler.TracingScheduler",
+        async_scheduling=False,
+        speculative_config={"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+    )
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    llm.speculating = True
+    return VllmEngine(llm, args, head)
+
+
+def drafts(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], ...]]:
+    return [answer.drafted_ids for answer in answers]
+
+
+def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
+    tiny_target: Path, loop: Loop, tmp_path: Path
+) -> None:
+    def norm_before(config: dict[str, object], tensors: dict[str, object]) -> None:
+        del config["norm_before_residual"]  # which is to say that it does
+
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    make_draft(tiny_target, ours, seed=0)
+    head = published(ours, tiny_target, tmp_path / "published", "speculators", norm_before)
+    adopted = eagle3.adopt(head, tiny_target)
+    (tmp_path / "adopted").mkdir()
+    eagle3.save(adopted, tmp_path / "adopted")
+
+    async def run() -> tuple[list[Completion], list[Completion], list[Completion]]:
+        as_published = await answer_and_close(start_as_it_is(tiny_target, head))
+        params = PARAMS.model_copy(update={"dtype": "float32"})
+        imported = await answer_and_close(await VllmEngine.start(tiny_target, tmp_path / "adopted", params))
+        other = await answer_and_close(await VllmEngine.start(tiny_target, ours, params))
+        return as_published, imported, other
+
+    as_published, imported, other = loop.run_until_complete(run())
+    assert drafts(imported) == drafts(as_published)
+    assert drafts(imported) != drafts(other)  # norming before or after makes a difference that the test would see
+    samples = [Sample(a.request_id, "tiny", list(a.prompt_ids), list(a.token_ids)) for a in imported]
+    scores = scoring.score(adopted, tiny_target, samples, 3, tmp_path / "states")
+    exact = sum(
+        (s.steps, s.accepted) == (len(a.drafted), sum(a.accepted)) for s, a in zip(scores, imported, strict=True)
+    )
+    assert exact >= len(imported) - 1

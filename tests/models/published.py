@@ -1,0 +1,65 @@
+"""Heads of ours, rewritten in the layouts that others publish theirs in."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.checkpoint import read_tensor
+from models.layouts import TAPS
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def published(
+    draft: Path, target: Path, directory: Path, layout: str, change: Change = lambda config, tensors: None
+) -> Path:
+    """Write the head of `draft` into a new directory, after a change to its config and tensors in the layout."""
+    config = json.loads((draft / "config.json").read_text())
+    tensors = load_file(draft / "model.safetensors")
+    if layout == "native":
+        config, tensors = in_native_layout(config, tensors)
+    else:
+        config, tensors = in_speculators_layout(config, tensors, read_tensor(target, "model.embed_tokens.weight"))
+    change(config, tensors)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def in_native_layout(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rewrite a head of ours as the original repositories publish theirs."""
+    published = {key: value for key, value in config.items() if key not in ("redraft", "rope_parameters")}
+    published |= {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None, "torch_dtype": "float16"}
+    mask = torch.zeros(config["vocab_size"], dtype=torch.bool)
+    mask[tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = True
+    return published, {**tensors, "t2d": mask}
+
+
+def in_speculators_layout(
+    config: dict[str, Any], tensors: dict[str, Tensor], embedding: Tensor
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Rewrite a head of ours as the speculators library saves its own."""
+    own = ("draft_vocab_size", TAPS)
+    native, with_mask = in_native_layout(config, tensors)
+    layer = {key: value for key, value in native.items() if key not in (*own, "architectures")}
+    published = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "random-llama-0", "architectures": ["LlamaForCausalLM"]},
+        },
+        "norm_before_residual": config.get("norm_before_residual", False),
+        "target_hidden_size": None,
+        "transformer_layer_config": layer,
+        **{key: native[key] for key in own},
+    }
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in with_mask.items()}
+    return published, {**renamed, "embed_tokens.weight": embedding}

@@ -1,0 +1,225 @@
+"""Published heads: both layouts say the same, the engine reads them as we do, and what does not fit is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from models.drafts import eagle3
+from models.layouts import TAPS, read_published
+from tests.models.published import Change, in_speculators_layout, published
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(params=["native", "speculators"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def write(layout: str, tiny_draft: Path, tiny_target: Path, tmp_path: Path) -> Write:
+    """Return what writes the tiny draft in the layout, after a change to its config and tensors."""
+
+    def make(change: Change = lambda config, tensors: None) -> Path:
+        return published(tiny_draft, tiny_target, tmp_path / "published", layout, change)
+
+    return make
+
+
+def at(layout: str, name: str) -> str:
+    return name.replace("midlayer.", "layers.0.") if layout == "speculators" else name
+
+
+def test_a_head_of_ours_in_either_layout_comes_back_bit_by_bit(
+    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    eagle3.save(eagle3.adopt(write(), tiny_target), tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (tiny_draft / name).read_bytes(), name
+
+
+def test_weights_in_32_bits_are_rounded_to_bfloat16(write: Write, tiny_draft: Path, tiny_target: Path) -> None:
+    def widen(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors |= {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+    adopted = eagle3.adopt(write(widen), tiny_target).state_dict()
+    for name, tensor in load_file(tiny_draft / "model.safetensors").items():
+        assert torch.equal(adopted[name], tensor.to(adopted[name].dtype)), name
+
+
+def test_named_taps_are_kept_in_the_order_that_the_engine_feeds_them(write: Write, tiny_target: Path) -> None:
+    def reverse(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config[TAPS] = [2, 0]
+        tensors["fc.weight"] = torch.randn(128, 256)
+
+    assert eagle3.adopt(write(reverse), tiny_target).taps == (0, 2)
+
+
+def test_a_head_without_named_taps_gets_the_engines_default() -> None:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 8, "vocab_size": 9, "hidden_size": 4}
+    config |= {"intermediate_size": 4, "num_attention_heads": 1}
+    assert read_published(config, {}, 32).taps == (2, 16, 29)
+    with pytest.raises(ValueError, match=r"names none, so the engine would take \[-1, 1, 2\]; wanted .* 0 to 2"):
+        read_published(config, {}, 2)
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_silent_speculators_head_norms_before_the_residual_and_a_native_one_after(
+    write: Write, layout: str, tiny_target: Path, said: bool | None
+) -> None:
+    def say(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config.pop("norm_before_residual", None)
+        if said is not None:
+            config["norm_before_residual"] = said
+
+    wanted = said if said is not None else layout == "speculators"
+    assert eagle3.adopt(write(say), tiny_target).norm_before_residual == wanted
+
+
+def test_a_speculators_config_is_read_as_the_engine_reads_it(tiny_draft: Path, tiny_target: Path) -> None:
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    config = json.loads((tiny_draft / "config.json").read_text())
+    tensors = load_file(tiny_draft / "model.safetensors")
+    rewritten, _ = in_speculators_layout(config, tensors, torch.zeros(1))
+    del rewritten["norm_before_residual"]
+    ours = read_published(rewritten, {}, 2)
+    theirs = SpeculatorsConfig.extract_transformers_pre_trained_config(rewritten)
+    assert list(ours.taps) == theirs[TAPS]
+    assert ours.norm_before_residual == theirs["norm_before_residual"]
+    assert ours.draft_vocab_size == theirs["draft_vocab_size"]
+    assert ours.layer.intermediate_size == theirs["intermediate_size"]
+    assert not theirs["norm_before_fc"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (lambda tensors, at: tensors.pop(at("midlayer.mlp.up_proj.weight")), r"midlayer.mlp.up_proj.weight is missing"),
+        (lambda tensors, at: tensors.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda tensors, at: tensors.pop("d2t"), "d2t is missing"),
+        (
+            lambda tensors, at: tensors.update({at("midlayer.self_attn.q_proj.bias"): torch.zeros(128)}),
+            "midlayer.self_attn.q_proj.bias is not one of this draft's",
+        ),
+        (
+            lambda tensors, at: tensors.update({"layers.1.mlp.up_proj.weight": torch.zeros(2)}),
+            "layers.1.mlp.up_proj.weight is not one of this draft's",
+        ),
+        (
+            lambda tensors, at: tensors.update({"fc.weight": torch.zeros(128, 128)}),
+            r"fc.weight is torch.bfloat16 \[128, 128\]; wanted torch.bfloat16 \[128, 256\]",
+        ),
+        (lambda tensors, at: tensors["norm.weight"].fill_(float("nan")), "norm.weight holds NaN or infinite values"),
+        (lambda tensors, at: tensors["d2t"].fill_(300), "d2t must name ascending tokens of 0 to 258; got 300 to 363"),
+        (
+            lambda tensors, at: tensors.update({"embed_tokens.weight": torch.zeros(259, 128)}),
+            "embed_tokens.weight is not the target's",
+        ),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_name(
+    write: Write,
+    layout: str,
+    tiny_target: Path,
+    spoil: Callable[[dict[str, Tensor], Callable[[str], str]], object],
+    fault: str,
+) -> None:
+    directory = write(lambda config, tensors: spoil(tensors, lambda name: at(layout, name)))
+    with pytest.raises(ValueError, match=fault):
+        eagle3.adopt(directory, tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"vocab_size": 300}, "the head has vocab_size 300, the target has 259"),
+        ({"hidden_size": 64}, "the head has hidden_size 64, the target has 128"),
+        ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; only 'silu' is supported"),
+        ({"num_hidden_layers": 2}, "config.json has num_hidden_layers 2; only 1 is supported"),
+        ({"attention_bias": True}, "config.json has attention_bias True; only False is supported"),
+        ({"model_type": "qwen3"}, "the head's layer is of model_type 'qwen3'; only 'llama' is supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the head is quantized"),
+        ({"intermediate_size": None}, "config.json has intermediate_size None; wanted a number"),
+    ],
+)
+def test_a_layer_of_another_shape_is_refused(
+    write: Write, layout: str, tiny_target: Path, changed: dict[str, Any], fault: str
+) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        (config if layout == "native" else config["transformer_layer_config"]).update(changed)
+
+    with pytest.raises(ValueError, match=fault):
+        eagle3.adopt(write(change), tiny_target)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            r"architectures \['LlamaForCausalLM'\] and draft_vocab_size None; wanted",
+        ),
+        ({"architectures": ["DFlashDraftModel"], "draft_vocab_size": 8}, "wanted an EAGLE-3 head"),
+        ({"speculators_model_type": "peagle", "transformer_layer_config": {}}, "speculators_model_type is 'peagle'"),
+        ({"speculators_model_type": "eagle3"}, "transformer_layer_config NoneType; wanted 'eagle3' with a table"),
+    ],
+)
+def test_a_config_of_neither_layout_is_refused(config: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        read_published(config, {}, 32)
+
+
+def test_settings_of_a_head_that_are_not_supported_are_refused() -> None:
+    layer = {"hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 1, "vocab_size": 9}
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, key: True}
+        with pytest.raises(ValueError, match=f"config.json has {key} True; only False is supported"):
+            read_published(config, {}, 32)
+
+
+def test_tensors_under_both_layouts_names_are_refused() -> None:
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 8, "vocab_size": 9, "hidden_size": 4}
+    config |= {"intermediate_size": 4, "num_attention_heads": 1}
+    twice = {name: torch.zeros(1) for name in ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")}
+    with pytest.raises(ValueError, match=r"midlayer.hidden_norm.weight is there twice"):
+        read_published(config, twice, 32)
+
+
+def test_another_tokenizer_beside_the_head_is_refused(write: Write, tiny_target: Path) -> None:
+    directory = write()
+    tokenizer = json.loads((tiny_target / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    eagle3.adopt(directory, tiny_target)
+    tokens = tokenizer["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="the head's tokenizer is not the target's: 2 tokens differ, such as 'a'"):
+        eagle3.adopt(directory, tiny_target)
+
+
+def test_pickled_weights_and_a_place_without_a_head_are_refused(
+    write: Write, tiny_target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
+        eagle3.adopt(tmp_path / "nowhere", tiny_target)
+    directory = write()
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle, which could run code; wanted safetensors"):
+        eagle3.adopt(directory, tiny_target)
+
+
+def test_a_head_that_can_say_every_token_needs_no_map(tiny_target: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    whole = eagle3.create(eagle3.Params(vocab_size=259), tiny_target, np.ones(259))
+    eagle3.save(whole, tmp_path)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    assert eagle3.adopt(tmp_path, tiny_target).vocabulary.tolist() == list(range(259))
+    assert eagle3.load(tmp_path, tiny_target).vocabulary.tolist() == list(range(259))
