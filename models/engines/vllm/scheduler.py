@@ -21,7 +21,7 @@ class TracingScheduler(Scheduler):
     """Records (drafted ids, number of emitted tokens) for each decoding step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See the base class; it is made in the engine's process, which no one could stop after the parent's kill -9."""
+        """See the base class; made in the engine's process, which no one could stop after the parent's kill -9."""
         super().__init__(*args, **options)
         if multiprocessing.parent_process() is not None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # its workers follow it by themselves
