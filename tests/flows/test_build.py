@@ -11,6 +11,7 @@ import pytest
 
 from infra.manifest import check_manifest
 from infra.registry import LINEAGE_TAGS, Registry
+from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
 
@@ -51,8 +52,8 @@ def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in,
     assert "model.safetensors has" in output
 
 
-def test_a_terminated_build_leaves_nothing_running(cli_in, tmp_path):
-    with cli_in(tmp_path / "home").start("build", "--recipe", "tiny") as process:
+def test_a_terminated_build_leaves_nothing_running(tmp_path):
+    with Cli(tmp_path / "home").start("build", "--recipe", "tiny") as process:
         assert any("Beginning flow run" in line for line in process.stdout)
         process.terminate()
         process.communicate(timeout=60)  # whoever still runs holds the pipe open

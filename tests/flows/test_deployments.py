@@ -1,8 +1,6 @@
 """The deployments on a real Prefect server: the interval schedules, the event triggers."""
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,23 +15,14 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.deployments import deployments
 from flows.recipe import load_recipe
 from infra.events import ACCEPTANCE_FELL, Emitter
-from infra.processes import Child, answers, free_port, wait_until
-from infra.settings import load_settings
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("home")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables() | {"PREFECT_API_URL": url}
-    argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with Child.start(argv, {**os.environ, **variables}, home / "prefect.log", "prefect") as child:
-        wait_until(lambda: answers(f"{url}/health"), 120, child, "the server")
-        with temporary_settings({PREFECT_API_URL: url}):
-            yield url
+@pytest.fixture
+def api(orchestrator: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: orchestrator}):
+        yield orchestrator
 
 
 def runs_of(deployment: UUID) -> list[FlowRun]:
