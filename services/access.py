@@ -200,7 +200,7 @@ def check_limits(body: Mapping[str, Any]) -> None:
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") not in ROLES:
             raise Refusal(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
-    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
+    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"):
         if body.get(name):
             raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
     for name in ("n", "best_of"):

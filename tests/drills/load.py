@@ -62,8 +62,8 @@ class Load:
         for count in itertools.count(number):
             if self._ended.is_set():
                 return
-            prompt = PROMPTS[count % len(PROMPTS)]
-            outcome = self._ask(prompt, stream=count // len(self._clients) % 2 == 0)
+            prompt = PROMPTS[count // 2 % len(PROMPTS)]
+            outcome = self._ask(prompt, stream=count % 2 == 0)
             self.outcomes[outcome] += 1
             if outcome != "ok":
                 self._ended.wait(0.2)

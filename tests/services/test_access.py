@@ -155,6 +155,7 @@ def test_a_body_must_be_declared_as_json() -> None:
         {"logit_bias": {"5": 1}},
         {"use_beam_search": True},
         {"kv_transfer_params": {"a": 1}},
+        {"priority": -5},
         {"n": 0},
         {"n": 17},
         {"n": "10000"},
