@@ -17,8 +17,9 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
 NAME_WIDTH = 132
 ROW_HEIGHT = 30
 BAR_HEIGHT = 14
+LEGEND_GAP = 46
 LETTER_WIDTH = 7.0
-PLOT_HEIGHT = 320
+PLOT_HEIGHT = 332
 MAX_SERIES = 6  # as many colours as the style sheet has
 MAX_POINTS = 400
 MIN_LABEL_GAP = 64
@@ -76,17 +77,17 @@ def line_chart(
         raise ValueError(f"wanted points of 1 to {MAX_SERIES} names, got {len(points)} points of {len(curves)}")
     xs, top = [x for x, _ in points], max(y for _, y in points)
     x_axis = Axis(min(xs), max(max(xs), min(xs) + 1), LEFT, WIDTH - RIGHT)
-    y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), PLOT_HEIGHT - BOTTOM, TOP + 18)
+    y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), PLOT_HEIGHT - BOTTOM, TOP + 28)
     drawn = [_legend(list(curves), "line"), _upright_grid(y_axis), _level_grid(x_axis, y_axis.start, y_axis.start)]
     drawn += [_text((LEFT + WIDTH - RIGHT) / 2, PLOT_HEIGHT - 6, labels[0], "middle", "axis")]
-    drawn += [_text(4, TOP + 4, labels[1], "start", "axis")]
+    drawn += [_text(4, TOP + 6, labels[1], "start", "axis")]
     labelled = -math.inf
     for x, label in marks:
         at = x_axis.at(x)
         drawn.append(_line(at, y_axis.end, at, y_axis.start, "mark"))
         if at - labelled >= MIN_LABEL_GAP:
-            fits = at + 5 + len(label) * LETTER_WIDTH <= WIDTH - RIGHT
-            drawn.append(_text(at + (5 if fits else -5), y_axis.end + 11, label, "start" if fits else "end", "name"))
+            fits = at + len(label) * LETTER_WIDTH <= WIDTH - RIGHT
+            drawn.append(_text(at, y_axis.end - 6, label, "start" if fits else "end", "name"))
             labelled = at
     for index, parts in enumerate(curves.values()):
         drawn += [_path(part, x_axis, y_axis, index) for part in parts]
@@ -198,8 +199,9 @@ def _level_grid(axis: Axis, top: float, bottom: float) -> Markup:
 
 def _legend(names: Sequence[str], shape: str) -> Markup:
     drawn, x = [], float(WIDTH - RIGHT)
+    room = min(NAME_WIDTH, x / len(names) - LEGEND_GAP)
     for index, name in reversed(list(enumerate(names))):
-        shown = _shortened(name, NAME_WIDTH)
+        shown = _shortened(name, room)
         x -= len(shown) * LETTER_WIDTH
         drawn.append(_text(x, 14, shown, "start", "name"))
         x -= 30
@@ -208,7 +210,7 @@ def _legend(names: Sequence[str], shape: str) -> Markup:
         else:
             box = '<rect class="s{} fill" x="{:g}" y="4" width="22" height="12" rx="2"/>'
             drawn.append(Markup(box).format(index, x))
-        x -= 16
+        x -= LEGEND_GAP - 30
     return Markup("").join(drawn)
 
 

@@ -250,12 +250,11 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: gate.Params
     small = [f"{domain} ({one.num_conversations})" for domain, one in against.items() if one.change is None]
     said = []
     if losing:
-        said.append(
-            f"It may lose more than {params.floor:.1%} of the best τ, by the lower bound, in {', '.join(losing)}."
-        )
+        most = f"{params.floor:.1%} of the best τ"
+        said.append(f"By the lower bound the candidate may lose more than {most} in {', '.join(losing)}.")
     if small:
         said.append(f"Too few conversations to say so much as that: {', '.join(small)}.")
-    return said or [f"It was not found to lose more than {params.floor:.1%} of the best τ in any domain."]
+    return said or [f"The candidate was not found to lose more than {params.floor:.1%} of the best τ in any domain."]
 
 
 def _origin(test: GateTest) -> str:

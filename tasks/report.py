@@ -143,7 +143,9 @@ def page(found: Findings) -> str:
 def _cards(found: Findings) -> list[tuple[str, str, str]]:
     champion = next((draft for draft in found.state["drafts"] if draft["champion"]), None)
     service, log = found.state["service"], found.state["log"]
-    number, note = ("none", "nothing built yet") if champion is None else (champion["version"], _taus(champion["tau"]))
+    number, note = (
+        ("none", "nothing built yet") if champion is None else (champion["version"], f"τ {_taus(champion['tau'])}")
+    )
     return [
         ("Champion draft", str(number), note),
         (
@@ -220,7 +222,10 @@ def _acceptance(key: str, served: Sequence[Served]) -> tuple[Figure, Table] | No
         ("request", f"τ, tokens a step, mean of {WINDOW} requests"),
         1.0,
     )
-    caption = f"Running mean of {WINDOW} requests of one domain and one draft. A dashed line: another draft takes over."
+    caption = (
+        f"Running mean of {WINDOW} requests of one domain and one draft, from the {WINDOW // 4}th on. "
+        "A dashed line: another draft takes over."
+    )
     if len(sizes) > MAX_SERIES:
         caption += f" Drawn are the {MAX_SERIES} largest of {len(sizes)} domains."
     table = Table(
@@ -248,11 +253,9 @@ def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
     shown: dict[str, Any] = {"name": demo.name, "acceptance": _acceptance(f"demo-{index}", demo.served), "result": None}
     if demo.result is None:
         return shown
-    result, speed = demo.result, demo.result["tokens_per_s"]
-    bars = {
-        domain: {"speculation on": speed["on"][domain], "speculation off": speed["off"][domain]}
-        for domain in result["domains"]
-    }
+    result = demo.result
+    on, off = result["tokens_per_s"]["on"], result["tokens_per_s"]["off"]
+    bars = {domain: {"speculation on": on[domain], "speculation off": off[domain]} for domain in result["domains"]}
     rows = [
         (
             domain,
@@ -260,27 +263,35 @@ def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
             _interval(_estimate(compared["before"]["tau"]), ".2f"),
             _interval(_estimate(compared["after"]["tau"]), ".2f"),
             _interval(_estimate(compared["gain"]), "+.2f"),
-            f"{bars[domain]['speculation on']:.1f}",
-            f"{bars[domain]['speculation off']:.1f}",
-            f"{bars[domain]['speculation on'] / bars[domain]['speculation off']:.2f}×",
         )
         for domain, compared in result["domains"].items()
     ]
-    columns = ("domain", "prompts", "τ before", "τ after", "gain", "tokens/s on", "tokens/s off", "on / off")
+    columns = ("domain", "prompts", "τ before", "τ after", "gain")
+    times = [
+        (domain, f"{on[domain]:.1f}", f"{off[domain]:.1f}", f"{on[domain] / off[domain]:.2f}×")
+        for domain in result["domains"]
+    ]
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in result["outputs"]["verdicts"].items())
     return shown | {
         "result": result,
         "verdicts": f"{result['outputs']['num_compared']} outputs against decoding without speculation: {verdicts}",
         "requests": ", ".join(f"{number} {status}" for status, number in result["requests"].items()),
-        "table": Table("Held-out prompts before and after the swap", columns, frozenset(range(1, 8)), rows),
+        "table": Table(
+            "Held-out prompts before and after the swap, 95% intervals", columns, frozenset({1, 2, 3, 4}), rows
+        ),
+        "times": Table(
+            "Tokens a second of one stream",
+            ("domain", "speculation on", "off", "on / off"),
+            frozenset({1, 2, 3}),
+            times,
+        ),
         "speed": Figure(
             bar_chart(
                 f"speed-{index}",
                 "Speed with speculation on and off",
                 "; ".join(
-                    f"{domain}: {values['speculation on']:.1f} tokens a second with speculation, "
-                    f"{values['speculation off']:.1f} without"
-                    for domain, values in bars.items()
+                    f"{domain}: {on[domain]:.1f} tokens a second with speculation, {off[domain]:.1f} without"
+                    for domain in bars
                 ),
                 bars,
                 "tokens a second, one stream, first token excluded",

@@ -118,7 +118,8 @@ def curves(served: Sequence[Served], window: int) -> dict[str, list[list[tuple[f
 
     Args:
         served: in their order.
-        window: requests that a mean runs over.
+        window: requests that a mean runs over; a curve starts at a quarter of it, because the first few requests
+            scatter so much that they would look like an effect of the swap.
 
     Returns:
         domain to curves of (number, τ).
@@ -152,7 +153,8 @@ def _running(requests: Sequence[Served], window: int) -> list[tuple[float, float
             gone = requests[index - window].trace.accepted
             accepted -= sum(gone)
             steps -= len(gone)
-        points.append((float(request.number), 1 + accepted / steps))
+        if index + 1 >= window // 4 or index + 1 == len(requests):
+            points.append((float(request.number), 1 + accepted / steps))
     return points
 
 

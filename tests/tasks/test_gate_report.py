@@ -38,7 +38,7 @@ def test_a_domain_that_pays_is_named_with_its_bound_and_the_floor() -> None:
     assert refused.reasons == code.refusals
     assert f"in code ({code.change.low:+.1%})" in explain(refused)
     page = markdown(refused)
-    assert f"| code | 30 | 1.495 | 1.295 | 1.495 | {code.change.value:+.1%} | {code.change.low:+.1%} | -5.0% |" in page
+    assert f"| code | 30 | 1.492 | 1.292 | 1.492 | {code.change.value:+.1%} | {code.change.low:+.1%} | -5.0% |" in page
     assert f"- {code.refusals[0]}" in page
     assert "rows 5 to 90" in page
 
@@ -61,7 +61,7 @@ def test_a_candidate_without_gain_in_too_few_conversations_is_refused_for_both()
 def test_a_first_draft_had_nothing_to_be_compared_with() -> None:
     first = first_report(judge({"chat": 0.0}).measured, num_draft_tokens=2)
     assert "there was no champion to compare it with" in headline(first)
-    assert "| chat | 30 | 1.495 |" in markdown(first)
+    assert "| chat | 30 | 1.492 |" in markdown(first)
     assert "floor" not in markdown(first)
 
 

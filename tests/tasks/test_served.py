@@ -46,6 +46,11 @@ def test_a_curve_is_a_running_mean_of_steps_and_breaks_at_a_swap() -> None:
     assert drawn["code"] == [[(4, 3.0)]]
 
 
+def test_a_curve_starts_when_its_mean_has_a_quarter_of_its_requests() -> None:
+    assert [x for x, _ in curves(of_drafts(*[1] * 7), window=20)["chat"][0]] == [5, 6, 7]
+    assert [x for x, _ in curves(of_drafts(1, 1, 1), window=20)["chat"][0]] == [3]
+
+
 def test_a_draft_that_comes_back_starts_a_curve_of_its_own() -> None:
     drawn = curves(of_drafts(1, 1, 2, 2, 1, 1), window=5)
     assert [[x for x, _ in part] for part in drawn["chat"]] == [[1, 2], [3, 4], [5, 6]]
