@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flows.bench.commands import bench
 from flows.command import DEFAULT_RECIPE, RecipeName, command_of
 from infra.settings import Settings, load_settings
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(bench)
 command = command_of(app)
 out = Console()
 
