@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -19,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flows.bench.commands import bench
+from flows.command import DEFAULT_RECIPE, RecipeName, command_of
 from infra.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from infra.registry import Version
     from tasks.recipe import Recipe
 
-DEFAULT_RECIPE = "smollm2-cpu"
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
 POLL_S = 0.2
 WIDEST = 60
 # A service drains its streams for 30 s and then takes some seconds to end.
@@ -40,33 +38,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(bench)
+command = command_of(app)
 out = Console()
-
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A recipe that ships, or the path of a TOML file.")]
 
 
 def main() -> None:
     """Run the command line; SIGTERM ends it as Ctrl-C does, so that what it started ends too."""
     signal.signal(signal.SIGTERM, _interrupt)
     app()
-
-
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a command with the exit codes of this program."""
-
-    @app.command()
-    @wraps(function)
-    def wrapped(**options: Any) -> None:
-        try:
-            function(**options)
-        except (ValueError, ConnectionError) as error:  # a registry out of reach is a ConnectionError
-            _fail(error, USAGE)
-        except (RuntimeError, TimeoutError, FloatingPointError) as error:
-            _fail(error, FAILED)
-        except KeyboardInterrupt:
-            _fail("interrupted", INTERRUPTED)
-
-    return wrapped
 
 
 @command
@@ -353,11 +333,6 @@ def _settings() -> Settings:
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-def _fail(message: object, code: int) -> NoReturn:
-    typer.echo(f"redraft: {message}", err=True)
-    raise typer.Exit(code)
 
 
 def _taus(version: "Version") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,16 @@ def config_path(settings: Settings) -> Path:
     return settings.home / "service.json"
 
 
-def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -> dict[str, Any]:
-    """Write what the service needs to know (services/config.py) and return it; `orchestrator` is a Prefect API or "".
+def write_config(
+    recipe: "Recipe", settings: Settings, orchestrator: str = "", changed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write what the service needs to know (services/config.py) and return it.
+
+    Args:
+        recipe: what is served.
+        settings: where everything lies.
+        orchestrator: a Prefect API or "".
+        changed: keys that differ from what the recipe says.
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.
@@ -35,8 +44,6 @@ def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -
     from tasks.promote import open_champions  # torch: too slow for who only asks how the service is
 
     pair = open_champions.fn()
-    port = recipe.serve.port or free_port(settings.host)
-    require_port_free(settings.host, port)
     config = {
         "target_dir": str(pair.target_files.path),
         "target_version": pair.target.number,
@@ -48,7 +55,7 @@ def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -
         "cache": str(settings.cache),
         "state": str(settings.home / "service-state.json"),
         "host": settings.host,
-        "port": port,
+        "port": recipe.serve.port,
         "api_keys": list(settings.api_keys),
         "served_name": SERVED_NAME,
         "tool_parser": recipe.serve.tool_parser,
@@ -56,21 +63,26 @@ def write_config(recipe: "Recipe", settings: Settings, orchestrator: str = "") -
         "min_swap_interval_s": recipe.serve.min_swap_interval_s,
         "orchestrator": orchestrator,
         "watch": recipe.serve.watch.model_dump(),
+        **(changed or {}),
     }
+    config["port"] = config["port"] or free_port(settings.host)
+    require_port_free(settings.host, config["port"])
     path = config_path(settings)
     path.touch(mode=0o600)  # it holds the keys
     path.write_text(json.dumps(config, indent=1) + "\n")
     return config
 
 
-def start_service(recipe: "Recipe", settings: Settings, orchestrator: str = "") -> tuple[Child, str]:
-    """Start the service, wait until it answers, and return it with its URL; events go to `orchestrator`, a Prefect API.
+def start_service(
+    recipe: "Recipe", settings: Settings, orchestrator: str = "", changed: Mapping[str, Any] | None = None
+) -> tuple[Child, str]:
+    """Start the service, wait until it answers, and return it with its URL; see `write_config`.
 
     Raises:
         ValueError: nothing was built yet, or the port is taken.
         RuntimeError: the service ended by itself.
     """
-    config = write_config(recipe, settings, orchestrator)
+    config = write_config(recipe, settings, orchestrator, changed)
     url = f"http://{config['host']}:{config['port']}"
     argv = [sys.executable, "-m", "services.main", "--config", str(config_path(settings))]
     child = Child.start(argv, openmp_preload(), settings.home / "logs" / "service.log", "the service")

@@ -1,9 +1,11 @@
 """Traffic for a running service: prompts in, what became of each request out. A client like any other, over HTTP."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import httpx
@@ -13,6 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from tasks.select_data import Prompt
 
 TIMEOUT_S = 120.0
+# A service that refuses at once must not be asked a thousand times a second.
+PAUSE_AFTER_FAILURE_S = 0.2
+
+LogLevel = Literal["none", "metadata", "full"]
 
 
 class Answer(BaseModel):
@@ -22,7 +28,9 @@ class Answer(BaseModel):
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
         token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
         drafted_per_step, accepted_per_step: as the service counted them; None where it did not say.
-        seconds: from sending to the last token.
+        sent_s: when it was sent, on the machine's monotonic clock.
+        arrival_ms: when each token came, from sending; those of one step come together.
+        seconds: from sending to the end of the stream.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +47,8 @@ class Answer(BaseModel):
     accepted_per_step: tuple[int, ...] | None = None
     num_tokens: int = 0
     first_token_ms: float | None = None
+    arrival_ms: tuple[float, ...] = ()
+    sent_s: float
     seconds: float
 
 
@@ -71,7 +81,7 @@ async def send(
     concurrency: int,
     max_tokens: int,
     temperature: float = 0.0,
-    log: Literal["none", "metadata", "full"] = "full",
+    log: LogLevel = "full",
     model: str = "target",
     api_key: str | None = None,
     gaps: bool = False,
@@ -94,13 +104,7 @@ async def send(
     Returns:
         One answer a prompt, in their order; a request that fails is an answer that says so.
     """
-    limits = httpx.Limits(max_connections=concurrency)
-    async with openai.AsyncOpenAI(
-        base_url=f"{url.rstrip('/')}/v1",
-        api_key=api_key or "none",
-        max_retries=0,  # a retry would hide a failure
-        http_client=httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False),
-    ) as client:
+    async with _client(url, api_key, concurrency) as client:
         slots = asyncio.Semaphore(concurrency)
 
         async def ask(prompt: Prompt) -> Answer:
@@ -111,6 +115,43 @@ async def send(
             return answer
 
         return await asyncio.gather(*(ask(prompt) for prompt in prompts))
+
+
+async def keep_asking(
+    prompts: Sequence[Prompt],
+    url: str,
+    *,
+    concurrency: int,
+    max_tokens: int,
+    stop: Callable[[], bool],
+    on_answer: Callable[[Answer], None],
+    pause_s: float = 0.0,
+    model: str = "target",
+    api_key: str | None = None,
+) -> None:
+    """Send prompts over and over, as clients that ask again when they were answered; greedy, nothing is logged.
+
+    Args:
+        prompts: what to send, in turn.
+        url: of the service, without /v1.
+        concurrency: number of clients.
+        max_tokens: of each answer.
+        stop: asked before each request; running ones are waited for.
+        on_answer: called with each answer as it ends.
+        pause_s: what a client waits between an answer and its next request.
+        model: the served name.
+        api_key: bearer key, if the service asks for one.
+    """
+    waiting = itertools.cycle(prompts)
+    async with _client(url, api_key, concurrency) as client:
+
+        async def ask() -> None:
+            while not stop():
+                answer = await _ask(client, next(waiting), model, max_tokens, 0.0, "none", gaps=False)
+                on_answer(answer)
+                await asyncio.sleep(pause_s if answer.status == "ok" else max(pause_s, PAUSE_AFTER_FAILURE_S))
+
+        await asyncio.gather(*(ask() for _ in range(concurrency)))
 
 
 def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
@@ -134,11 +175,23 @@ def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
     )
 
 
+@asynccontextmanager
+async def _client(url: str, api_key: str | None, concurrency: int) -> AsyncIterator[openai.AsyncOpenAI]:
+    limits = httpx.Limits(max_connections=concurrency)
+    async with openai.AsyncOpenAI(
+        base_url=f"{url.rstrip('/')}/v1",
+        api_key=api_key or "none",
+        max_retries=0,  # a retry would hide a failure
+        http_client=httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False),
+    ) as client:
+        yield client
+
+
 async def _ask(
     client: openai.AsyncOpenAI, prompt: Prompt, model: str, max_tokens: int, temperature: float, log: str, gaps: bool
 ) -> Answer:
     started_s = time.monotonic()
-    seen: dict[str, Any] = {"prompt_id": prompt.id, "domain": prompt.domain}
+    seen: dict[str, Any] = {"prompt_id": prompt.id, "domain": prompt.domain, "sent_s": started_s}
     try:
         stream = await client.chat.completions.create(
             model=model,
@@ -170,8 +223,10 @@ def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
     for choice in chunk.choices:
         token_ids = (choice.model_extra or {}).get("token_ids") or ()
         if token_ids:  # its text may come later: a token can be part of a letter
-            seen.setdefault("first_token_ms", 1000 * (time.monotonic() - started_s))
+            now_ms = 1000 * (time.monotonic() - started_s)
+            seen.setdefault("first_token_ms", now_ms)
             seen["token_ids"] = (*seen.get("token_ids", ()), *token_ids)
+            seen["arrival_ms"] = (*seen.get("arrival_ms", ()), *(now_ms for _ in token_ids))
         for position in choice.logprobs.content or () if choice.logprobs is not None else ():
             best, second = sorted((one.logprob for one in position.top_logprobs), reverse=True)[:2]
             seen["gaps"] = (*seen.get("gaps", ()), best - second)

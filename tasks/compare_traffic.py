@@ -59,13 +59,22 @@ def compare_outputs(
     references: Sequence[Mapping[str, object]], outputs: Sequence[Mapping[str, object]], target_dir: Path
 ) -> Outputs:
     """Judge speculated outputs by those without speculation, at the threshold fixed when the target was registered."""
+    verdicts = judge_outputs(references, outputs, target_dir)
+    _, threshold = load_golden(target_dir)
+    return Outputs(num_compared=len(verdicts), verdicts=dict(Counter(verdicts.values())), threshold=threshold)
+
+
+def judge_outputs(
+    references: Sequence[Mapping[str, object]], outputs: Sequence[Mapping[str, object]], target_dir: Path
+) -> dict[str, str]:
+    """Return the verdict on each prompt's output, see `compare_outputs`."""
     _, threshold = load_golden(target_dir)
     by_prompt = {row["prompt_id"]: row for row in outputs}
-    verdicts: Counter[str] = Counter()
+    verdicts = {}
     for row in references:
         golden = Golden(prompt_ids=(), token_ids=tuple(row["token_ids"]), gaps=tuple(row["gaps"]))
-        verdicts[equal_output(golden, by_prompt[row["prompt_id"]]["token_ids"], threshold)] += 1
-    return Outputs(num_compared=len(references), verdicts=dict(verdicts), threshold=threshold)
+        verdicts[str(row["prompt_id"])] = equal_output(golden, by_prompt[row["prompt_id"]]["token_ids"], threshold)
+    return verdicts
 
 
 def _traces(rows: Sequence[Mapping[str, object]], domain: str) -> list[Trace]:

@@ -114,3 +114,69 @@ def draw_acceptance(answers: Sequence[Mapping[str, object]], swap_at: int | None
     axes.legend()
     figure.savefig(file, dpi=150)
     return file
+
+
+def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
+    """Draw a bar a side, domain by domain, with a line from p10 to p90.
+
+    Args:
+        speeds: domain to side to median, p10 and p90.
+        x_label: what they are.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
+    width, height = SIZE_INCHES
+    figure = Figure((width, height + 0.25 * len(sides)), layout="constrained")
+    shared = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
+    for axes, (domain, of_domain) in zip(shared, speeds.items(), strict=True):
+        axes.set(title=domain, xlabel=x_label)
+        for place, side in enumerate(sides):
+            if side in of_domain:
+                median, p10, p90 = of_domain[side]
+                axes.barh(place, median, xerr=[[median - p10], [p90 - median]])
+    shared[0].set_yticks(range(len(sides)), sides)
+    shared[0].invert_yaxis()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
+    """Draw inter-token latencies as dots, a colour a kind.
+
+    Args:
+        points: kind to (place on the x axis, milliseconds).
+        x_label: what the place is.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
+    for name, of_kind in points.items():
+        axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path) -> Path:
+    """Draw which share of a set of figures is above each value, on logarithmic axes, so that the tail can be seen.
+
+    Args:
+        values: name to figures.
+        x_label: what they are.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel="share above", xscale="log", yscale="log")
+    for name, figures in values.items():
+        ordered = sorted(figures)
+        axes.plot(ordered, [1 - n / len(ordered) for n in range(len(ordered))], label=name)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file

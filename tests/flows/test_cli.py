@@ -30,6 +30,13 @@ def test_help_names_every_command(run):
         assert name in result.output
 
 
+def test_help_names_every_benchmark(run):
+    result = run("bench", "--help")
+    assert result.exit_code == 0
+    for name in ("speed", "swap", "logging", "demo", "trainer"):
+        assert name in result.output
+
+
 def test_a_misspelt_key_is_one_line_and_exit_code_2(run, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[refresh]\nmin_rowz = 3\n")

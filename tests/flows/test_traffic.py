@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from flows.traffic import Answer, send, summarise
+from flows.traffic import Answer, keep_asking, send, summarise
 from models.sources import Message, Prompt
 
 
@@ -68,6 +68,27 @@ def test_an_answer_carries_what_speculation_did(server):
     assert answer.draft_version == "7"
     assert (answer.drafted_per_step, answer.accepted_per_step) == ((3, 3, 3), (3, 0, 1))
     assert answer.token_ids == (5, 6)
+    assert len(answer.arrival_ms) == 2
+    assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
+
+
+def test_clients_ask_in_turn_until_they_are_stopped(server):
+    prompts = [Prompt(messages=(Message(role="user", content=text),), domain="code", group="g") for text in ("a", "b")]
+    answers: list[Answer] = []
+    asyncio.run(
+        keep_asking(
+            prompts,
+            f"http://127.0.0.1:{server.server_port}",
+            concurrency=2,
+            max_tokens=8,
+            stop=lambda: len(answers) >= 5,
+            on_answer=answers.append,
+        )
+    )
+    assert 5 <= len(answers) <= 6  # what ran when they were stopped is waited for
+    assert {answer.prompt_id for answer in answers} == {prompt.id for prompt in prompts}
+    assert all(answer.status == "ok" for answer in answers)
+    assert server.seen[0][1:] == ("none", 0.0)
 
 
 def test_domain_and_consent_go_with_each_request(server):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models.golden import Golden, save_golden
-from tasks.compare_traffic import compare_acceptance, compare_outputs
+from tasks.compare_traffic import compare_acceptance, compare_outputs, judge_outputs
 from tasks.figures import draw_acceptance
 
 
@@ -38,6 +38,13 @@ def test_an_output_that_changed_away_from_a_tie_is_counted_as_different(tmp_path
     outputs = compare_outputs(references, [row(1, (1,), (5, 6, 8)), row(0, (1,), (5, 6, 7))], tmp_path)
     assert outputs.verdicts == {"equal": 1, "different": 1}
     assert outputs.num_compared == 2
+
+
+def test_a_verdict_belongs_to_its_prompt(tmp_path: Path) -> None:
+    save_golden(tmp_path, [Golden(prompt_ids=(1,), token_ids=(2,), gaps=(1.0,))], threshold=0.01)
+    references = [row(0, (1,), (5, 6, 7)), row(1, (1,), (5, 6, 7)) | {"gaps": [1.0, 1.0, 0.001]}]
+    outputs = [row(0, (1,), (5, 9, 7)), row(1, (1,), (5, 6, 8))]
+    assert judge_outputs(references, outputs, tmp_path) == {"p0": "different", "p1": "near-tie"}
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""What a benchmark found: on the terminal, as one JSON line, and as a block for tests/benchmarks/RESULTS.md."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+RESULT, BLOCK = "result.json", "RESULTS.md"
+out = Console()
+
+
+class Grid(NamedTuple):
+    """A table of text; the first column names the row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Report(BaseModel):
+    """One benchmark's outcome.
+
+    Attributes:
+        figures: all numbers, for programs.
+        grids: the numbers that a reader needs.
+        notes: sentences that belong under the tables: what was left out, what a column means.
+        verdict: how the figures stand to what was aimed at.
+        failures: what makes the command fail after it has reported.
+        picture: a PNG, or None.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    figures: dict[str, Any]
+    grids: list[Grid]
+    notes: list[str] = []
+    verdict: str
+    failures: list[str] = []
+    picture: Path | None = None
+
+
+def publish(
+    report: Report, folder: Path, title: str, question: str, command: str, setup: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write `result.json` and `RESULTS.md` into `folder`, show the tables, and end with the JSON line.
+
+    Args:
+        report: the outcome.
+        folder: of this benchmark.
+        title: its number, such as "B4".
+        question: what it answers.
+        command: what to type to repeat it.
+        setup: commit, device and settings that the figures belong to.
+    """
+    result = {"benchmark": title, **setup, **report.figures, "verdict": report.verdict, "failures": report.failures}
+    (folder / RESULT).write_text(json.dumps(result, allow_nan=False) + "\n")
+    (folder / BLOCK).write_text(markdown(report, title, question, command, setup))
+    for grid in report.grids:
+        table = Table(*grid.columns, title=grid.title)
+        for row in grid.rows:
+            table.add_row(*row)
+        out.print(table)
+    for line in (*report.notes, report.verdict):
+        out.print(line, markup=False, highlight=False)
+    for name in (RESULT, BLOCK):
+        out.print(f"{folder / name}", soft_wrap=True)
+    if report.picture is not None:
+        out.print(f"{report.picture}", soft_wrap=True)
+    print(json.dumps(result, allow_nan=False))
+    return result
+
+
+def markdown(report: Report, title: str, question: str, command: str, setup: Mapping[str, Any]) -> str:
+    """Return the block for RESULTS.md."""
+    device = setup["device"]
+    versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
+    where = f"{device['processor']}, {device['cores']} cores, {device['dtype']}, {versions}"
+    lines = [
+        f"## {datetime.now(UTC):%Y-%m-%d}: {question} ({title})",
+        "",
+        f"`{command}`, commit {setup['commit'][:7] or 'unknown'}, {where}.",
+    ]
+    for grid in report.grids:
+        rows = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
+        lines += ["", f"{grid.title}:", "", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines += ["", *report.notes, f"Verdict: {report.verdict}", *(f"Failed: {one}." for one in report.failures), ""]
+    return "\n".join(lines)
+
+
+def spread(value: Mapping[str, float], digits: int = 1) -> str:
+    """Return a median with its tenth and ninetieth percentile."""
+    return f"{value['median']:.{digits}f} ({value['p10']:.{digits}f} to {value['p90']:.{digits}f})"
+
+
+def interval(value: Mapping[str, float], digits: int = 2) -> str:
+    """Return a figure with the ends of its interval."""
+    return f"{value['value']:.{digits}f} ({value['low']:.{digits}f} to {value['high']:.{digits}f})"

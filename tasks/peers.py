@@ -1,0 +1,146 @@
+"""What the served pair is measured against without an endpoint: transformers, and the reference engine.
+
+All of them answer one prompt at a time and greedily, with the target's own weights, in the engine's number format and
+with as many threads as this process may use cores. Assisted generation is transformers' model-free kind, prompt lookup:
+a small model with the target's tokenizer to assist it is not at hand.
+"""
+
+import asyncio
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from models import catalog
+from models.drafts import ngram
+from models.engines import Sampling
+from models.params import BaseParams
+from models.precision import fast_dtype
+from models.sources import Prompt
+from models.tokens import encode_chat
+
+
+class Timed(NamedTuple):
+    """One answer.
+
+    Attributes:
+        token_ids: of the answer.
+        arrival_ms: when each token came, from the start; empty where only the ends are known.
+        first_token_ms: when the first one came.
+        seconds: until the last one.
+    """
+
+    token_ids: tuple[int, ...]
+    arrival_ms: tuple[float, ...]
+    first_token_ms: float
+    seconds: float
+
+
+# (prompt's token ids, most tokens of the answer) → the answer.
+Peer = Callable[[list[int], int], Timed]
+
+
+def engine_dtype(engine: BaseParams, device: str) -> str:
+    """Return the number format that an engine computes in, as torch names it."""
+    dtype = str(getattr(engine, "dtype", "auto"))
+    return str(fast_dtype(device)).removeprefix("torch.") if dtype == "auto" else dtype
+
+
+def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
+    """Return what vLLM's `speculative_config` says for its own prompt lookup, which needs no draft."""
+    params = ngram.Params()
+    return {
+        "method": "ngram",
+        "prompt_lookup_min": params.min_tokens,
+        "prompt_lookup_max": params.max_tokens,
+        "num_speculative_tokens": num_draft_tokens,
+    }
+
+
+def open_peers(
+    target_dir: Path, draft_dir: Path, dtype: str, num_draft_tokens: int, max_model_len: int
+) -> Mapping[str, Peer]:
+    """Load every peer, and let this process compute on all of its cores.
+
+    Args:
+        target_dir: a Hugging Face directory.
+        draft_dir: the draft of the reference engine.
+        dtype: as torch names it.
+        num_draft_tokens: K, also of the prompt lookup.
+        max_model_len: longest sequence, prompt included.
+    """
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=getattr(torch, dtype)).eval()
+    engine_params = catalog.parse(
+        "engines",
+        {"name": "torch", "num_draft_tokens": num_draft_tokens, "max_model_len": max_model_len, "dtype": dtype},
+    )
+    return {
+        "transformers": _generating(model, {}),
+        "transformers, prompt lookup": _generating(model, {"prompt_lookup_num_tokens": num_draft_tokens}),
+        "reference engine": _reference(target_dir, draft_dir, engine_params),
+    }
+
+
+def encoder(target_dir: Path) -> Callable[[Prompt], list[int]]:
+    """Return what makes a prompt's token ids, as the endpoint does."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    return lambda prompt: encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+
+
+class _Arrivals(BaseStreamer):
+    """Notes when tokens come; the first that transformers hands over is the prompt."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        """Take the tokens of one step."""
+        if self._prompt_seen:
+            self.times_s += [time.monotonic()] * value.numel()
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _generating(model: Any, options: Mapping[str, Any]) -> Peer:
+    def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
+        arrivals, prompt, started_s = _Arrivals(), torch.tensor([prompt_ids]), time.monotonic()
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sampling settings in the target's files, which greedy decoding ignores
+            output = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                streamer=arrivals,
+                **options,
+            )
+        token_ids = tuple(output[0, len(prompt_ids) :].tolist())
+        # A step may hand over drafted tokens that lie behind the end of the answer.
+        arrival_ms = tuple(1000 * (moment - started_s) for moment in arrivals.times_s[: len(token_ids)])
+        return Timed(token_ids, arrival_ms, arrival_ms[0], arrival_ms[-1] / 1000)
+
+    return answer
+
+
+def _reference(target_dir: Path, draft_dir: Path, params: BaseParams) -> Peer:
+    engine = asyncio.run(catalog.load("engines", params.name).start(target_dir, draft_dir, params))
+
+    def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
+        started_s = time.monotonic()
+        completion = asyncio.run(engine.generate(prompt_ids, Sampling(max_tokens=max_tokens), "peer"))
+        # The engine tells when its first token came, not when each did.
+        return Timed(completion.token_ids, (), completion.first_token_ms, time.monotonic() - started_s)
+
+    return answer
