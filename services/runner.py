@@ -24,6 +24,8 @@ RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Off, as on a desktop: a node that is asked to live on loopback does, instead of looking for another address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_worker_niceness": "0",  # 15 by default: whatever trains beside the replica would come first
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.edge.middlewares",
 }

@@ -7,9 +7,11 @@ Where a fault can't be written into a file, the engine has it: `FaultyEngine` mi
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,20 +42,22 @@ def accept_everything(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Gen
 
 
 class FaultyEngine(TorchEngine):
+    """The reference engine with a fault for each draft that is to have one."""
+
     faults: dict[str, str]
+
+    @cached_property
+    def sound(self) -> tuple[Any, BaseParams]:
+        return self._rules[True]
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         assert request_id.startswith("probe-")
         fault = self.faults.get(self.draft_version)
         if fault == "hangs":
             await asyncio.sleep(60)
-        rule, params = self._rules[True]
-        try:
-            if fault == "corrupts":
-                self._rules[True] = SimpleNamespace(verify=accept_everything), params
-            return await super().generate(prompt_ids, sampling, request_id)
-        finally:
-            self._rules[True] = rule, params
+        rule, params = self.sound
+        self._rules[True] = (SimpleNamespace(verify=accept_everything) if fault == "corrupts" else rule), params
+        return await super().generate(prompt_ids, sampling, request_id)
 
     async def swap_draft(self, directory: Path, version: str) -> float:
         fault = self.faults.get(version)
@@ -84,6 +88,7 @@ class World:
         self.faults: dict[str, str] = {}
         self.loop: Reconciler
         self.counts: Counter[str] = Counter()
+        self.runner = asyncio.Runner()  # one event loop, as a replica has
 
     def push(
         self, tags: dict[str, str] | None = None, *, fault: str = "", spoil: Spoil | None = None, vocab_size: int = 64
@@ -115,14 +120,14 @@ class World:
         self.counts = Counter()
         boot, state = choose_boot_draft(self.source, read_state(self.config.state), self.counts)
         directory, version = (boot.directory, str(boot.version.number)) if boot else (None, "")
-        self.engine = asyncio.run(FaultyEngine.start(self.target, directory, Params(), draft_version=version))
+        self.engine = self.runner.run(FaultyEngine.start(self.target, directory, Params(), draft_version=version))
         self.engine.faults = self.faults
         self.loop = Reconciler(self.engine, self.source, self.goldens, THRESHOLD, self.config, boot, state, self.counts)
         return boot
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
-            asyncio.run(self.loop.tick())
+            self.runner.run(self.loop.tick())
 
     def champion(self) -> int | None:
         champion = self.registry.champion("draft")
@@ -134,7 +139,7 @@ class World:
             return None
         number = self.loop.serving.version.number
         assert self.engine.draft_version == str(number)
-        asyncio.run(self.engine.check_draft(self.loop.serving.directory))
+        self.runner.run(self.engine.check_draft(self.loop.serving.directory))
         return number
 
 
@@ -157,9 +162,11 @@ def goldens(tiny_target: Path) -> list[Golden]:
 
 
 @pytest.fixture
-def world(store: Path, tiny_target: Path, goldens: list[Golden], tmp_path: Path) -> World:
+def world(store: Path, tiny_target: Path, goldens: list[Golden], tmp_path: Path) -> Iterator[World]:
     (tmp_path / "mlflow.db").write_bytes(store.read_bytes())
-    return World(tmp_path, tiny_target, goldens)
+    world = World(tmp_path, tiny_target, goldens)
+    with world.runner:
+        yield world
 
 
 @pytest.fixture
@@ -316,7 +323,7 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
     assert running.serving() == 1
     assert champion is not None
     with pytest.raises(RegistryUnavailable):
-        asyncio.run(running.loop._follow(champion))
+        running.runner.run(running.loop._follow(champion))
     assert running.serving() == 1
     with sqlite3.connect(database) as db:
         db.execute("ALTER TABLE gone RENAME TO model_versions")
@@ -362,17 +369,17 @@ def test_swaps_are_kept_apart(running: World) -> None:
 
 def test_while_an_operator_has_speculation_off_nothing_is_swapped(running: World) -> None:
     running.push()
-    assert asyncio.run(running.loop.set_speculation(False)) is False
+    assert running.runner.run(running.loop.set_speculation(False)) is False
     running.tick()
     assert (running.serving(), running.engine.speculating) == (1, False)
-    assert asyncio.run(running.loop.set_speculation(True)) is True
+    assert running.runner.run(running.loop.set_speculation(True)) is True
     running.tick()
     assert (running.serving(), running.engine.speculating) == (2, True)
 
 
 def test_an_operator_can_not_switch_on_what_has_no_good_draft(world: World) -> None:
     world.boot()
-    assert asyncio.run(world.loop.set_speculation(True)) is False
+    assert world.runner.run(world.loop.set_speculation(True)) is False
 
 
 def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World) -> None:
@@ -395,7 +402,7 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
         assert not task.done()
         task.cancel()
 
-    asyncio.run(run())
+    running.runner.run(run())
     assert running.counts["errors"] == MAX_ATTEMPTS
 
 
