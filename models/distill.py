@@ -6,7 +6,6 @@ draft would have said next is never read. The work per token follows the accepta
 """
 
 import json
-import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.catalog import load as load_method
@@ -24,6 +21,7 @@ from models.checkpoint import output_embedding, read_tensor
 from models.drafts import Draft, Rows
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
+from models.resume import load_progress, save_progress
 
 __all__ = ["Params", "Progress", "Report", "Sample", "hidden_states", "train"]
 
@@ -262,12 +260,6 @@ class _Loop:
         return total / len(rows.index), first
 
     def _save(self) -> None:
-        tensors = {f"weight/{name}": p.detach() for name, p in self.trained.items()}
-        for name, parameter in self.trained.items():
-            state = self.optimizer.state[parameter]
-            tensors |= {
-                f"{key}/{name}": state[key].detach().reshape(-1 if key == "step" else state[key].shape) for key in state
-            }
         progress = {
             "step": self.step,
             "seconds": self.seconds,
@@ -275,28 +267,12 @@ class _Loop:
             "losses": self.losses,
             "key": self._key(),
         }
-        file = self.work_dir / "checkpoint.safetensors"
-        save_file(tensors, f"{file}.new", metadata={"progress": json.dumps(progress)})
-        os.replace(f"{file}.new", file)
+        save_progress(self.work_dir, self.trained, self.optimizer, progress)
 
     def _resume(self) -> None:
-        file = self.work_dir / "checkpoint.safetensors"
-        if not file.is_file():
-            return
-        with safe_open(file, framework="pt") as handle:
-            progress = json.loads(handle.metadata()["progress"])
-        if progress["key"] != self._key():
-            return  # another recipe's work: start over
-        tensors = load_file(file)
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(tensors[f"weight/{name}"])
-                self.optimizer.state[parameter] = {
-                    key: tensors[f"{key}/{name}"].reshape(() if key == "step" else parameter.shape).to(parameter.device)
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                }
-        self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
-        self.losses = [(step, loss) for step, loss in progress["losses"]]
+        if (progress := load_progress(self.work_dir, self.trained, self.optimizer, self._key())) is not None:
+            self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
+            self.losses = [(step, loss) for step, loss in progress["losses"]]
 
     def _key(self) -> str:
         """What must be equal for a checkpoint to be this run's."""

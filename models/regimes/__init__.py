@@ -1,0 +1,100 @@
+"""Training regimes: what a method changes about the one training loop (`models.training`), as hooks.
+
+Letters: B documents of a batch, T tokens of a document, L layers of the model.
+
+A method's module has
+
+- `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined;
+- `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
+- `train(model, documents, params, training, seed, work_dir, on_progress) -> models.training.Trained`: that loop, which
+  runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no other.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# What can be changed once: how linear layers multiply, which layers run, what of the weights is free, which steps run,
+# how documents become batches, what is kept for the backward pass, in which format is computed, when training ends,
+# and the loop itself.
+PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "end", "loop")
+
+
+class Batch(NamedTuple):
+    """What one step trains on.
+
+    Attributes:
+        token_ids: [B, T] int64, padded with anything.
+        labels: [B, T] int64, the same ids, −100 where there is nothing to learn; the model shifts them by itself.
+        position_ids: [B, T] int64 where rows hold several documents, each counted from 0; None counts rows.
+    """
+
+    token_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are learnt."""
+        return int((self.labels != -100).sum())
+
+
+class Plan(NamedTuple):
+    """How long training is going to be."""
+
+    num_steps: int
+    steps_per_epoch: int
+
+
+class Regime:
+    """One method's hooks. What is not overridden changes nothing.
+
+    A regime may wrap or replace modules in `start` and takes all of it back in `finish`, so that a plain Hugging Face
+    model comes out.
+    """
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        """Prepare the model before the optimizer is made; returns parameters of its own that are trained too."""
+        return []
+
+    def collate(self, documents: list[list[int]]) -> Batch | None:
+        """Make a batch of documents, or None to leave it to the loop, which pads."""
+        return None
+
+    def runs(self, step: int) -> bool:
+        """Whether this step is done at all."""
+        return True
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        """Return the context that forward and backward pass run in."""
+        return nullcontext()
+
+    def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
+        """Return what is added to the loss after the forward pass, a scalar."""
+        return None
+
+    def after_backward(self, model: PreTrainedModel) -> None:
+        """Change gradients before they are clipped."""
+
+    def after_step(self, model: PreTrainedModel) -> None:
+        """Change weights after the optimizer did."""
+
+    def after_epoch(self, model: PreTrainedModel, epoch: int) -> bool:
+        """Look at the model after epoch `epoch`, counted from 0; True ends training."""
+        return False
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Make a plain model of it again."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what it did, such as the share of skipped layers; `flops_share` scales the loop's count of FLOPs."""
+        return {}
+
+    def state(self) -> dict[str, object]:
+        """Return what a resumed run needs besides the weights, as JSON."""
+        return {}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Take back what `state` returned."""
