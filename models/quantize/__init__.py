@@ -3,6 +3,6 @@
 Letters: O outputs and I inputs of a layer, N tokens, G weights of a group.
 
 A method's module has `quantize(model, documents, params) -> Quantized`: a model that computes as the quantized one
-does, its size in bytes, and, where an engine serves the format, `STORED`, the name of the compressed-tensors format that
-`save` writes.
+does, and its size in bytes; and, where an engine serves the format, `STORED`, the name of the compressed-tensors format
+that `save` writes.
 """
