@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 def lower_session() -> bool:
-    """Let all processes of this session give way to those of others, for good; the caller should lead a session.
+    """Let this session give way to others for good, if this process leads it; a shell's is left alone.
 
     Returns:
-        False where the kernel doesn't group by session; there each thread's priority counts against all others.
+        whether it does. Where the kernel doesn't group by session, each thread's priority counts against all others.
     """
-    if not _AUTOGROUP.exists():
+    if os.getsid(0) != os.getpid() or not _AUTOGROUP.exists():
         return False
     _AUTOGROUP.write_text(str(NICENESS))
     return True

@@ -28,7 +28,7 @@ def test_work_runs_at_low_priority_and_the_caller_stays_as_it_is() -> None:
     assert niceness() == before
 
 
-def test_a_session_gives_way_as_a_whole_and_another_one_does_not() -> None:
+def test_who_leads_a_session_lowers_all_of_it_and_who_was_started_in_one_does_not() -> None:
     script = "from infra.priority import lower_session; print(lower_session(), open('/proc/self/autogroup').read())"
     if not Path("/proc/self/autogroup").exists():
         pytest.skip("this kernel doesn't group processes by session")
@@ -36,6 +36,7 @@ def test_a_session_gives_way_as_a_whole_and_another_one_does_not() -> None:
     argv = [sys.executable, "-c", script]
     told = subprocess.run(argv, start_new_session=True, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert re.fullmatch(rf"True /autogroup-\d+ nice {NICENESS}\s*", told)
+    assert subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT).stdout.startswith("False")
     assert Path("/proc/self/autogroup").read_text() == own
 
 
