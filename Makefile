@@ -25,13 +25,13 @@ endif
 demo: install
 	$(BIN)/redraft demo
 
-test: install
+test: test-fast
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/python -m pytest --ignore=tests/drills
+	$(BIN)/python -m pytest --ignore=tests/drills -m engine
 
 test-fast: install
-	$(BIN)/python -m pytest --ignore=tests/drills -m 'not engine'
+	$(BIN)/python -m pytest --ignore=tests/drills -m 'not engine' -n 2
 
 drills: install
 	$(BIN)/python -m pytest tests/drills

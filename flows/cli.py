@@ -19,6 +19,7 @@ from rich.table import Table
 
 from flows.bench.commands import bench
 from flows.command import DEFAULT_RECIPE, RecipeName, command_of
+from infra.priority import lower_session
 from infra.settings import Settings, load_settings
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def main() -> None:
 def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     """Build the target and its first draft, and make them the champions; what is there is not made again."""
     _, parsed = _prepare(recipe)
+    lower_session()
     from flows.build import build as flow
 
     _show_draft("built", flow(parsed))
@@ -62,6 +64,7 @@ def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     """Train on the requests served since the last time; a draft that passes the gate is promoted."""
     _, parsed = _prepare(recipe)
+    lower_session()
     from flows.refresh import refresh as flow
 
     outcome, version = flow(parsed)

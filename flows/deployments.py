@@ -19,6 +19,7 @@ from flows.build import build
 from flows.recipe import load_recipe
 from flows.refresh import refresh
 from infra.events import ACCEPTANCE_FELL, RESOURCE
+from infra.priority import lower_session
 from tasks.recipe import Recipe
 
 # A second run would wait for the window that the first one holds, and then find it trained.
@@ -55,7 +56,8 @@ def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
 
 
 def main() -> None:
-    """Serve a recipe's deployments until a signal comes."""
+    """Serve a recipe's deployments until a signal comes; what they run gives way to a service on the same machine."""
+    lower_session()
     parser = argparse.ArgumentParser(prog="python -m flows.deployments", description="Run flows when they are due.")
     parser.add_argument("--recipe", required=True)
     serve(*deployments(load_recipe(parser.parse_args().recipe)), print_starting_message=False)

@@ -1,7 +1,8 @@
 """Work that gives way: it runs in a thread of low priority, so that a service on the same cores hardly notices it.
 
 Linux keeps a priority for each thread, and the threads that torch starts for it inherit it. A process that lowered its
-own could not raise it again.
+own could not raise it again. Many kernels group processes by session, though, and a thread's priority then only counts
+among the threads of its session: against a service in another one the whole session has to give way.
 """
 
 import contextvars
@@ -11,13 +12,28 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 # Beside threads that are always busy, about a tenth of a core is left: slow, but not starved as at 19.
 NICENESS = 10
 
+_AUTOGROUP = Path("/proc/self/autogroup")
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def lower_session() -> bool:
+    """Let this session give way to others for good, if this process leads it; a shell's is left alone.
+
+    Returns:
+        whether it does. Where the kernel doesn't group by session, each thread's priority counts against all others.
+    """
+    if os.getsid(0) != os.getpid() or not _AUTOGROUP.exists():
+        return False
+    _AUTOGROUP.write_text(str(NICENESS))
+    return True
 
 
 def gently(work: Callable[P, T]) -> Callable[P, T]:

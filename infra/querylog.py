@@ -12,14 +12,12 @@ consent is not "full" is refused here, whatever the caller did before.
 import hashlib
 import heapq
 import json
-import logging
 import os
-import queue
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -28,7 +26,6 @@ from infra.consent import Consent, QueryRow, require_loggable
 from infra.processes import process_identity, process_place
 
 BUSY_TIMEOUT_S = 5.0
-IDLE_S = 0.1
 SCHEMA_VERSION = 1
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -49,9 +46,6 @@ INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicate
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
-
-
-log = logging.getLogger(__name__)
 
 
 class WindowBusy(ValueError):
@@ -307,95 +301,6 @@ class QueryLog:
             if db.in_transaction:  # a full disk makes SQLite roll back by itself
                 db.execute("ROLLBACK")
             raise
-
-
-class BackgroundWriter:
-    """Takes rows from request handlers without ever making them wait, and writes them in a thread.
-
-    A row that finds the queue full, or whose batch the database refuses, is dropped and counted; the count is written
-    to the log with the next batch that succeeds.
-    """
-
-    def __init__(self, log: QueryLog, capacity: int = 1024, batch: int = 64) -> None:
-        self.written = 0
-        self.dropped = 0
-        self.last_error: str | None = None
-        self._log = log
-        self._batch = batch
-        self._queue: queue.Queue[QueryRow] = queue.Queue(capacity)
-        self._unrecorded = 0  # dropped, and not yet counted in the log
-        self._failing = False
-        self._lock = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._drain, name="querylog-writer", daemon=True)
-        self._thread.start()
-
-    def offer(self, row: QueryRow) -> bool:
-        """Queue a row and return True, or drop and count it and return False; never blocks.
-
-        Raises:
-            ValueError: the row may not be written (`require_loggable`).
-        """
-        require_loggable(row)
-        with self._lock:
-            if not self._closing:
-                try:
-                    self._queue.put_nowait(row)
-                    return True
-                except queue.Full:
-                    pass
-            self._drop(1)
-        return False
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is queued and end the thread; what is not written after `timeout_s` seconds counts as dropped."""
-        with self._lock:
-            self._closing = True
-        self._thread.join(timeout_s)
-        with self._lock:
-            self._drop(len(self._take(self._queue.qsize())))
-
-    def _drain(self) -> None:
-        while not (self._closing and self._queue.empty()):
-            try:
-                first = self._queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                rows = []
-            else:
-                rows = [first, *self._take(self._batch - 1)]
-            self._write(rows)
-        self._write([])
-        self._log.close()
-
-    def _write(self, rows: list[QueryRow]) -> None:
-        with self._lock:
-            unrecorded = self._unrecorded
-        if not rows and not unrecorded:
-            return
-        try:
-            self._log.append(rows, dropped=unrecorded)
-        except (sqlite3.Error, OSError) as error:
-            if not self._failing:  # once, and not at every try
-                log.warning("the query log takes no rows, they are dropped and counted: %s", error)
-            with self._lock:
-                self._failing, self.last_error = True, str(error)
-                self._drop(len(rows))
-        else:
-            with self._lock:
-                self._failing = False
-                self.written += len(rows)
-                self._unrecorded -= unrecorded
-
-    def _take(self, limit: int) -> list[QueryRow]:
-        rows: list[QueryRow] = []
-        with suppress(queue.Empty):
-            while len(rows) < limit:
-                rows.append(self._queue.get_nowait())
-        return rows
-
-    def _drop(self, num_rows: int) -> None:  # with the lock held
-        self.dropped += num_rows
-        self._unrecorded += num_rows
 
 
 def _counter(db: sqlite3.Connection, name: str) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra.consent import QueryRow
-from infra.querylog import BackgroundWriter, QueryLog
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
 from models.engines import Completion
 from services.access import Origin
 from services.recorder import Recorder

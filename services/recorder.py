@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra import scrub
 from infra.consent import QueryRow, redact
-from infra.querylog import BackgroundWriter
+from infra.logwriter import BackgroundWriter
 from models.acceptance import Trace, acceptance_rate, mean_accepted_length
 from models.tokens import rewrite
 from services.access import Origin

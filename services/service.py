@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 from infra.events import ACCEPTANCE_FELL, Emitter
-from infra.querylog import BackgroundWriter, QueryLog
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
 from infra.registry import Registry
 from models import catalog
 from models.engines.vllm import VllmEngine

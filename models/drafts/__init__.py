@@ -155,19 +155,28 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] | None, target: TargetCard) -> None:
-    """Raise ValueError if a draft was made for another target, or can't be swapped in for the one of config `like`."""
-    made_for = config.get("redraft", {})
-    for key, served in (("target_sha256", target.sha256), ("tokenizer_sha256", target.tokenizer_sha256)):
-        if key in made_for and made_for[key] != served:
-            raise ValueError(
-                f"draft {directory.name} was made for {key} {made_for[key][:12]}…, the target has {served[:12]}…"
-            )
+    """Raise ValueError if a draft is not the target's, or can't be swapped in for the one of config `like`."""
+    check_made_for(config, directory, target)
+    if config.get("vocab_size") != target.vocab_size:
+        raise ValueError(
+            f"draft {directory.name} has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}"
+        )
     if like is not None:
         changed = sorted(key for key in config.keys() | like.keys() if config.get(key) != like.get(key))
         fixed = [key for key in changed if key != "redraft"]
         if fixed:
             raise ValueError(
                 f"draft {directory.name} differs from the served draft in {', '.join(fixed)}; a swap can't change it"
+            )
+
+
+def check_made_for(config: dict[str, Any], directory: Path, target: TargetCard) -> None:
+    """Raise ValueError if a draft says that it was made for another target; one from elsewhere says nothing."""
+    made_for = config.get("redraft", {})
+    for key, served in (("target_sha256", target.sha256), ("tokenizer_sha256", target.tokenizer_sha256)):
+        if key in made_for and made_for[key] != served:
+            raise ValueError(
+                f"draft {directory.name} was made for {key} {made_for[key][:12]}…, the target has {served[:12]}…"
             )
 
 

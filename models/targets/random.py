@@ -50,7 +50,7 @@ def build(params: Params, directory: Path) -> None:
         bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )
-    config._name_or_path = f"random-llama-{params.seed}"
+    config._model_name_or_path = f"random-llama-{params.seed}"
     with torch.random.fork_rng():
         torch.manual_seed(params.seed)
         model = LlamaForCausalLM(config)

@@ -36,7 +36,7 @@ def build(params: Params, directory: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    model.config._name_or_path = "SmolLM2-135M-Instruct"
+    model.config._model_name_or_path = "SmolLM2-135M-Instruct"  # the file has the name of a training run
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(directory)
 

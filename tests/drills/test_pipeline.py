@@ -22,7 +22,7 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from tests.flows.conftest import Cli, kill_when, registry_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parents[2] / "flows" / "recipes" / "tiny.toml"
 
 

@@ -245,7 +245,7 @@ BEYOND = tensors_changed(lambda tensors: tensors["d2t"].add_(10**6))
         (INFINITE, True, {}, "fc.weight holds NaN or infinite"),
         (config_changed(architectures=["Other"]), True, {}, "architecture"),
         (config_changed(vocab_size=32_000), True, {}, "vocab_size 32000"),
-        (BEYOND, True, {}, "d2t must name distinct tokens"),
+        (BEYOND, True, {}, "d2t must name ascending tokens"),
         (None, True, {"vocab_size": "32000"}, "tag vocab_size"),
         (None, True, {"tokenizer_sha256": "0" * 64}, "tag tokenizer_sha256"),
         (config_changed(redraft={"tokenizer_sha256": "0" * 64}), True, {}, "was made for tokenizer_sha256"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -146,4 +147,5 @@ def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None
             time.sleep(0.02)
         process.kill()
         process.wait()
-        os.killpg(process.pid, signal.SIGKILL)  # Prefect's own server outlives the one that started it
+        with suppress(ProcessLookupError):  # where there is a server already, it started none of its own
+            os.killpg(process.pid, signal.SIGKILL)

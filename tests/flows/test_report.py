@@ -184,7 +184,7 @@ def test_headings_and_tables_can_be_read_aloud(html: str) -> None:
 def test_acceptance_is_told_by_domain_and_draft_with_the_swap(html: str) -> None:
     said = section(html, "acceptance")
     assert "72 of the log's last 80 rows tell what was accepted" in said
-    assert "draft 2 took over at request 51" in said
+    assert "Draft 2 took over at request 51." in said
     assert len(re.findall(r"(chat|code) [12] \d+ \d\.\d\d \(", said)) == 4
 
 
@@ -256,7 +256,7 @@ def test_an_unfinished_demonstration_and_a_first_draft_alone_are_told_as_such(tm
     html = write_report(settings).read_text()
     assert "has not come to its end" in section(html, "speed")
     assert "No refresh yet" in section(html, "drafts")
-    assert "draft 2 took over" not in section(html, "acceptance")
+    assert "took over at" not in section(html, "acceptance")
 
 
 def test_a_folder_that_is_not_there_is_refused_and_nothing_is_left(settings: Settings, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 import contextvars
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from infra.priority import NICENESS, gently
+
+ROOT = Path(__file__).parents[2]
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
@@ -20,6 +26,18 @@ def test_work_runs_at_low_priority_and_the_caller_stays_as_it_is() -> None:
     assert gently(niceness)() == max(before, NICENESS)
     assert gently(gently(niceness))() == max(before, NICENESS)
     assert niceness() == before
+
+
+def test_who_leads_a_session_lowers_all_of_it_and_who_was_started_in_one_does_not() -> None:
+    script = "from infra.priority import lower_session; print(lower_session(), open('/proc/self/autogroup').read())"
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this kernel doesn't group processes by session")
+    own = Path("/proc/self/autogroup").read_text()
+    argv = [sys.executable, "-c", script]
+    told = subprocess.run(argv, start_new_session=True, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert re.fullmatch(rf"True /autogroup-\d+ nice {NICENESS}\s*", told)
+    assert subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT).stdout.startswith("False")
+    assert Path("/proc/self/autogroup").read_text() == own
 
 
 def test_threads_of_the_work_inherit_its_priority() -> None:

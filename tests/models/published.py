@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import read_tensor
-from models.layouts import TAPS
+from models.drafts.eagle3.layouts import TAPS
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infra.querylog import BackgroundWriter, QueryLog
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.access import Origin

@@ -75,7 +75,7 @@ def test_chats_questions_and_token_ids_become_rows_that_can_be_trained_on(log: Q
     assert second.prompt == prompt.replace("hi", "one?")
     assert second.subject == subject_of(None, "ann")
     assert (third.prompt_ids, third.domain, third.finish_reason) == (encode("abc"), "code", "length")
-    samples, left_out = usable(log.rows(1, 9), target_version=1)
+    samples, left_out = usable(log.rows(1, 9), target_version=1, max_share_per_key=1)
     assert [sample.temperature for sample in samples] == [1.0, 1.0, 0.0]
     assert not left_out
 

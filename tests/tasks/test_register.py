@@ -77,7 +77,7 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     report = GateReport.model_validate_json(registry.attached(version, DATA))
     assert report.verdict == verdict
     assert report.test is not None
-    assert (report.test.parent, report.test.last_seq) == (1, 60)
+    assert (report.test.parent, report.test.rows) == (1, (1, 60))
     assert "; ".join(report.reasons) == version.tags["gate_reasons"]
     assert registry.attached(version, PAGE).startswith(f"# Gate {verdict}")
 

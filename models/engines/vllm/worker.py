@@ -69,7 +69,7 @@ class DraftWorker:
         against the product with the file's matrix. Norms and the vocabulary map are compared as they are.
 
         Returns:
-            for each module max |got − wanted| / max |wanted|.
+            for each module max |got − wanted| / max |wanted|; infinite where it computes what is not finite.
         """
         weights = {name: t for name, t in load_file(path).items() if not self._shared(name)}
         errors = {}
@@ -145,4 +145,6 @@ def _file_weight(module: str, weights: dict[str, Tensor]) -> Tensor | None:
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")  # finite weights can overflow; a NaN here would lose every comparison
     return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))

@@ -226,6 +226,31 @@ def test_a_spoiled_file_is_refused_and_serving_goes_on(
     require_equal(reference, loop.run_until_complete(answer_all(engine, prompts(20), GREEDY, 8, f"after-{fault}")))
 
 
+def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_output_and_is_found(
+    engine: VllmEngine, loop: Loop, reference: tuple[list[Golden], float], tiny_draft: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_draft, tmp_path / "draft")
+    file = tmp_path / "draft" / "model.safetensors"
+    weights = load_file(file)
+    weights["fc.weight"].fill_(3e38)  # a product of it overflows, and a norm makes NaN of that
+    save_file(weights, file)
+    sampled = Sampling(temperature=TEMPERATURE, max_tokens=32, seed=1, ignore_eos=True)
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        await engine.swap_draft(tmp_path / "draft", "overflows")
+        try:
+            with pytest.raises(ValueError, match="of the loaded draft is off by"):
+                await engine.check_draft(tmp_path / "draft")
+            greedy = await answer_all(engine, prompts(20), GREEDY, 8, "overflows")
+            return greedy, await answer_all(engine, prompts(20), sampled, 8, "overflows-sampled")
+        finally:
+            await engine.swap_draft(tiny_draft, "1")
+
+    greedy, drawn = loop.run_until_complete(run())
+    require_equal(reference, greedy)
+    assert all(len(output.token_ids) == 32 and output.finish_reason == "length" for output in drawn)
+
+
 # Sampling: tokens 2 and 3 after a fixed prefix, 20,000 draws, against the target's exact probabilities.
 
 PREFIX = [5, 9, 30, 41, 12, 60]

@@ -15,7 +15,6 @@ from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import TappedLLM, VllmEngine
 from models.hidden import Sample
-from tests.conftest import make_draft
 from tests.models.published import published
 
 pytestmark = pytest.mark.engine
@@ -25,11 +24,15 @@ GREEDY = Sampling(max_tokens=32, ignore_eos=True)
 PARAMS = Params(max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
 
 
-async def answer_and_close(engine: VllmEngine) -> list[Completion]:
+async def answer(engine: VllmEngine) -> list[Completion]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(12)]
+    return [await engine.generate(prompt, GREEDY, f"published-{number}") for number, prompt in enumerate(prompts)]
+
+
+async def answer_and_close(engine: VllmEngine) -> list[Completion]:
     try:
-        return [await engine.generate(prompt, GREEDY, f"{number}") for number, prompt in enumerate(prompts)]
+        return await answer(engine)
     finally:
         await engine.close()
 
@@ -60,15 +63,12 @@ def drafts(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
-    tiny_target: Path, loop: Loop, tmp_path: Path
+    engine: VllmEngine, tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path: Path
 ) -> None:
     def norm_before(config: dict[str, object], tensors: dict[str, object]) -> None:
         del config["norm_before_residual"]  # which is to say that it does
 
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    make_draft(tiny_target, ours, seed=0)
-    head = published(ours, tiny_target, tmp_path / "published", "speculators", norm_before)
+    head = published(tiny_draft, tiny_target, tmp_path / "published", "speculators", norm_before)
     adopted = eagle3.adopt(head, tiny_target)
     (tmp_path / "adopted").mkdir()
     eagle3.save(adopted, tmp_path / "adopted")
@@ -77,8 +77,7 @@ def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
         as_published = await answer_and_close(start_as_it_is(tiny_target, head))
         params = PARAMS.model_copy(update={"dtype": "float32"})
         imported = await answer_and_close(await VllmEngine.start(tiny_target, tmp_path / "adopted", params))
-        other = await answer_and_close(await VllmEngine.start(tiny_target, ours, params))
-        return as_published, imported, other
+        return as_published, imported, await answer(engine)
 
     as_published, imported, other = loop.run_until_complete(run())
     assert drafts(imported) == drafts(as_published)

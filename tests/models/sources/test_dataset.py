@@ -121,7 +121,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
 def test_a_hub_that_cannot_be_reached_gives_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match='data set "nobody/no.thing" is neither on a hub that can be reached'):
+    with pytest.raises(ValueError, match='data set "nobody/no.thing" is neither on a hub in reach'):
         prompts(Params(path="nobody/no.thing"))
 
 

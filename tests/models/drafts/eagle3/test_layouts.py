@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from models.drafts import eagle3
-from models.layouts import TAPS, read_published
+from models.drafts.eagle3.layouts import TAPS, read_published
 from tests.models.published import Change, in_speculators_layout, published
 
 Write = Callable[..., Path]

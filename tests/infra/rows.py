@@ -1,0 +1,33 @@
+"""Rows for tests of the query log, and a Python of its own to be killed or limited."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.consent import Consent, QueryRow
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(name: str, domain: str = "chat", consent: Consent = "full", subject: str | None = None) -> QueryRow:
+    content = {"prompt": f"prompt of {name}", "completion_ids": [1, 2]} if consent == "full" else {}
+    return QueryRow(
+        id=name,
+        time_ms=int(name.strip("abcdefghijklmnopqrstuvwxyz-") or 0),
+        subject=subject,
+        domain=domain,
+        consent=consent,
+        scrubber_revision=1,
+        target_version=1,
+        draft_version=None,
+        finish_reason="stop",
+        speculating=False,
+        **content,
+    )
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)

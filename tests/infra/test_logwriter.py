@@ -1,0 +1,112 @@
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.logwriter import BackgroundWriter
+from infra.processes import wait_until
+from infra.querylog import QueryLog
+from tests.infra.rows import row, run_python
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[QueryLog]:
+    log = QueryLog(tmp_path / "below" / "queries.db")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def writer(log: QueryLog) -> Iterator[Callable[..., BackgroundWriter]]:
+    started = []
+
+    def start(**settings: int) -> BackgroundWriter:
+        started.append(BackgroundWriter(log, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_the_writer_writes_what_it_is_offered(log: QueryLog, writer: Callable[..., BackgroundWriter]) -> None:
+    background = writer(batch=3)
+    assert all(background.offer(row(f"a{number}")) for number in range(10))
+    background.close()
+    assert (background.written, background.dropped, background.last_error) == (10, 0, None)
+    assert [found.id for found in log.rows(1, 99)] == [f"a{number}" for number in range(10)]
+    assert not background.offer(row("late"))
+    assert background.dropped == 1
+
+
+def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., BackgroundWriter]) -> None:
+    with pytest.raises(ValueError, match="consent 'none'"):
+        writer().offer(row("a1").model_copy(update={"consent": "none"}))
+
+
+def test_a_locked_database_never_makes_an_offer_wait(
+    log: QueryLog,
+    writer: Callable[..., BackgroundWriter],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("infra.querylog.BUSY_TIMEOUT_S", 0.5)
+    log.append([row("first")])
+    locker = sqlite3.connect(log.path, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    background = writer(capacity=4, batch=2)
+    slowest_s = 0.0
+    for number in range(200):
+        started = time.perf_counter()
+        background.offer(row(f"a{number}"))
+        slowest_s = max(slowest_s, time.perf_counter() - started)
+    assert slowest_s < 0.4
+    wait_until(lambda: background.last_error is not None, 5, None, "the first refused batch")
+    assert background.last_error == "database is locked"
+    refused = background.dropped
+    wait_until(lambda: background.dropped > refused, 5, None, "another refused batch")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the query log takes no rows, they are dropped and counted: database is locked"
+    ]
+    locker.execute("ROLLBACK")
+    locker.close()
+    wait_until(lambda: background.offer(row(f"z{time.monotonic_ns()}")), 5, None, "room in the queue")
+    background.close()
+    stats = log.stats()
+    assert background.dropped > 0
+    assert stats.dropped == background.dropped
+    assert stats.total == background.written + 1
+
+
+def test_a_full_disk_drops_and_counts_and_later_rows_are_written(tmp_path: Path) -> None:
+    """A limit on the size of files, in a process of its own, makes every write of the database fail."""
+    script = """
+import resource, sys
+from pathlib import Path
+from infra.logwriter import BackgroundWriter
+from infra.processes import wait_until
+from infra.querylog import QueryLog
+from tests.infra.rows import row
+log = QueryLog(Path(sys.argv[1]))
+log.append([row("first")])
+size = max(path.stat().st_size for path in log.path.parent.iterdir())
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+writer = BackgroundWriter(log)
+for number in range(50):
+    assert writer.offer(row(f"a{number}").model_copy(update={"prompt": "x" * 100_000}))
+wait_until(lambda: writer.dropped + writer.written == 50, 10, None, "the batches")
+assert writer.dropped > 0, "the limit did not bite"
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+assert writer.offer(row("later"))
+writer.close()
+stats = log.stats()
+assert (stats.dropped, stats.total) == (writer.dropped, writer.written + 1), (stats, writer.dropped, writer.written)
+assert log.rows(1, 99)[-1].id == "later"
+print(writer.last_error)
+"""
+    done = run_python(script, tmp_path / "queries.db")
+    assert done.returncode == 0, done.stderr
+    assert "disk" in done.stdout
