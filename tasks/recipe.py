@@ -18,15 +18,6 @@ DOMAIN = r"^[a-z0-9_-]{1,32}$"
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 
 
-def _method(family: str) -> Any:
-    """Return the type of a field that holds the parameters of one of a family's methods."""
-
-    def parse(value: object) -> object:
-        return catalog.parse(family, value) if isinstance(value, Mapping) else value
-
-    return Annotated[SerializeAsAny[BaseParams], BeforeValidator(parse)]
-
-
 def _distill_params(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
@@ -47,7 +38,7 @@ class Traffic(Frozen):
         num_requests: prompts to send to a running service.
     """
 
-    source: _method("sources")
+    source: catalog.method_of("sources")
     num_train: int = Field(0, ge=0)
     num_held_out: int = Field(ge=1)
     num_requests: int = Field(ge=1)
@@ -134,11 +125,11 @@ class Recipe(Frozen):
 
     name: str = Field(min_length=1)
     seed: int = 0
-    target: _method("targets")
+    target: catalog.method_of("targets")
     traffic: dict[Domain, Traffic] = Field(min_length=1)
     generate: Generate = Generate()
-    engine: _method("engines")
-    draft: _method("drafts")
+    engine: catalog.method_of("engines")
+    draft: catalog.method_of("drafts")
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)]
     refresh: Refresh = Refresh()
     gate: GateParams = GateParams()
