@@ -32,7 +32,7 @@ def test_a_stage_trains_with_the_keys_of_its_own_table_and_survives_json(tables)
     ("name", "table", "message"),
     [
         ("pretrain", {"num_epoch": 1}, r'unknown key "num_epoch" \(did you mean "num_epochs"'),
-        ("pretrain", {"batch_tokens": 1}, r'pretrain: key "batch_tokens"'),
+        ("pretrain", {"batch_tokens": 1}, r'key "batch_tokens"'),
         ("pretrain", {"regimes": [{"name": "none"}]}, r'key "regimes.0": .*no method "none" in regimes'),
         ("shrink", {"method": {"name": "none"}}, r'key "method": .*no method "none" in shrink'),
         ("prune", {"method": {"name": "none"}}, r'key "method": .*no method "none" in prune'),
