@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
@@ -126,7 +125,6 @@ def training_metrics(trained: training.Trained) -> dict[str, float]:
     return {**{name: float(count) for name, count in counts.items()}, "seconds": trained.seconds, **trained.figures}
 
 
-@torch.no_grad()
 def held_out_losses(model: PreTrainedModel, documents: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
     """Return domain to nats a token."""
     found = {}

@@ -97,6 +97,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert metrics["loss/gain"] == pytest.approx(gain["value"])
 
     again = run("unigrams")  # nothing is measured and no run is recorded once more
+    assert again.exit_code == 0, again.output
     assert json.loads(again.stdout.splitlines()[-1]) == found
     assert len(measured(tmp_path)) == 7
     assert len(registry_of(tmp_path / "home").recorded("compare unigrams: unigram")) == 1
