@@ -5,19 +5,26 @@ from prefect import flow
 from infra.artifacts import Artifact
 from infra.registry import Version
 from tasks.distill_draft import distill_draft
+from tasks.finetune_model import finetune_model
 from tasks.generate_answers import generate_answers
 from tasks.measure_draft import measure_draft
 from tasks.prepare_target import complete_target, prepare_target
+from tasks.pretrain_model import pretrain_model
 from tasks.promote import promote_build
+from tasks.prune_model import prune_model
+from tasks.quantize_target import quantize_target
 from tasks.recipe import Recipe
 from tasks.register import register_draft, register_target
 from tasks.select_data import select_data
+from tasks.select_text import select_text
+from tasks.shrink_model import shrink_model
+from tasks.text import prepare_text
 
 
 @flow(name="build")
 def build(recipe: Recipe) -> Version:
     """Build what is not there yet, and make it the champion; returns the draft's version."""
-    weights = prepare_target(recipe.target)
+    weights = make_target(recipe)
     target, samples = prepare(recipe, weights)
     draft = distill_draft(recipe, weights, samples)
     measured = measure_draft(recipe, target, draft, samples)
@@ -25,6 +32,31 @@ def build(recipe: Recipe) -> Version:
     version = register_draft(recipe, target_version, target, draft, samples, measured)
     promote_build(target_version, version)
     return version
+
+
+def make_target(recipe: Recipe) -> Artifact:
+    """Return the target that will be served: the recipe's own, after each stage that the recipe has a table for.
+
+    Shapes come before zeros, which a smaller shape would tear out of their pattern, and few bits come last: a draft
+    learns from the target as it is served.
+    """
+    target = prepare_target(recipe.target)
+    if not recipe.changes_target:
+        return target
+    text = prepare_text(recipe.text, recipe.seed)
+    if recipe.select:
+        text = select_text(recipe, target, text)
+    if recipe.pretrain:
+        target = pretrain_model(recipe, target, text)
+    if recipe.shrink:
+        target = shrink_model(recipe, target, text)
+    if recipe.prune:
+        target = prune_model(recipe, target, text)
+    if recipe.finetune:
+        target = finetune_model(recipe, target, text)
+    if recipe.quantize:
+        target = quantize_target(recipe, target, text)
+    return target
 
 
 def prepare(recipe: Recipe, weights: Artifact) -> tuple[Artifact, Artifact]:

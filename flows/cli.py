@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,6 +22,7 @@ from flows.bench.commands import bench
 from flows.command import DEFAULT_RECIPE, RecipeName, command_of
 from infra.priority import lower_session
 from infra.settings import Settings, load_settings
+from tasks.find_comparison import families
 
 if TYPE_CHECKING:
     from flows.traffic import TrafficReport
@@ -300,6 +302,25 @@ def demo(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     from flows.demo import demo as run
 
     run(parsed, settings)
+
+
+@command
+def compare(
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(families()) or 'none'}.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    budget: Annotated[
+        float, typer.Option(min=0.001, help="How much is trained or calibrated; 1 is minutes for a family.")
+    ] = 1.0,
+    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="Below 3 the figures say little.")] = 3,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where cells and report lie; by default below the home.")
+    ] = None,
+) -> None:
+    """Measure every method of a family on a recipe's target and text; run again, it goes on with what is missing."""
+    settings = _settings()
+    from flows.compare import compare as run
+
+    run(family, recipe, settings, budget, num_seeds, output, " ".join(["redraft", *sys.argv[1:]]))
 
 
 @command

@@ -9,7 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, SerializeAsAny
 
 from models.params import BaseParams, did_you_mean, validate
 
@@ -55,3 +57,12 @@ def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
     if not isinstance(name, str):
         raise ValueError(f'{family}: key "name" must be a method{did_you_mean("", names(family))}; got {name!r}')
     return validate(load(family, name).Params, table, f"{family}.{name}")
+
+
+def method_of(family: str) -> Any:
+    """Return the type of a pydantic field that holds the parameters of one of a family's methods."""
+
+    def parse_table(value: object) -> object:
+        return parse(family, value) if isinstance(value, Mapping) else value
+
+    return Annotated[SerializeAsAny[BaseParams], BeforeValidator(parse_table)]

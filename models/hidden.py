@@ -3,7 +3,7 @@
 Training reads each sequence many times and a forward pass of the target costs more than one of the draft. States are
 kept in bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's
 size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on
-after the last such line.
+after the last such line. A quantized target's states are those of its quantized layers, as transformers simulates them.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from models.loading import load_model
 from models.precision import fast_dtype
 
 
@@ -111,7 +111,7 @@ class HiddenStates:
         on_progress: Callable[[int, int, float], None] | None,
         device: str,
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=fast_dtype(device)).eval().to(device)
+        model = load_model(target_dir, fast_dtype(device), device)
         taps = _Taps(model.model, self.layers)
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]

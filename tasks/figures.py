@@ -9,6 +9,8 @@ from models.acceptance import Estimate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from tasks.compare_methods import Figure as MeasuredFigure
+
 SIZE_INCHES = (6.4, 3.6)
 
 
@@ -178,5 +180,38 @@ def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path)
         ordered = sorted(figures)
         axes.plot(ordered, [1 - n / len(ordered) for n in range(len(ordered))], label=name)
     axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_comparison(
+    rows: "Mapping[str, Mapping[str, MeasuredFigure]]", headings: Mapping[str, str], file: Path
+) -> Path:
+    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
+
+    Args:
+        rows: row to metric to figure.
+        headings: metric to what its axis is called.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    names, (width, _) = list(rows), SIZE_INCHES
+    num_across = min(3, len(headings))
+    num_down = -(-len(headings) // num_across)
+    figure = Figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))), layout="constrained")
+    panels = figure.subplots(num_down, num_across, sharey=True, squeeze=False)
+    for axes in panels.flat[len(headings) :]:
+        axes.set_visible(False)
+    for axes, (metric, heading) in zip(panels.flat, headings.items(), strict=False):
+        for place, name in enumerate(names):
+            one = rows[name][metric]
+            if one.value is not None:
+                axes.plot(one.value, place, color="tab:blue", marker="o")
+            if one.interval is not None:
+                axes.plot([one.interval.low, one.interval.high], [place, place], color="tab:blue", marker="|")
+        axes.set_xlabel(heading)
+    panels[0][0].set_yticks(range(len(names)), names)
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)
     figure.savefig(file, dpi=150)
     return file

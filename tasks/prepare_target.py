@@ -1,6 +1,7 @@
 """Bring a target into a plain Hugging Face directory, and later its reference outputs beside the weights."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from prefect import task
@@ -16,15 +17,26 @@ from tasks.stages import local_content, produce
 @task(cache_policy=NO_CACHE)
 def prepare_target(params: BaseParams) -> Artifact:
     """Build the target that `params` describe; an artifact of kind "target"."""
-    method = catalog.load("targets", params.name)
+    method, tables = catalog.load("targets", params.name), list(_tables(params))
     return produce(
         stage="target",
         kind="target",
-        params={**params.model_dump(mode="json"), **local_content(getattr(params, "path", ""))},
+        params={
+            **params.model_dump(mode="json"),
+            **{key: value for table in tables for key, value in local_content(getattr(table, "path", "")).items()},
+        },
         inputs={},
-        code=(__name__, f"models.targets.{params.name}"),
+        code=(__name__, *(f"models.targets.{table.name}" for table in tables)),
         make=lambda directory, _: method.build(params, directory),
     )
+
+
+def _tables(params: BaseParams) -> Iterator[BaseParams]:
+    """Yield a target's table, and those of targets that it takes something from."""
+    yield params
+    for _, value in params:
+        if isinstance(value, BaseParams):
+            yield from _tables(value)
 
 
 @task(cache_policy=NO_CACHE)

@@ -11,20 +11,12 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.gate import Params as GateParams
-from models.params import BaseParams, Frozen, did_you_mean, validate
+from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
 from models.watch import Params as WatchParams
+from tasks.chain import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_text
 
 DOMAIN = r"^[a-z0-9_-]{1,32}$"
 Domain = Annotated[str, Field(pattern=DOMAIN)]
-
-
-def _method(family: str) -> Any:
-    """Return the type of a field that holds the parameters of one of a family's methods."""
-
-    def parse(value: object) -> object:
-        return catalog.parse(family, value) if isinstance(value, Mapping) else value
-
-    return Annotated[SerializeAsAny[BaseParams], BeforeValidator(parse)]
 
 
 def _distill_params(value: object) -> object:
@@ -47,7 +39,7 @@ class Traffic(Frozen):
         num_requests: prompts to send to a running service.
     """
 
-    source: _method("sources")
+    source: catalog.method_of("sources")
     num_train: int = Field(0, ge=0)
     num_held_out: int = Field(ge=1)
     num_requests: int = Field(ge=1)
@@ -130,21 +122,33 @@ class Demo(Frozen):
 
 
 class Recipe(Frozen):
-    """One run, from the target to the endpoint."""
+    """One run, from the target to the endpoint; the tables from `text` to `quantize` are those of `tasks.chain`."""
 
     name: str = Field(min_length=1)
     seed: int = 0
-    target: _method("targets")
+    target: catalog.method_of("targets")
+    text: dict[Domain, Text] = Field(default_factory=dict)
+    select: Select | None = None
+    pretrain: Pretrain | None = None
+    shrink: Shrink | None = None
+    prune: Prune | None = None
+    finetune: Finetune | None = None
+    quantize: Quantize | None = None
     traffic: dict[Domain, Traffic] = Field(min_length=1)
     generate: Generate = Generate()
-    engine: _method("engines")
-    draft: _method("drafts")
+    engine: catalog.method_of("engines")
+    draft: catalog.method_of("drafts")
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_distill_params)]
     refresh: Refresh = Refresh()
     gate: GateParams = GateParams()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     demo: Demo | None = None
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether any stage makes another target of the recipe's own."""
+        return any(getattr(self, name) is not None for name in TABLES)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -162,6 +166,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
+        require_text(self.text, {name: getattr(self, name) for name in TABLES})
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
         self.refresh_distill()
@@ -195,10 +200,12 @@ def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
     for name, parse in _parsers().items():
         if name in parsed:
             parsed[name] = _parse_table(parse, parsed[name], f"{where}: [{name}]")
-    if isinstance(parsed.get("traffic"), Mapping):
-        parsed["traffic"] = {
-            domain: _parse_traffic(table, f"{where}: [traffic.{domain}]") for domain, table in parsed["traffic"].items()
-        }
+    for name, model in (("traffic", Traffic), ("text", Text)):
+        if isinstance(parsed.get(name), Mapping):
+            parsed[name] = {
+                domain: _parse_domain(name, model, table, f"{where}: [{name}.{domain}]")
+                for domain, table in parsed[name].items()
+            }
     return validate(Recipe, parsed, where)
 
 
@@ -210,6 +217,7 @@ def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
         "serve": Serve,
         "schedule": Schedule,
         "demo": Demo,
+        **TABLES,
     }
     families = {"target": "targets", "engine": "engines", "draft": "drafts"}
     return {
@@ -219,12 +227,12 @@ def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
     }
 
 
-def _parse_traffic(table: object, where: str) -> Traffic:
-    def parse(values: Mapping[str, Any]) -> Traffic:
+def _parse_domain(name: str, model: type[ModelT], table: object, where: str) -> ModelT:
+    def parse(values: Mapping[str, Any]) -> ModelT:
         source = values.get("source")
         if isinstance(source, Mapping):
             values = {**values, "source": catalog.parse("sources", source)}
-        return validate(Traffic, values, "traffic")
+        return validate(model, values, name)
 
     return _parse_table(parse, table, where)
 

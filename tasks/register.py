@@ -60,7 +60,7 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
     tags = lineage_tags(
         pair.target,
         card,
-        **_samples_tags(recipe, samples.uri, samples.sha256),
+        **_recipe_tags(recipe, samples.uri, samples.sha256),
         **adopted.tags(),
         **_verdict_tags(judged),
         line=pair.draft.tags["line"],
@@ -82,7 +82,7 @@ def register_candidate(
     tags = lineage_tags(
         pair.target,
         card,
-        **_samples_tags(recipe, parent.tags["samples_uri"], parent.tags["samples_sha256"]),
+        **_recipe_tags(recipe, parent.tags["samples_uri"], parent.tags["samples_sha256"]),
         **_verdict_tags(judged),
         parent=str(parent.number),
         line=parent.tags["line"],
@@ -101,12 +101,13 @@ def first_samples(version: Version) -> Artifact:
     return Artifact(uri=version.tags["samples_uri"], sha256=version.tags["samples_sha256"], kind="samples")
 
 
-def _samples_tags(recipe: Recipe, uri: str, sha256: str) -> dict[str, str]:
+def _recipe_tags(recipe: Recipe, uri: str, sha256: str) -> dict[str, str]:
     sampling = {"max_tokens": recipe.generate.max_tokens, "temperature": 0.0}
     return {
         "samples_uri": uri,
         "samples_sha256": sha256,
         "sampling": json.dumps(sampling),
+        "quantization": recipe.quantize.method.name if recipe.quantize else "",
         "seed": str(recipe.seed),
     }
 
@@ -134,7 +135,7 @@ def _register_first(
     tags = lineage_tags(
         target,
         card,
-        **_samples_tags(recipe, samples.uri, samples.sha256),
+        **_recipe_tags(recipe, samples.uri, samples.sha256),
         **measured.tags(),
         **source_tags,
         line=draft.sha256[:16],

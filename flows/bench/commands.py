@@ -96,8 +96,8 @@ def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     folder = (output or settings.home / "bench" / f"{name}-{Path(recipe).stem}").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     enter_home(folder / "home")
-    from flows.bench.report import publish
     from flows.bench.run import Run
+    from flows.results import publish
 
     run = Run(name, recipe, folder, settings, options)
     benchmark = import_module(f"flows.bench.{name}")

@@ -8,8 +8,8 @@ from typing import Any
 
 from flows.bench.child import run_program
 from flows.bench.environment import environment_of
-from flows.bench.report import Grid, Report
 from flows.bench.run import Run
+from flows.results import Grid, Report
 
 TITLE, QUESTION = "B7", "how long does the main job take?"
 AIM_S = 15 * 60

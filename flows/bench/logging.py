@@ -14,8 +14,8 @@ from typing import Any
 from flows.bench.child import run_program
 from flows.bench.endpoint import Endpoint, dump
 from flows.bench.outputs import differing, judge_answers, record_reference, sentence
-from flows.bench.report import Grid, Report, interval, spread
 from flows.bench.run import Run
+from flows.results import Grid, Report, interval, spread
 from flows.traffic import LogLevel
 from tasks.latency import compare_seconds, inter_token_spans, percentile
 from tasks.promote import open_champions

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from flows.bench.cells import Cells
 from flows.bench.home import Served, copy_served
-from flows.bench.report import out
+from flows.cells import Cells
 from flows.recipe import load_recipe
+from flows.results import out
 from infra.machine import describe_machine
 from infra.settings import Settings, load_settings
 from tasks.lineage import git_commit

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from flows.bench.endpoint import Endpoint, dump
 from flows.bench.home import Served, registry_of
 from flows.bench.offline import Job, run_offline
-from flows.bench.report import Grid, Report, interval, spread
 from flows.bench.run import Bar, Run
+from flows.results import Grid, Report, interval, spread
 from infra.registry import Registry
 from tasks.compare_traffic import judge_outputs
 from tasks.figures import draw_speeds

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from flows.bench.endpoint import Endpoint, Load, dump, proven
 from flows.bench.home import register_again, registry_of
 from flows.bench.outputs import differing, judge_answers, record_reference, sentence
-from flows.bench.report import Grid, Report, interval, spread
 from flows.bench.run import Run
+from flows.results import Grid, Report, interval, spread
 from infra.registry import Registry
 from tasks.figures import draw_latency
 from tasks.latency import Span, compare_percentiles, inter_token_spans, longest_silence, percentile, touching

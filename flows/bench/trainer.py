@@ -17,8 +17,8 @@ from flows.bench.endpoint import Endpoint, dump
 from flows.bench.environment import environment_of, settings_of
 from flows.bench.home import copy_served, registry_of
 from flows.bench.outputs import differing, judge_answers, record_reference, sentence
-from flows.bench.report import Grid, Report, interval
 from flows.bench.run import Run
+from flows.results import Grid, Report, interval
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.settings import Settings

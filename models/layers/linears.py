@@ -1,6 +1,6 @@
 """The one walk over a model's linear layers, and calibration inputs caught on the way."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -112,3 +112,16 @@ def _first_call(model: PreTrainedModel, document: Sequence[int]) -> tuple[Tensor
 
 def _states(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
+
+
+def zeros(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return layer to [O, I] bool: which of its weights are zero."""
+    return {name: layer.weight == 0 for name, layer in linears(model)}
+
+
+@torch.no_grad()
+def put_zeros(model: PreTrainedModel, where: Mapping[str, Tensor]) -> None:
+    """Zero weights again that were zero, see `zeros`; a layer whose name is not there stays as it is."""
+    for name, layer in linears(model):
+        if name in where:
+            layer.weight.masked_fill_(where[name], 0)

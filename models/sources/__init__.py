@@ -1,4 +1,7 @@
-"""Prompt streams, and what they share: the prompt, rows to prompts, splitting and sampling.
+"""Streams of prompts and of documents, and what they share: rows to prompts, splitting and sampling.
+
+Each file has `prompts(params)`, chats that wait for the target's answer, and `documents(params)`, texts and whole chats
+that language models are trained on. A prompt and the document that holds it have one group.
 
 Splitting goes by `group`, not by prompt, so near-copies (two functions of one package, two cuts of one conversation)
 never sit on both sides. It hashes each group by itself: as data is added, no group changes sides.
@@ -9,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -52,6 +55,30 @@ class Prompt(Frozen):
         return _digest(json.dumps(content, ensure_ascii=True))
 
 
+class Document(Frozen):
+    """Something to train a language model on.
+
+    Attributes:
+        content: a text, or a chat from its start.
+        domain: kind of traffic, such as "chat" or "code".
+        group: what must stay on one side of a split.
+    """
+
+    content: Annotated[str, Field(min_length=1)] | Annotated[tuple[Message, ...], Field(min_length=1)]
+    domain: str = Field(min_length=1)
+    group: str = Field(min_length=1)
+
+    @property
+    def id(self) -> str:
+        """sha256 of the content, 64 hex digits; neither domain nor group changes it."""
+        content = self.content
+        listed = content if isinstance(content, str) else [[message.role, message.content] for message in content]
+        return _digest(json.dumps(listed, ensure_ascii=True))
+
+
+ItemT = TypeVar("ItemT", Prompt, Document)
+
+
 def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Prompt:
     """Map a row of a data set to a prompt.
 
@@ -66,11 +93,7 @@ def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str
     Raises:
         ValueError: a column is missing or of another shape; names place and field.
     """
-    if column not in row:
-        raise ValueError(f'{where}: no column "{column}"; there are: {", ".join(map(str, row)) or "none"}')
-    domain = domain or row.get("domain") or ""
-    if not isinstance(domain, str) or not domain:
-        raise ValueError(f'{where}: set the parameter "domain", or give the row a column "domain" of text')
+    domain = _domain_of(row, column, domain, where)
     where = f'{where}: column "{column}"'
     messages = parse_chat(row[column], where)
     while messages and messages[-1].role == "assistant":
@@ -78,6 +101,26 @@ def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str
     if not messages:
         raise ValueError(f"{where}: no message before the assistant's")
     return Prompt(messages=tuple(messages), domain=domain, group=group)
+
+
+def document_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Document:
+    """Map a row of a data set to a document: a text as it is, or a whole chat; see `prompt_from_row`."""
+    domain = _domain_of(row, column, domain, where)
+    where = f'{where}: column "{column}"'
+    messages = parse_chat(row[column], where)  # a text becomes one message, and is checked on the way
+    if not messages:
+        raise ValueError(f"{where}: the chat has no message")
+    content = row[column] if isinstance(row[column], str) else tuple(messages)
+    return Document(content=content, domain=domain, group=group)
+
+
+def _domain_of(row: Mapping[str, Any], column: str, domain: str, where: str) -> str:
+    if column not in row:
+        raise ValueError(f'{where}: no column "{column}"; there are: {", ".join(map(str, row)) or "none"}')
+    domain = domain or row.get("domain") or ""
+    if not isinstance(domain, str) or not domain:
+        raise ValueError(f'{where}: set the parameter "domain", or give the row a column "domain" of text')
+    return domain
 
 
 def parse_chat(value: object, where: str) -> list[Message]:
@@ -104,37 +147,37 @@ def _message(value: object, where: str) -> Message:
     return Message(role=role, content=content)
 
 
-def unique(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return the prompts in their order without exact copies, which could otherwise sit on both sides of a split."""
-    found: dict[str, Prompt] = {}
-    for prompt in prompts:
-        found.setdefault(prompt.id, prompt)
+def unique(items: Iterable[ItemT]) -> list[ItemT]:
+    """Return items in their order without exact copies, which could otherwise sit on both sides of a split."""
+    found: dict[str, ItemT] = {}
+    for item in items:
+        found.setdefault(item.id, item)
     return list(found.values())
 
 
-def split(prompts: Sequence[Prompt], fractions: Mapping[str, float], seed: int) -> dict[str, list[Prompt]]:
-    """Split by a hash of each prompt's group.
+def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> dict[str, list[ItemT]]:
+    """Split by a hash of each item's group.
 
     Args:
-        prompts: kept in their order within each part.
+        items: prompts or documents, kept in their order within each part.
         fractions: part to its share of the groups, above 0 and summing to 1.
         seed: another seed gives another split.
 
     Returns:
-        Part to prompts. Shares hold on average: a part's size varies as its groups do.
+        Part to items. Shares hold on average: a part's size varies as its groups do.
 
     Raises:
-        ValueError: the shares are wrong, or a part got no prompt, as happens with few groups.
+        ValueError: the shares are wrong, or a part got no item, as happens with few groups.
     """
     if not fractions or min(fractions.values()) <= 0 or not math.isclose(sum(fractions.values()), 1):
         raise ValueError(f"fractions must be above 0 and sum to 1, got {dict(fractions)}")
-    parts: dict[str, list[Prompt]] = {part: [] for part in fractions}
-    for prompt in prompts:
-        parts[_part(int(_digest(f"{seed}:{prompt.group}"), 16) / 2**256, fractions)].append(prompt)
+    parts: dict[str, list[ItemT]] = {part: [] for part in fractions}
+    for item in items:
+        parts[_part(int(_digest(f"{seed}:{item.group}"), 16) / 2**256, fractions)].append(item)
     for part, members in parts.items():
         if not members:
-            num_groups = len({prompt.group for prompt in prompts})
-            raise ValueError(f'part "{part}" of the split is empty: {len(prompts)} prompts in {num_groups} groups')
+            num_groups = len({item.group for item in items})
+            raise ValueError(f'part "{part}" of the split is empty: {len(items)} items in {num_groups} groups')
     return parts
 
 
@@ -146,15 +189,15 @@ def _part(point: float, fractions: Mapping[str, float]) -> str:
     return part  # rounding can leave `point` at 0 past the last share
 
 
-def sample(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """Draw `count` prompts without replacement, in random order; the order of `prompts` makes no difference.
+def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
+    """Draw `count` items without replacement, in random order; the order of `items` makes no difference.
 
     Raises:
-        ValueError: `count` is below 0 or above the number of prompts.
+        ValueError: `count` is below 0 or above the number of items.
     """
-    if not 0 <= count <= len(prompts):
-        raise ValueError(f"count must be from 0 to {len(prompts)}, the number of prompts; got {count}")
-    return sorted(prompts, key=lambda prompt: _digest(f"{seed}:{prompt.id}"))[:count]
+    if not 0 <= count <= len(items):
+        raise ValueError(f"count must be from 0 to {len(items)}, the number of items; got {count}")
+    return sorted(items, key=lambda item: _digest(f"{seed}:{item.id}"))[:count]
 
 
 def _digest(text: str) -> str:

@@ -5,25 +5,29 @@ and the other person the assistant, so the assistant's turns are a person's and 
 """
 
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from models.params import BaseParams
-from models.sources import Message, Prompt, unique
+from models.sources import Document, Message, Prompt, unique
 
 _PACKAGE = "chitchat-dataset==0.9.0"
 
 
 class Params(BaseParams):
-    """Which conversations become prompts, and how much of each."""
+    """Which conversations become prompts or documents, and how much of each."""
 
     name: Literal["chitchat"] = "chitchat"
     num_user_turns: int = Field(2, ge=1, description="at most this many user turns, from the conversation's start")
     min_chars: int = Field(16, ge=1, description="in the last user turn; shorter ones are mostly bare greetings")
-    max_chars: int = Field(1200, ge=1, description="in all turns together; longer ones are pasted floods")
+    max_chars: int = Field(1200, ge=1, description="in all turns of a prompt; longer ones are pasted floods")
+    min_turns: int = Field(4, ge=1, description="in a document, of both persons")
+    max_document_chars: int = Field(4000, ge=1, description="where a document ends, after a whole turn")
 
 
 def prompts(params: Params) -> list[Prompt]:
@@ -32,9 +36,24 @@ def prompts(params: Params) -> list[Prompt]:
     Raises:
         ValueError: the package is not installed.
     """
-    conversations = json.loads(_dataset_file().read_text(encoding="utf-8"))
-    found = (_prompt(f"chitchat:{key}", value["messages"], params) for key, value in conversations.items())
+    found = (_prompt(group, turns, params) for group, turns in _conversations())
     return unique(prompt for prompt in found if prompt is not None)
+
+
+def documents(params: Params) -> list[Document]:
+    """Return one chat a conversation, from its start; those that are too short or hold a link are left out.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    found = (_document(group, turns, params) for group, turns in _conversations())
+    return unique(document for document in found if document is not None)
+
+
+def _conversations() -> Iterator[tuple[str, list[list[dict[str, Any]]]]]:
+    """Yield group and turns; a turn is a run of one person's lines."""
+    conversations = json.loads(_dataset_file().read_text(encoding="utf-8"))
+    return ((f"chitchat:{key}", value["messages"]) for key, value in conversations.items())
 
 
 def _dataset_file() -> Path:
@@ -45,13 +64,29 @@ def _dataset_file() -> Path:
 
 
 def _prompt(group: str, turns: list[list[dict[str, Any]]], params: Params) -> Prompt | None:
-    # A turn is a run of one person's lines; an even number of turns would end on the assistant.
+    # An even number of turns would end on the assistant.
     num_turns = min(len(turns), 2 * params.num_user_turns - 1)
     num_turns -= num_turns % 2 == 0
-    texts = ["\n".join(line["text"].strip() for line in turn).strip() for turn in turns[:num_turns]]
-    if not texts or not all(texts) or len(texts[-1]) < params.min_chars or sum(map(len, texts)) > params.max_chars:
+    messages = _messages(turns[:num_turns])
+    if not messages or len(messages[-1].content) < params.min_chars:
         return None
-    if any("http" in text or "www." in text for text in texts):
+    if sum(len(message.content) for message in messages) > params.max_chars:
         return None
-    messages = (Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(texts))
-    return Prompt(messages=tuple(messages), domain="chat", group=group)
+    return Prompt(messages=messages, domain="chat", group=group)
+
+
+def _document(group: str, turns: list[list[dict[str, Any]]], params: Params) -> Document | None:
+    messages = _messages(turns)
+    ends = list(accumulate(len(message.content) for message in messages))
+    messages = messages[: sum(end <= params.max_document_chars for end in ends)]
+    if len(messages) < params.min_turns:
+        return None
+    return Document(content=messages, domain="chat", group=group)
+
+
+def _messages(turns: list[list[dict[str, Any]]]) -> tuple[Message, ...]:
+    """Return the turns as messages, none at all where a turn is empty or holds a link."""
+    texts = ["\n".join(line["text"].strip() for line in turn).strip() for turn in turns]
+    if not all(texts) or any("http" in text or "www." in text for text in texts):
+        return ()
+    return tuple(Message(role="assistant" if i % 2 else "user", content=text) for i, text in enumerate(texts))

@@ -1,4 +1,4 @@
-"""Prompts from a data set: an id on the Hugging Face hub, a folder that `datasets` can read, or one file.
+"""Prompts and documents from a data set: an id on the Hugging Face hub, a folder that `datasets` can read, or one file.
 
 Nothing is guessed: the column and, where rows don't carry it, the domain are named in the recipe. One wrong row fails
 the whole stream, with its place, rather than shrink the data unseen. A file (JSON Lines, Parquet, CSV) is read here,
@@ -6,7 +6,7 @@ without a hub and a cache; of anything else the whole split is fetched and cache
 part of it. Data sets that need their own code to be run are refused by `datasets` itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from models.params import BaseParams
 from models.rowfiles import SUFFIXES, read_rows
-from models.sources import Prompt, prompt_from_row
+from models.sources import Document, ItemT, Prompt, document_from_row, prompt_from_row
 
 
 class Params(BaseParams):
@@ -24,10 +24,10 @@ class Params(BaseParams):
         path: id on the hub, folder or file.
         subset: one of a hub data set's configurations.
         split: of a hub data set or folder; a file has none.
-        column: holds a chat in OpenAI's shape, or a text, which is one user message.
-        domain: of all prompts; "" reads each row's column `domain`.
+        column: holds a chat in OpenAI's shape, or a text: one user message of a prompt, the whole of a document.
+        domain: of all items; "" reads each row's column `domain`.
         group_column: rows with one value stay on one side of a split; "" makes each row its own group.
-        count: of different prompts to take, from the start; None for all.
+        count: of different items to take, from the start; None for all.
     """
 
     name: Literal["dataset"] = "dataset"
@@ -47,10 +47,24 @@ def prompts(params: Params) -> list[Prompt]:
         ValueError: there is no such data set, split or column, the hub can't be reached, or a row is wrong; names place
         and column.
     """
-    found: dict[str, Prompt] = {}
+    return _different(params, prompt_from_row)
+
+
+def documents(params: Params) -> list[Document]:
+    """Return one document a row in the data set's order, without exact copies; an assistant's last answer is kept.
+
+    Raises:
+        ValueError: as `prompts`.
+    """
+    return _different(params, document_from_row)
+
+
+def _different(params: Params, make: Callable[[dict[str, Any], str, str, str, str], ItemT]) -> list[ItemT]:
+    found: dict[str, ItemT] = {}
     for place, row in _rows(params):
-        prompt = _prompt(row, place, params)
-        found.setdefault(prompt.id, prompt)
+        where = f"{params.path}, {place}"
+        item = make(row, params.column, params.domain, _group(row, place, where, params), where)
+        found.setdefault(item.id, item)
         if len(found) == params.count:
             break
     if not found:
@@ -58,16 +72,15 @@ def prompts(params: Params) -> list[Prompt]:
     return list(found.values())
 
 
-def _prompt(row: dict[str, Any], place: str, params: Params) -> Prompt:
-    where, name = f"{params.path}, {place}", Path(params.path).name
-    group = f"{name}:{place}"
-    if params.group_column:
-        if params.group_column not in row:
-            raise ValueError(f'{where}: no column "{params.group_column}"; there are: {", ".join(row)}')
-        if row[params.group_column] in (None, ""):
-            raise ValueError(f'{where}: column "{params.group_column}" names no group')
-        group = f"{name}:{row[params.group_column]}"
-    return prompt_from_row(row, params.column, params.domain, group, where)
+def _group(row: dict[str, Any], place: str, where: str, params: Params) -> str:
+    name = Path(params.path).name
+    if not params.group_column:
+        return f"{name}:{place}"
+    if params.group_column not in row:
+        raise ValueError(f'{where}: no column "{params.group_column}"; there are: {", ".join(row)}')
+    if row[params.group_column] in (None, ""):
+        raise ValueError(f'{where}: column "{params.group_column}" names no group')
+    return f"{name}:{row[params.group_column]}"
 
 
 def _rows(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,21 +1,23 @@
-"""Requests for Python functions, mined from the docstrings of the running interpreter's own standard library.
+"""Requests for Python functions, and the functions, mined from the running interpreter's own standard library.
 
-The prompts differ from one Python version to the next, so record the version beside any figure made with them. Sources
+Both differ from one Python version to the next, so record the version beside any figure made with them. Sources
 are parsed and never imported. The group is the top-level module: functions of one package are too alike to split.
 """
 
 import ast
 import os
 import sysconfig
+import tokenize
 from collections.abc import Iterator
+from io import BytesIO, StringIO
 from pathlib import Path
-from textwrap import indent
-from typing import Literal
+from textwrap import dedent, indent
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from models.params import BaseParams
-from models.sources import Message, Prompt, unique
+from models.sources import Document, Message, Prompt, unique
 
 # Tests and their data, code that is no library's, and tables in the form of modules.
 _SKIPPED = {
@@ -33,11 +35,12 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Params(BaseParams):
-    """Which functions become prompts."""
+    """Which functions become prompts and documents."""
 
     name: Literal["stdlib_code"] = "stdlib_code"
     min_chars: int = Field(20, ge=1, description="in the docstring")
-    max_chars: int = Field(600, ge=1, description="where the docstring is cut")
+    max_chars: int = Field(600, ge=1, description="where a prompt's docstring is cut")
+    max_document_chars: int = Field(4000, ge=1, description="in a function; longer ones are no documents")
 
 
 def prompts(params: Params) -> list[Prompt]:
@@ -46,11 +49,32 @@ def prompts(params: Params) -> list[Prompt]:
     Raises:
         ValueError: the interpreter comes without the sources of its library.
     """
+    return unique(map(_prompt, _mine_all(params)))
+
+
+def documents(params: Params) -> list[Document]:
+    """Return the source of each function that has a docstring, in the order of files and lines.
+
+    Raises:
+        ValueError: the interpreter comes without the sources of its library.
+    """
+    mined = (one for one in _mine_all(params) if len(one.source) <= params.max_document_chars)
+    return unique(Document(content=one.source, domain="code", group=one.group) for one in mined)
+
+
+class _Mined(NamedTuple):
+    group: str
+    node: _Function
+    docstring: str
+    source: str
+
+
+def _mine_all(params: Params) -> Iterator[_Mined]:
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_files(root))
     if not files:
         raise ValueError(f"the source stdlib_code found no Python files under {root}")
-    return unique(prompt for path in files for prompt in _mine(root, path, params))
+    return (mined for path in files for mined in _mine(root, path, params))
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -59,13 +83,20 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
-def _mine(root: Path, path: Path, params: Params) -> Iterator[Prompt]:
-    module = path.relative_to(root).parts[0].removesuffix(".py")
-    for node in _functions(ast.parse(path.read_bytes())):
+def _mine(root: Path, path: Path, params: Params) -> Iterator[_Mined]:
+    group, content = f"stdlib:{path.relative_to(root).parts[0].removesuffix('.py')}", path.read_bytes()
+    encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
+    lines = list(StringIO(content.decode(encoding), newline=None))  # a form feed ends no line, as in the parser
+    for node in _functions(ast.parse(content)):
         docstring = ast.get_docstring(node) or ""
         if len(docstring) >= params.min_chars:
-            message = Message(role="user", content=_request(node, docstring[: params.max_chars].rstrip()))
-            yield Prompt(messages=(message,), domain="code", group=f"stdlib:{module}")
+            source = dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+            yield _Mined(group, node, docstring[: params.max_chars].rstrip(), source)
+
+
+def _prompt(mined: _Mined) -> Prompt:
+    message = Message(role="user", content=_request(mined.node, mined.docstring))
+    return Prompt(messages=(message,), domain="code", group=mined.group)
 
 
 def _functions(scope: ast.Module | ast.ClassDef) -> Iterator[_Function]:

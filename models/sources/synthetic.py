@@ -1,16 +1,17 @@
-"""Prompts made from nothing: a small grammar over invented words, for runs that must need no data at all.
+"""Prompts and texts made from nothing: a small grammar over invented words, for runs that must need no data at all.
 
 The words are spelt from syllables drawn by `domain` and `word_seed` together, so two domains share almost no word even
 at one seed: a draft trained on one gains nothing on the other, which is what a test of drift needs.
 """
 
 import random
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from models.params import BaseParams
-from models.sources import Message, Prompt
+from models.sources import Document, Message, Prompt
 
 _SENTENCES = (
     "How does the {a} {b} a {c}?",
@@ -31,6 +32,7 @@ class Params(BaseParams):
     domain: str = Field("synthetic", min_length=1)
     word_seed: int = 0
     num_words: int = Field(96, ge=3, le=10_000, description="words of the domain; each group talks about one of them")
+    num_sentences: int = Field(4, ge=1, description="in a document")
 
 
 def prompts(params: Params) -> list[Prompt]:
@@ -39,21 +41,44 @@ def prompts(params: Params) -> list[Prompt]:
     Raises:
         ValueError: `count` is more than the grammar can say.
     """
+    return [
+        Prompt(messages=(Message(role="user", content=content),), domain=params.domain, group=group)
+        for content, group in _texts(params, num_sentences=1)
+    ]
+
+
+def documents(params: Params) -> list[Document]:
+    """Return `count` different texts, the groups in turn; each is about its group's word.
+
+    Raises:
+        ValueError: `count` is more than the grammar can say.
+    """
+    return [
+        Document(content=content, domain=params.domain, group=group)
+        for content, group in _texts(params, params.num_sentences)
+    ]
+
+
+def _texts(params: Params, num_sentences: int) -> Iterator[tuple[str, str]]:
+    """Yield `count` different texts with their groups."""
     rng = random.Random(f"{params.domain}/{params.word_seed}")
     words = _words(rng, params.num_words)
-    found: dict[str, Prompt] = {}
+    found: set[str] = set()
     for _ in range(20 * params.count):
-        prompt = _prompt(rng, words, len(found) % params.num_groups, params.domain)
-        found.setdefault(prompt.id, prompt)
+        group = len(found) % params.num_groups
+        topic = words[group % len(words)]
+        text = " ".join(_sentence(rng, words, topic) for _ in range(num_sentences))
+        if text not in found:
+            found.add(text)
+            yield text, f"{params.domain}:{group}"
         if len(found) == params.count:
-            return list(found.values())
-    raise ValueError(f"count is {params.count}, but {params.num_words} words make only some {len(found)} prompts")
+            return
+    raise ValueError(f"count is {params.count}, but {params.num_words} words make only some {len(found)} texts")
 
 
-def _prompt(rng: random.Random, words: list[str], group: int, domain: str) -> Prompt:
-    topic, verb, thing = words[group % len(words)], rng.choice(words), rng.choice(words)
-    content = rng.choice(_SENTENCES).format(a=topic, b=verb, c=thing)
-    return Prompt(messages=(Message(role="user", content=content),), domain=domain, group=f"{domain}:{group}")
+def _sentence(rng: random.Random, words: list[str], topic: str) -> str:
+    verb, thing = rng.choice(words), rng.choice(words)
+    return rng.choice(_SENTENCES).format(a=topic, b=verb, c=thing)
 
 
 def _words(rng: random.Random, count: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Where a target comes from, and what makes two targets the same.
 
-Each file's `build` writes a plain Hugging Face directory: config, safetensors, tokenizer and chat template. A draft
-fits a target only if the weights and the tokenizer hash to what it was trained with, so both hashes are taken from the
-files.
+Each file's `build(params, directory)` writes a plain Hugging Face directory: config, safetensors, tokenizer and chat
+template; `tokenizer(params)` returns its tokenizer alone, for a target that takes another's. A draft fits a target only
+if the weights and the tokenizer hash to what it was trained with, so both hashes are taken from the files.
 """
 
 import hashlib

@@ -1,11 +1,13 @@
 """Any causal language model: a local Hugging Face directory, or a hub id where a hub can be reached."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from models.params import BaseParams
 from models.targets import TOKENIZER_FILES
@@ -33,18 +35,32 @@ def build(params: Params, directory: Path) -> None:
     if local.exists() or params.path.startswith(("/", ".", "~")):
         _require_model(local)
     dtype = "auto" if params.dtype == "auto" else getattr(torch, params.dtype)
-    try:
+    with _told_apart(params):
         model, report = AutoModelForCausalLM.from_pretrained(
             params.path, revision=params.revision, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(params.path, revision=params.revision)
-    except (OSError, ValueError, SafetensorError) as error:
-        wrong = "can't be loaded" if local.exists() else "is neither a local directory nor on a hub in reach"
-        raise ValueError(f"target {params.path!r} {wrong}: {str(error).strip().splitlines()[0]}") from error
     if missing := sorted(report["missing_keys"]):  # the library would have drawn them at random
         raise ValueError(f"target {params.path!r} has no tensor {missing[0]} ({len(missing)} are missing)")
     model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    tokenizer(params).save_pretrained(directory)
+
+
+def tokenizer(params: Params) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; ValueError as `build`."""
+    with _told_apart(params):
+        return AutoTokenizer.from_pretrained(params.path, revision=params.revision)
+
+
+@contextmanager
+def _told_apart(params: Params) -> Iterator[None]:
+    """Say whether a directory is at fault or a hub that can't be reached."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        wrong = (
+            "can't be loaded" if Path(params.path).exists() else "is neither a local directory nor on a hub in reach"
+        )
+        raise ValueError(f"target {params.path!r} {wrong}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _require_model(directory: Path) -> None:

@@ -35,9 +35,9 @@ class Params(BaseParams):
 
 def build(params: Params, directory: Path) -> None:
     """Write the target into `directory`."""
-    tokenizer = byte_tokenizer()
+    vocabulary = tokenizer(params)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=len(vocabulary),
         hidden_size=64 * params.num_heads,
         intermediate_size=params.intermediate_size,
         num_hidden_layers=params.num_layers,
@@ -47,15 +47,20 @@ def build(params: Params, directory: Path) -> None:
         max_position_embeddings=2048,
         initializer_range=params.init_std,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        bos_token_id=vocabulary.convert_tokens_to_ids("<|im_start|>"),
+        eos_token_id=vocabulary.convert_tokens_to_ids("<|im_end|>"),
     )
     config._model_name_or_path = f"random-llama-{params.seed}"
     with torch.random.fork_rng():
         torch.manual_seed(params.seed)
         model = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    vocabulary.save_pretrained(directory)
+
+
+def tokenizer(params: Params) -> PreTrainedTokenizerFast:
+    """Return the target's tokenizer, the same for every shape."""
+    return byte_tokenizer()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

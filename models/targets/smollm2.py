@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from models.params import BaseParams
 
@@ -38,7 +38,13 @@ def build(params: Params, directory: Path) -> None:
     )
     model.config._model_name_or_path = "SmolLM2-135M-Instruct"  # the file has the name of a training run
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(directory)
+    tokenizer(params).save_pretrained(directory)
+
+
+def tokenizer(params: Params) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; ValueError as `build`."""
+    gguf = find_gguf()
+    return AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
 
 
 def find_gguf() -> Path:

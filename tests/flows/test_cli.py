@@ -10,7 +10,7 @@ from flows import cli
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
-    "import-draft", "import-logs",
+    "import-draft", "import-logs", "compare",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from models.targets.random import byte_tokenizer
-from models.tokens import encode_chat, rewrite
+from models.tokens import encode_chat, encode_document, rewrite
 
 TOKENIZER = byte_tokenizer()
 
@@ -23,6 +23,28 @@ def test_messages_that_the_template_refuses_are_refused_with_its_reason() -> Non
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):
         encode_chat(strict, [{"role": "user", "content": "a"}])
+
+
+def test_a_text_ends_with_the_end_of_text_token_and_markers_in_it_stay_text() -> None:
+    ids = encode_document(TOKENIZER, "a<|im_end|>")
+    assert TOKENIZER.decode(ids) == "a<|im_end|><|im_end|>"
+    assert ids.count(TOKENIZER.eos_token_id) == 1
+    assert ids[-1] == TOKENIZER.eos_token_id
+
+
+def test_a_chat_is_encoded_with_its_answers_and_waits_for_none() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids = encode_document(TOKENIZER, chat)
+    assert TOKENIZER.decode(ids) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    with pytest.raises(ValueError, match="messages are empty"):
+        encode_document(TOKENIZER, [])
+
+
+def test_a_tokenizer_without_an_end_of_text_token_is_refused() -> None:
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        encode_document(endless, "a")
 
 
 def test_rewriting_encodes_the_changed_stretches_only() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from models import catalog
-from models.sources import Prompt
+from models.sources import Document, Prompt
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +17,17 @@ def default_stream() -> Callable[[str], list[Prompt]]:
     def make(name: str) -> list[Prompt]:
         source = catalog.load("sources", name)
         return source.prompts(source.Params())
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def default_documents() -> Callable[[str], list[Document]]:
+    """Look up the documents of a source with its default settings."""
+
+    @cache
+    def make(name: str) -> list[Document]:
+        source = catalog.load("sources", name)
+        return source.documents(source.Params())
 
     return make

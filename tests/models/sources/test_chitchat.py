@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from models.sources import Message, Prompt
-from models.sources.chitchat import Params, _prompt, prompts
+from models.sources.chitchat import Params, _document, _prompt, prompts
 
 
 def turn(*lines: str) -> list[dict[str, str]]:
@@ -46,6 +46,16 @@ def test_num_user_turns_limits_the_prompt() -> None:
 )
 def test_a_conversation_without_a_usable_prompt_is_left_out(turns: list) -> None:
     assert _prompt("chitchat:1", turns, Params()) is None
+
+
+def test_a_document_is_a_whole_chat_that_ends_after_a_turn() -> None:
+    turns = [turn("Hello there"), turn("hi"), turn("How was your day?"), turn("fine"), turn("x" * 50)]
+    whole = _document("chitchat:1", turns, Params())
+    assert [message.role for message in whole.content] == ["user", "assistant", "user", "assistant", "user"]
+    cut = _document("chitchat:1", turns, Params(max_document_chars=40))
+    assert cut.content == whole.content[:4]
+    assert _document("chitchat:1", turns[:3], Params()) is None
+    assert _document("chitchat:1", [*turns, turn("see www.example.org")], Params()) is None
 
 
 def test_the_corpus_gives_thousands_of_prompts(default_stream: Callable[[str], list[Prompt]]) -> None:

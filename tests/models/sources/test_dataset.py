@@ -8,7 +8,7 @@ import pytest
 
 from models import catalog
 from models.sources import Message, split
-from models.sources.dataset import Params, prompts
+from models.sources.dataset import Params, documents, prompts
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -48,6 +48,15 @@ def test_a_text_column_becomes_one_user_message(tmp_path: Path) -> None:
     (prompt,) = prompts(Params(path=path, column="question", domain="math"))
     assert prompt.messages == (Message(role="user", content="What is 2 + 2?"),)
     assert prompt.domain == "math"
+
+
+def test_a_text_column_becomes_texts_and_a_chat_keeps_its_answer(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": " def f(): ...", "messages": chat, "domain": "d"}])
+    (text,) = documents(Params(path=path, column="text"))
+    assert (text.content, text.group) == (" def f(): ...", "rows.jsonl:line 1")
+    (whole,) = documents(Params(path=path))
+    assert [message.content for message in whole.content] == ["Hi", "Hello"]
 
 
 def test_a_recipe_names_the_data_set(tmp_path: Path) -> None:

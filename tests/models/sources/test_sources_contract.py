@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from models import catalog
-from models.sources import Message, Prompt, prompt_from_row, sample, split, unique
+from models.sources import Document, Message, Prompt, document_from_row, prompt_from_row, sample, split, unique
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,6 +57,50 @@ def test_a_stream_is_the_same_in_another_process(name: str, stream: list[Prompt]
     )
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert other.splitlines() == [f"{prompt.id} {prompt.group}" for prompt in stream]
+
+
+def test_documents_are_many_without_copies_and_of_the_prompts_domain_and_groups(
+    name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
+) -> None:
+    found = default_documents(name)
+    assert len(found) > 50
+    assert len({document.id for document in found}) == len(found)
+    assert {document.domain for document in found} == {stream[0].domain}
+    groups = {document.group for document in found}
+    assert len(groups) > 10
+    assert groups & {prompt.group for prompt in stream}
+
+
+def test_documents_are_split_as_prompts_are_so_that_no_group_sits_on_both_sides(
+    name: str, stream: list[Prompt], default_documents: Callable[[str], list[Document]]
+) -> None:
+    shares = {"train": 0.7, "held_out": 0.3}
+    prompts, documents = split(stream, shares, seed=1), split(default_documents(name), shares, seed=1)
+    trained = {document.group for document in documents["train"]}
+    assert not trained & {prompt.group for prompt in prompts["held_out"]}
+
+
+def test_a_document_is_a_text_or_a_chat_and_survives_json() -> None:
+    text = Document(content="a", domain="d", group="g")
+    chat = Document(content=(Message(role="user", content="a"),), domain="d", group="g")
+    assert text.id != chat.id
+    for document in (text, chat):
+        assert Document.model_validate_json(document.model_dump_json()) == document
+    for empty in ("", ()):
+        with pytest.raises(ValidationError):
+            Document(content=empty, domain="d", group="g")
+
+
+def test_a_row_becomes_a_text_or_a_whole_chat() -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": chat, "text": "def f(): ...", "domain": "code"}
+    text, whole = (document_from_row(row, column, "", "g", "row 1") for column in ("text", "messages"))
+    assert text.content == "def f(): ..."
+    assert [message.content for message in whole.content] == ["a", "b"]
+    with pytest.raises(ValueError, match='row 1: column "messages": the chat has no message'):
+        document_from_row({"messages": [], "domain": "d"}, "messages", "", "g", "row 1")
+    with pytest.raises(ValueError, match=r'no column "txt"; there are: messages, text, domain'):
+        document_from_row(row, "txt", "", "g", "row 1")
 
 
 def test_the_id_depends_on_the_messages_alone() -> None:
@@ -121,7 +165,7 @@ def test_shares_that_do_not_sum_to_one_are_refused(fractions: dict[str, float]) 
 
 
 def test_an_empty_part_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r'part "(train|held_out)" of the split is empty: 1 prompts in 1 groups'):
+    with pytest.raises(ValueError, match=r'part "(train|held_out)" of the split is empty: 1 items in 1 groups'):
         split([make("a")], {"train": 0.5, "held_out": 0.5}, seed=0)
 
 
@@ -135,7 +179,7 @@ def test_a_sample_is_seeded_and_does_not_depend_on_the_order() -> None:
 
 @pytest.mark.parametrize("count", [-1, 3])
 def test_a_sample_of_the_wrong_size_is_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=f"count must be from 0 to 2, the number of prompts; got {count}"):
+    with pytest.raises(ValueError, match=f"count must be from 0 to 2, the number of items; got {count}"):
         sample([make("a"), make("b")], count, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""Requests for functions, mined from docstrings."""
+"""Requests for functions, mined from docstrings, and the functions themselves."""
 
 import ast
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.sources import Prompt
-from models.sources.stdlib_code import Params, _mine
+from models.sources.stdlib_code import Params, _mine, _Mined, _prompt
 
 SOURCE = '''
 import sys
@@ -35,11 +35,31 @@ class Shape:
 
 
 @pytest.fixture
-def mined(tmp_path: Path) -> list[Prompt]:
+def functions(tmp_path: Path) -> list[_Mined]:
     package = tmp_path / "shapes"
     package.mkdir()
     (package / "plane.py").write_text(SOURCE)
     return list(_mine(tmp_path, package / "plane.py", Params()))
+
+
+@pytest.fixture
+def mined(functions: list[_Mined]) -> list[Prompt]:
+    return [_prompt(one) for one in functions]
+
+
+def test_a_document_is_the_whole_function_without_its_indentation(functions: list[_Mined]) -> None:
+    area, draw = (one.source for one in functions)
+    assert area.startswith('def area(width: float, *, height=1.0) -> float:\n    """Return the area')
+    assert area.endswith("    return width * height\n")
+    assert draw.startswith("async def draw(self, /, canvas):\n    ")
+    assert "def inner():" in draw
+
+
+def test_a_form_feed_or_another_encoding_moves_no_line(tmp_path: Path) -> None:
+    text = '# -*- coding: latin-1 -*-\n# \xe9\n\x0c\ndef f():\n    """Say what is \xe9 here at length."""\n'
+    (tmp_path / "old.py").write_bytes(text.encode("latin-1"))
+    (one,) = _mine(tmp_path, tmp_path / "old.py", Params())
+    assert one.source == 'def f():\n    """Say what is \xe9 here at length."""\n'
 
 
 def test_a_prompt_holds_signature_and_docstring_and_no_body(mined: list[Prompt]) -> None:
@@ -61,7 +81,7 @@ def test_the_group_is_the_top_level_module(mined: list[Prompt]) -> None:
 
 def test_a_long_docstring_is_cut(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(f'def f():\n    """{"word " * 300}"""\n')
-    (prompt,) = _mine(tmp_path, tmp_path / "long.py", Params(max_chars=100))
+    (prompt,) = map(_prompt, _mine(tmp_path, tmp_path / "long.py", Params(max_chars=100)))
     assert prompt.messages[0].content.count("word") == 20
 
 

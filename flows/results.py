@@ -1,4 +1,4 @@
-"""What a benchmark found: on the terminal, as one JSON line, and as a block for tests/benchmarks/RESULTS.md."""
+"""What a benchmark or comparison found: on the terminal, as one JSON line, and as a block for RESULTS.md."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class Grid(NamedTuple):
 
 
 class Report(BaseModel):
-    """One benchmark's outcome.
+    """What was found.
 
     Attributes:
         figures: all numbers, for programs.
@@ -51,7 +51,7 @@ def publish(
 
     Args:
         report: the outcome.
-        folder: of this benchmark.
+        folder: of this benchmark or comparison.
         title: its number, such as "B4".
         question: what it answers.
         command: what to type to repeat it.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.bench.cells import Cells
+from flows.cells import Cells
 
 
 def test_a_finished_cell_is_measured_once_also_by_the_next_run(tmp_path):

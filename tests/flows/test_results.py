@@ -2,7 +2,7 @@
 
 import json
 
-from flows.bench.report import Grid, Report, interval, publish, spread
+from flows.results import Grid, Report, interval, publish, spread
 
 SETUP = {
     "commit": "0123456789abcdef",

@@ -1,4 +1,4 @@
-"""Finished measurements on disk, so that an interrupted benchmark goes on where it was."""
+"""Finished measurements on disk, so that an interrupted benchmark or comparison goes on where it was."""
 
 import json
 import os
@@ -10,7 +10,7 @@ SETUP = "setup.json"
 
 
 class Cells:
-    """The finished cells of one benchmark, all measured with one setup."""
+    """The finished cells of one benchmark or comparison, all measured with one setup."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
         """Open a folder.

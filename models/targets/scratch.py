@@ -1,0 +1,76 @@
+"""A Llama of a given shape with random weights, to be pretrained from nothing, with the tokenizer of another target.
+
+The vocabulary is the other target's, so in a small model most weights are the embedding, which is the output matrix
+too. Weights are drawn as transformers draws them, normal with a deviation of 0.02.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from models import catalog
+from models.params import BaseParams
+
+PAPER = "none"
+HEAD_DIM = 64  # the least that vLLM's CPU attention takes
+
+
+class Params(BaseParams):
+    """Shape of the target; the hidden size is num_heads × 64.
+
+    Attributes:
+        tokenizer: table of the target whose tokenizer and chat template it has.
+    """
+
+    name: Literal["scratch"] = "scratch"
+    tokenizer: catalog.method_of("targets")
+    num_layers: int = Field(6, ge=1)
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int = Field(2, ge=1)
+    intermediate_size: int = Field(768, ge=1)
+    max_length: int = Field(2048, ge=16)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _heads_share(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+
+def build(params: Params, directory: Path) -> None:
+    """Write the target into `directory`.
+
+    Raises:
+        ValueError: the tokenizer can't be had, as its target says.
+    """
+    vocabulary = tokenizer(params)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=HEAD_DIM * params.num_heads,
+        intermediate_size=params.intermediate_size,
+        num_hidden_layers=params.num_layers,
+        num_attention_heads=params.num_heads,
+        num_key_value_heads=params.num_kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=params.max_length,
+        tie_word_embeddings=True,
+        bos_token_id=vocabulary.bos_token_id,
+        eos_token_id=vocabulary.eos_token_id,
+        pad_token_id=vocabulary.pad_token_id,
+    )
+    config._name_or_path = f"scratch-llama-{params.seed}"
+    with torch.random.fork_rng():
+        torch.manual_seed(params.seed)
+        model = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    vocabulary.save_pretrained(directory)
+
+
+def tokenizer(params: Params) -> PreTrainedTokenizerBase:
+    """Return the other target's tokenizer."""
+    other = params.tokenizer
+    return catalog.load("targets", other.name).tokenizer(other)

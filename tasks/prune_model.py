@@ -1,0 +1,23 @@
+"""Zero weights of the target."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact
+from models import prune
+from tasks.change_target import Changed, Start, change_target
+from tasks.recipe import Recipe
+from tasks.text import first_of_each
+
+
+@task(cache_policy=NO_CACHE)
+def prune_model(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
+    """Prune the linear layers of the decoder blocks; an artifact of kind "target"."""
+    table = recipe.prune
+
+    def change(start: Start) -> Changed:
+        documents = first_of_each(start.train, table.num_documents, table.max_length)
+        zeros = prune.prune_model(start.model, documents, table.method, table.pattern)
+        return Changed(start.model, {"zeros": sum(zeros.values()) / len(zeros)})
+
+    return change_target("prune", table, recipe.seed, target, text, (f"models.prune.{table.method.name}",), change)

