@@ -42,6 +42,7 @@ from models.drafts import (
     require_tensors,
 )
 from models.layers.decoder import rope_frequencies
+from models.layers.vocabulary import choose_vocabulary
 from models.layouts import read_published
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -338,12 +339,6 @@ def renew(head: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
             if token in known:
                 head.lm_head.weight[row] = before[known[token]]
     return head
-
-
-def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
-    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
-    order = np.lexsort((np.arange(len(token_counts)), -np.asarray(token_counts)))
-    return torch.from_numpy(np.sort(order[:size]).astype(np.int64))
 
 
 def save(head: Eagle3, directory: Path) -> None:
