@@ -1,7 +1,5 @@
 """Smaller models out of a model's own weights: exact where nothing is lost, and nothing of the old shape left."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
