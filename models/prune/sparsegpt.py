@@ -53,9 +53,7 @@ def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> T
     """
     require_inputs(weight, inputs, min(params.block_size, weight.shape[1]))
     if pattern.group is not None and params.block_size % pattern.group:
-        raise ValueError(
-            f"block_size is {params.block_size}, which {pattern.group} of pattern {pattern} doesn't divide"
-        )
+        raise ValueError(f"block_size is {params.block_size}, which {pattern.group} of {pattern} does not divide")
     pruned = weight.float()
     factor, dead = _inverse_factor(inputs.float(), params.dampening)
     pruned = pruned.masked_fill(dead, 0)
