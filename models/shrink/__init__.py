@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.layers.linears import blocks
 from models.layers.reshape import head_dim
 from models.params import BaseParams
 from models.training import Params as TrainingParams
@@ -142,6 +143,12 @@ def read(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> None:
     model.eval()
     for document in documents:
         model.model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
+
+
+def norms(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the norms that read the residual stream."""
+    inner = [norm for block in blocks(model) for norm in (block.input_layernorm, block.post_attention_layernorm)]
+    return [*inner, model.model.norm]
 
 
 def note(model: PreTrainedModel, key: str, value: Any) -> None:

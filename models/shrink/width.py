@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_widths
-from models.shrink import Measured, Widths, choose, choose_heads, pieces, read, shape_of, wanted_shape
+from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape
 from models.training import OnProgress
 from models.training import Params as TrainingParams
 
@@ -104,9 +104,3 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
         for hook in hooks:
             hook.remove()
     return heads.sqrt().unflatten(1, (shape.num_kv_heads, -1)), channels.sqrt(), hidden.sqrt()
-
-
-def norms(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the norms that read the residual stream."""
-    inner = [norm for block in blocks(model) for norm in (block.input_layernorm, block.post_attention_layernorm)]
-    return [*inner, model.model.norm]

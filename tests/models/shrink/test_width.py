@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import training
-from models.shrink import width
+from models.shrink import norms, width
 from models.targets import random
 
 TRAINING = training.Params()
@@ -57,7 +57,7 @@ def test_importance_is_a_mean_over_a_document_and_a_norm_over_documents(model: P
 
 def test_hidden_channels_are_judged_by_what_all_norms_hand_on(model: PreTrainedModel) -> None:
     with torch.no_grad():
-        for norm in width.norms(model):
+        for norm in norms(model):
             norm.weight[::2] = 1e-3
     less = width.shrink(model, TEXTS, width.Params(hidden_size=128), TRAINING)
     assert torch.equal(less.model.embed_tokens.weight, model.model.embed_tokens.weight[:, 1::2])
@@ -80,7 +80,12 @@ def test_an_impossible_shape_is_refused(model: PreTrainedModel, asked: dict[str,
 
 def test_a_head_width_that_vllm_would_guess_wrong_is_refused() -> None:
     config = Qwen2Config(
-        vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
     )
     with pytest.raises(ValueError, match="hidden_size 16 is not num_heads 4 times the head's width 8"):
         width.shrink(Qwen2ForCausalLM(config), TEXTS, width.Params(hidden_size=16), TRAINING)
