@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from models.layers.linears import blocks
@@ -142,8 +142,8 @@ def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[
     for key, value in changes.items():
         setattr(config, key, value)
     with no_init_weights():
-        built = type(model)(config)
-    built.to(device=model.device, dtype=model.dtype)
+        built = AutoModelForCausalLM.from_config(config, dtype=model.dtype)  # which leaves RoPE's buffers in float32
+    built.to(model.device)
     built.load_state_dict(dict(tensors))
     built.tie_weights()
     built.generation_config = copy.deepcopy(model.generation_config)

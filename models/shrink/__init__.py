@@ -16,14 +16,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.layers.decoder import MODEL_TYPES
 from models.layers.linears import blocks
 from models.layers.reshape import head_dim
 from models.params import BaseParams
 from models.training import Params as TrainingParams
 from models.training import cut
-
-# Of Llama's layout down to the names of tensors, and nothing beside it.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Measured(BaseParams):
@@ -127,7 +125,9 @@ def choose(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
-def pieces(documents: Sequence[Sequence[int]], params: Measured, training: TrainingParams, seed: int) -> list[Any]:
+def pieces(
+    documents: Sequence[Sequence[int]], params: Measured, training: TrainingParams, seed: int
+) -> list[list[int]]:
     """Draw documents to measure on and cut them to the length that is trained on.
 
     Raises:

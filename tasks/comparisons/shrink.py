@@ -73,8 +73,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "error": _error(model, full, held_out[:4]),
         "parameters_m": num_parameters(model) / 1e6,
         "tokens_per_s": _speed(model),
-        "checkpoint_mib": _checkpoint_mib(model, bench),
         "seconds": seconds,
+        "checkpoint_mib": _checkpoint_mib(model, bench),  # last: it leaves the model in bfloat16
     }
 
 

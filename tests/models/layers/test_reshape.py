@@ -1,5 +1,7 @@
 """Smaller models out of a model's own weights: exact where nothing is lost, and nothing of the old shape left."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -55,6 +57,14 @@ def test_blocks_that_add_nothing_can_be_taken_out(model: PreTrainedModel) -> Non
     torch.testing.assert_close(logits(less), logits(whole))
     assert [block.self_attn.layer_idx for block in less.model.layers] == [0, 1]
     assert less.config.num_hidden_layers == 2 and len(model.model.layers) == 3
+
+
+def test_a_model_in_bfloat16_stays_one_with_its_positions_in_float32(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    same = take_layers(half, [0, 1, 2])
+    assert same.dtype == torch.bfloat16 and torch.equal(logits(same), logits(half))
+    assert same.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_types_of_layers_go_with_their_layers() -> None:
