@@ -141,6 +141,8 @@ def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)
+    if "ranks" in getattr(config, "redraft", {}):  # of the old shape's layers, by their old names
+        config.redraft = {key: value for key, value in config.redraft.items() if key != "ranks"}
     with no_init_weights():
         built = AutoModelForCausalLM.from_config(config, dtype=model.dtype)  # which leaves RoPE's buffers in float32
     built.to(model.device)

@@ -7,7 +7,8 @@ values that are dropped.
 
 What is saved is W' in the shape of W: every loader and engine takes it and it is merged already, but neither the file
 nor the product gets smaller. The config notes the ranks under "redraft", and `models.shrink.num_parameters` counts
-r·(O+I) for such a layer, which is what its two factors would hold.
+r·(O+I) for such a layer, which is what its two factors would hold. Training W' again fills its rank up, so that this
+comes last of what changes weights; another shape drops the note.
 """
 
 import copy

@@ -5,9 +5,9 @@ the special tokens that the configs name. Those drafts lose rows of the output m
 target's tokens; a language model of its own loses the same rows of its embedding and is that much smaller.
 
 The tokenizer is not changed, and so does not fit any more: token i of the new model is token `kept_tokens[i]` of the
-old one, a list that the config holds under "redraft". Ids go in through `narrow` and out through the list. Text with
-another token can't be read, and an engine that takes a draft's ids for the target's, as vLLM's draft models, can't
-serve it.
+old one, a list that the config holds under "redraft" (of the first one, where a vocabulary is cut twice). Ids go in
+through `narrow` and out through the list. Text with another token can't be read, and an engine that takes a draft's ids
+for the target's, as vLLM does with draft models, can't serve it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -77,7 +77,8 @@ def shrink(
             value = getattr(config, key, None)
             if value is not None:
                 setattr(config, key, [place[token] for token in value] if isinstance(value, list) else place[value])
-    note(shrunk, "kept_tokens", kept.tolist())
+    before = getattr(model.config, "redraft", {}).get("kept_tokens", range(size))
+    note(shrunk, "kept_tokens", [before[token] for token in kept.tolist()])
     return shrunk
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from models import training
 from models.layers.linears import linears
+from models.layers.reshape import take_layers
 from models.shrink import low_rank, num_parameters
 
 TRAINING = training.Params()
@@ -60,6 +61,8 @@ def test_ranks_are_noted_and_counted_as_factors(tiny_target: Path) -> None:
     factors = sum(ranks[name] * sum(each.weight.shape) for name, each in linears(model))
     dense = sum(each.weight.numel() for _, each in linears(model))
     assert num_parameters(less) == num_parameters(model) - dense + factors
+    one = take_layers(less, [1])
+    assert num_parameters(one) == sum(parameter.numel() for parameter in one.parameters())
 
 
 def test_too_little_calibration_and_too_small_a_share_are_refused(tiny_target: Path) -> None:

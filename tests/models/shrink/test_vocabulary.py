@@ -28,6 +28,13 @@ def test_the_most_frequent_tokens_and_the_special_ones_stay_with_their_logits(mo
         torch.testing.assert_close(mine, model(torch.tensor([[10, 20, 30, 10]])).logits[..., kept])
 
 
+def test_a_vocabulary_that_is_cut_twice_names_the_first_one_s_tokens(model: PreTrainedModel) -> None:
+    less = vocabulary.shrink(model, TEXTS, vocabulary.Params(vocab_size=6), TRAINING)
+    least = vocabulary.shrink(less, [[2, 2, 4, 4, 3]], vocabulary.Params(vocab_size=4), TRAINING)
+    assert less.config.redraft["kept_tokens"] == [1, 2, 10, 20, 30, 40]
+    assert least.config.redraft["kept_tokens"] == [1, 2, 10, 30]
+
+
 def test_texts_are_split_at_tokens_that_are_gone() -> None:
     assert vocabulary.narrow([10, 20, 99, 98, 1], [1, 10, 20]) == [[1, 2], [0]]
     assert vocabulary.narrow([99], [1, 10, 20]) == []
