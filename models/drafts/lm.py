@@ -15,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint import read_tensors
 from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, made_for, read_config, require_tensors
 from models.layers.decoder import Cache, Decoder
+from models.layers.reshape import spread_layers, take_layers
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
@@ -131,13 +132,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
             f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
         )
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-    kept = np.linspace(0, config.num_hidden_layers - 1, params.num_layers).round().astype(int).tolist()
-    model.model.layers = nn.ModuleList([model.model.layers[number] for number in kept])
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = number
-    model.config.num_hidden_layers = params.num_layers
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = [model.config.layer_types[number] for number in kept]
+    model = take_layers(model, spread_layers(config.num_hidden_layers, params.num_layers))
     model.config.redraft = made_for(describe(target_dir))
     return Lm(model)
 

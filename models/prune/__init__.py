@@ -4,4 +4,135 @@ Letters: O outputs and I inputs of a layer, N calibration tokens.
 
 A method's module has `prune(weight [O, I], inputs [N, I], pattern, params) -> [O, I]`, and `CALIBRATED`: whether it
 reads `inputs`. `prune_model` walks over a model.
+
+Speed and size stay too: nothing here multiplies sparse matrices on a CPU, and a file holds the zeroes. GPUs from Ampere
+on multiply 2:4 matrices faster.
 """
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models import catalog
+from models.layers.linears import calibrate, linears
+from models.params import BaseParams, Frozen
+
+
+class Pattern(Frozen):
+    """Where zeroes may stand; a recipe may write `0.5` or `"2:4"` for it.
+
+    Attributes:
+        sparsity: share of zeroes where any weight may be one.
+        kept: N, how many of each group are kept where the zeroes are regular.
+        group: M, neighbours along a row.
+    """
+
+    sparsity: float | None = Field(None, gt=0, lt=1)
+    kept: int | None = Field(None, ge=1)
+    group: int | None = Field(None, ge=2)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt(cls, value: Any) -> Any:
+        if isinstance(value, float | int):
+            return {"sparsity": value}
+        if isinstance(value, str):
+            kept, colon, group = value.partition(":")
+            if not colon or not kept.isdecimal() or not group.isdecimal():
+                raise ValueError(f'a pattern is a share such as 0.5, or N:M such as "2:4"; got {value!r}')
+            return {"kept": int(kept), "group": int(group)}
+        return value
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "Pattern":
+        if (self.sparsity is None) == (self.kept is None) or (self.kept is None) != (self.group is None):
+            raise ValueError("a pattern has either sparsity, or both kept and group")
+        if self.kept is not None and self.group is not None and self.kept >= self.group:
+            raise ValueError(f"{self.kept}:{self.group} would keep all weights; N must be below M")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.group}" if self.sparsity is None else f"{self.sparsity:g}"
+
+    def keep(self, scores: Tensor, over: Literal["row", "layer"]) -> Tensor:
+        """Choose the weights that stay, the highest scores first.
+
+        Args:
+            scores: [O, I].
+            over: who competes where any weight may be zero; groups are of one row in any case.
+
+        Returns:
+            [O, I] bool. Of a row or layer of n weights round(n · sparsity) are False, of a group of M all but N.
+
+        Raises:
+            ValueError: I is not divisible by M, or so few weights compete that none or all of them would be zero.
+        """
+        if self.sparsity is None:
+            require_groups(scores.shape, self)
+            competing, kept = scores.unflatten(1, (-1, self.group)), self.kept
+        else:
+            competing = scores if over == "row" else scores.flatten()
+            kept = competing.shape[-1] - round(self.sparsity * competing.shape[-1])
+            if not 0 < kept < competing.shape[-1]:
+                raise ValueError(
+                    f"sparsity {self.sparsity:g} of {competing.shape[-1]} weights is not one weight zero and one kept"
+                )
+        best = competing.topk(kept, dim=-1, sorted=False).indices
+        return torch.zeros_like(competing, dtype=torch.bool).scatter_(-1, best, True).view(scores.shape)
+
+
+def require_groups(shape: Sequence[int], pattern: Pattern, name: str = "the layer") -> None:
+    """Raise ValueError if a layer's rows don't divide into the pattern's groups."""
+    if pattern.group is not None and shape[-1] % pattern.group:
+        raise ValueError(f"{name} is {shape[-1]} wide, which {pattern.group} of pattern {pattern} does not divide")
+
+
+def require_inputs(weight: Tensor, inputs: Tensor, num_tokens: int = 1) -> None:
+    """Raise ValueError if calibration inputs don't fit a layer or are fewer than `num_tokens`."""
+    if inputs.ndim != 2 or inputs.shape[1] != weight.shape[1]:
+        raise ValueError(f"inputs are {list(inputs.shape)}; wanted [N, {weight.shape[1]}], as wide as the weight")
+    if len(inputs) < num_tokens:
+        raise ValueError(f"calibration has {len(inputs)} tokens; wanted at least {num_tokens}")
+
+
+@torch.no_grad()
+def prune_model(
+    model: PreTrainedModel, documents: Sequence[Sequence[int]], params: BaseParams, pattern: Pattern
+) -> dict[str, float]:
+    """Zero weights of all linear layers of the decoder blocks, in place.
+
+    Each block is pruned on the inputs that the pruned blocks before it give.
+
+    Args:
+        model: of Llama's layout.
+        documents: token ids to calibrate on; not read by methods that are not calibrated.
+        params: of a method of this family.
+        pattern: for every layer.
+
+    Returns:
+        layer to the share of its weights that are zero.
+
+    Raises:
+        ValueError: a layer does not fit the pattern or can't be handled (names it), or calibration is too short. What
+            shapes alone tell is told before anything is changed.
+    """
+    method = catalog.load("prune", params.name)
+    for name, layer in linears(model):
+        require_groups(layer.weight.shape, pattern, f"layer {name}")
+
+    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+        try:
+            layer.weight.copy_(method.prune(layer.weight, inputs, pattern, params))
+        except ValueError as error:
+            raise ValueError(f"layer {name}: {error}") from error
+
+    if method.CALIBRATED:
+        calibrate(model, documents, visit)
+    else:
+        for name, layer in linears(model):
+            visit(name, layer, layer.weight.new_empty(0, layer.in_features))
+    return {name: float((layer.weight == 0).float().mean()) for name, layer in linears(model)}

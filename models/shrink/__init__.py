@@ -3,4 +3,162 @@
 A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
 returns a new model of the given one's class whose config says its shape; `documents` are token ids to measure
 importance on and, where the method trains, to train on with the settings `training`.
+
+Letters: L blocks, H hidden width, A query heads, K KV heads, C channels of an MLP, B documents, T tokens of a document.
+Heads keep their width, which engines are picky about.
 """
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.decoder import MODEL_TYPES
+from models.layers.linears import blocks
+from models.layers.reshape import head_dim
+from models.params import BaseParams
+from models.training import Params as TrainingParams
+from models.training import cut
+
+
+class Measured(BaseParams):
+    """What methods that measure importance have in common.
+
+    Attributes:
+        num_documents: how many documents are measured on, at most; they are drawn by the seed.
+    """
+
+    num_documents: int = Field(64, ge=1)
+
+
+class Widths(BaseParams):
+    """The widths that are asked for; None keeps the model's."""
+
+    hidden_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+
+
+class Shape(NamedTuple):
+    """A model's shape."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+
+
+def shape_of(model: PreTrainedModel) -> Shape:
+    """Read a model's shape off its config.
+
+    Raises:
+        ValueError: the model is not of Llama's layout.
+    """
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"shrinking takes models of {', '.join(MODEL_TYPES)}; got {config.model_type}")
+    return Shape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+
+
+def wanted_shape(model: PreTrainedModel, params: Widths, num_layers: int | None = None) -> Shape:
+    """Complete the shape that is asked for by what the model has.
+
+    Raises:
+        ValueError: it is no smaller, larger somewhere, or one that transformers or vLLM can't load.
+    """
+    has = shape_of(model)
+    asked = {"num_layers": num_layers, **{key: getattr(params, key) for key in Widths.model_fields if key != "name"}}
+    wanted = has._replace(**{key: value for key, value in asked.items() if value is not None})
+    for key, value in wanted._asdict().items():
+        if value > getattr(has, key):
+            raise ValueError(f"{key} is asked to be {value}, the model has {getattr(has, key)}; it can only shrink")
+    if wanted == has:
+        raise ValueError(f"the model has this shape already: {has}")
+    if wanted.num_heads % wanted.num_kv_heads:
+        raise ValueError(f"num_heads {wanted.num_heads} is not divisible by num_kv_heads {wanted.num_kv_heads}")
+    if wanted.num_heads // wanted.num_kv_heads > has.num_heads // has.num_kv_heads:
+        raise ValueError(
+            f"{wanted.num_heads} heads on {wanted.num_kv_heads} KV heads are more for each than the model's "
+            f"{has.num_heads} on {has.num_kv_heads}; heads stay with the KV head they were trained with"
+        )
+    if wanted.hidden_size % wanted.num_heads:  # transformers refuses to load such a config
+        raise ValueError(f"hidden_size {wanted.hidden_size} is not divisible by num_heads {wanted.num_heads}")
+    width = head_dim(model.config)
+    if model.config.model_type == "qwen2" and wanted.hidden_size != wanted.num_heads * width:
+        raise ValueError(
+            f"hidden_size {wanted.hidden_size} is not num_heads {wanted.num_heads} times the head's width {width}, "
+            "which vLLM takes for granted in qwen2"
+        )
+    return wanted
+
+
+def choose_heads(heads: Tensor, kv_heads: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Choose KV heads, and equally many query heads of each.
+
+    Args:
+        heads: [L, K, A/K] importance of the query heads of each KV head.
+        kv_heads: [L, K] importance of KV heads.
+        shape: says how many stay.
+
+    Returns:
+        query heads [L, A'] and KV heads [L, K'], ascending.
+    """
+    per_kv = shape.num_heads // shape.num_kv_heads
+    kept = choose(kv_heads, shape.num_kv_heads)
+    best = choose(heads, per_kv) + heads.shape[2] * torch.arange(heads.shape[1])[:, None]
+    return best.gather(1, kept[..., None].expand(-1, -1, per_kv)).flatten(1), kept
+
+
+def choose(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` highest scores of each row, ascending."""
+    return scores.topk(count, dim=-1).indices.sort(dim=-1).values
+
+
+def pieces(
+    documents: Sequence[Sequence[int]], params: Measured, training: TrainingParams, seed: int
+) -> list[list[int]]:
+    """Draw documents to measure on and cut them to the length that is trained on.
+
+    Raises:
+        ValueError: no document has two tokens.
+    """
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
+    return cut([documents[number] for number in order[: params.num_documents]], training.max_length)
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> None:
+    """Let the decoder read each document by itself, so that hooks see no padding; the output matrix stays idle."""
+    model.eval()
+    for document in documents:
+        model.model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
+
+
+def norms(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the norms that read the residual stream."""
+    inner = [norm for block in blocks(model) for norm in (block.input_layernorm, block.post_attention_layernorm)]
+    return [*inner, model.model.norm]
+
+
+def note(model: PreTrainedModel, key: str, value: Any) -> None:
+    """Keep something in the config, under "redraft", that a loader of plain models passes over."""
+    model.config.redraft = {**getattr(model.config, "redraft", {}), key: value}
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Count a model's weights; a layer whose rank the config notes counts as its two factors."""
+    ranks = getattr(model.config, "redraft", {}).get("ranks", {})
+    shapes = {name: model.get_submodule(name).weight.shape for name in ranks}
+    saved = sum(shape.numel() - ranks[name] * sum(shape) for name, shape in shapes.items())
+    return sum(parameter.numel() for parameter in model.parameters()) - saved

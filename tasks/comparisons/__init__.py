@@ -14,6 +14,9 @@ Rows and seeds are measured in any order, each kept as soon as it is finished, s
 alone.
 """
 
+import random
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,3 +49,28 @@ class Bench(NamedTuple):
     held_out: dict[str, list[list[int]]]
     budget: float
     work_dir: Path
+
+
+def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:
+    """Draw documents of all domains in turn, in an order of the seed's, cut to a length.
+
+    Args:
+        documents: token ids, by domain.
+        num_tokens: in all, at most; the last document is cut to it.
+        max_length: of one document; what is longer loses its end.
+        seed: another seed draws another sample.
+
+    Raises:
+        ValueError: there is no document of two tokens.
+    """
+    rng = random.Random(seed)
+    shuffled = [rng.sample(documents[domain], len(documents[domain])) for domain in sorted(documents)]
+    drawn: list[list[int]] = []
+    for document in filter(None, chain.from_iterable(zip_longest(*shuffled))):
+        piece = document[: min(max_length, num_tokens)]
+        if len(piece) > 1:
+            drawn.append(piece)
+            num_tokens -= len(piece)
+    if not drawn:
+        raise ValueError(f"no document of two tokens in {len(documents)} domains, or num_tokens is below 2")
+    return drawn

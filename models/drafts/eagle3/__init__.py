@@ -20,6 +20,7 @@ from models.checkpoint import output_embedding, read_tensor, read_tensors
 from models.drafts import Shapes, check_config, check_made_for, made_for, read_config, read_json, require_tensors
 from models.drafts.eagle3.head import Eagle3, is_subset
 from models.drafts.eagle3.layouts import read_published
+from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
@@ -84,12 +85,6 @@ def renew(head: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
             if token in known:
                 head.lm_head.weight[row] = before[known[token]]
     return head
-
-
-def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
-    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
-    order = np.lexsort((np.arange(len(token_counts)), -np.asarray(token_counts)))
-    return torch.from_numpy(np.sort(order[:size]).astype(np.int64))
 
 
 def save(head: Eagle3, directory: Path) -> None:

@@ -120,10 +120,6 @@ def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:
     assert eagle3.expected_shapes(config).keys() == dict(head.state_dict()).keys()
 
 
-def test_the_vocabulary_is_the_most_frequent_tokens_in_ascending_order() -> None:
-    assert eagle3.choose_vocabulary(np.array([1, 9, 0, 9, 3]), 3).tolist() == [1, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [

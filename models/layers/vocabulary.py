@@ -1,0 +1,11 @@
+"""Which tokens a smaller vocabulary keeps."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def choose_vocabulary(token_counts: np.ndarray, size: int) -> Tensor:
+    """Return the `size` most frequent target ids, ascending; ties go to the smaller id, the more common token."""
+    order = np.lexsort((np.arange(len(token_counts)), -np.asarray(token_counts)))
+    return torch.from_numpy(np.sort(order[:size]).astype(np.int64))

@@ -1,0 +1,39 @@
+"""Magnitude: the smallest |w| of a layer become zero. It reads no data.
+
+The share is of a layer and not of the whole model, which for language models is the better of the two (SparseGPT,
+section 4).
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from models.params import BaseParams
+from models.prune import Pattern
+
+PAPER = "arXiv:1506.02626"
+CALIBRATED = False
+
+
+class Params(BaseParams):
+    """Nothing to set."""
+
+    name: Literal["magnitude"] = "magnitude"
+
+
+def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> Tensor:
+    """Zero the smallest weights of one linear layer.
+
+    Args:
+        weight: [O, I], left unchanged.
+        inputs: not read.
+        pattern: all weights of the layer compete, or those of a group.
+        params: nothing to set.
+
+    Returns:
+        [O, I], dtype of `weight`.
+
+    Raises:
+        ValueError: `pattern` does not fit the layer.
+    """
+    return weight.masked_fill(~pattern.keep(weight.float().abs(), over="layer"), 0)

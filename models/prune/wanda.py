@@ -1,0 +1,40 @@
+"""Wanda: score each weight by |w| times the L2 norm of the input feature it multiplies; no weight is updated.
+
+Weights compete within a row, that is for one output, which the paper found to matter as much as the score.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from models.params import BaseParams
+from models.prune import Pattern, require_inputs
+
+PAPER = "arXiv:2306.11695, equation 1"
+CALIBRATED = True
+
+
+class Params(BaseParams):
+    """Nothing to set."""
+
+    name: Literal["wanda"] = "wanda"
+
+
+def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> Tensor:
+    """Zero the low-scored weights of one linear layer.
+
+    Args:
+        weight: [O, I], left unchanged.
+        inputs: [N, I] calibration inputs, one row a token.
+        pattern: the weights of a row compete, or those of a group.
+        params: nothing to set.
+
+    Returns:
+        [O, I], dtype of `weight`.
+
+    Raises:
+        ValueError: `inputs` don't fit `weight`, or `pattern` does not fit the layer.
+    """
+    require_inputs(weight, inputs)
+    scores = weight.float().abs() * inputs.float().norm(dim=0)
+    return weight.masked_fill(~pattern.keep(scores, over="row"), 0)

@@ -1,0 +1,85 @@
+"""Depth: whole blocks are left out, the rest stays as it is and is not trained again.
+
+"influence" leaves out the blocks that turn the residual stream least: block influence is 1 − cos(x, y), x what a block
+reads and y what it hands on, both with the residual and before any norm, mean over all tokens. It is measured once with
+all blocks in place. "spread" reads no data and keeps blocks evenly spread from the first to the last, as DistilBERT
+starts.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.linears import blocks
+from models.layers.reshape import spread_layers, take_layers
+from models.shrink import Measured, choose, pieces, read, shape_of
+from models.training import OnProgress
+from models.training import Params as TrainingParams
+
+PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
+
+
+class Params(Measured):
+    """How many blocks stay, and which."""
+
+    name: Literal["depth"] = "depth"
+    num_layers: int = Field(ge=1)
+    keep: Literal["influence", "spread"] = "influence"
+
+
+def shrink(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: Params,
+    training: TrainingParams,
+    seed: int = 0,
+    work_dir: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> PreTrainedModel:
+    """Return a model of fewer blocks.
+
+    Args:
+        model: of Llama's layout, left unchanged.
+        documents: token ids to measure influence on; not read by "spread".
+        params: what stays.
+        training: says how long pieces of documents are.
+        seed: draws the documents.
+        work_dir: not used.
+        on_progress: not called.
+
+    Raises:
+        ValueError: the model is of another layout or no deeper than asked for, or no document has two tokens.
+    """
+    num_layers = shape_of(model).num_layers
+    if params.num_layers >= num_layers:
+        raise ValueError(f"num_layers must be 1 to {num_layers - 1}, less than the model's; got {params.num_layers}")
+    if params.keep == "spread":
+        return take_layers(model, spread_layers(num_layers, params.num_layers))
+    scores = influence(model, pieces(documents, params, training, seed))
+    return take_layers(model, choose(scores, params.num_layers).tolist())
+
+
+def influence(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> Tensor:
+    """Return [L] the influence of each block, 0 to 2; documents are token ids."""
+    sums, num_tokens = torch.zeros(len(blocks(model)), dtype=torch.float64), sum(map(len, documents))
+
+    def add(number: int, read: Tensor, handed_on: Tensor | tuple[Tensor, ...]) -> None:
+        after = handed_on if isinstance(handed_on, Tensor) else handed_on[0]
+        cosine = nn.functional.cosine_similarity(read.float(), after.float(), dim=-1)
+        sums[number] += float((1 - cosine).sum())
+
+    hooks = [
+        block.register_forward_hook(lambda module, args, output, number=number: add(number, args[0], output))
+        for number, block in enumerate(blocks(model))
+    ]
+    try:
+        read(model, documents)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sums / num_tokens

@@ -1,0 +1,116 @@
+"""Low rank: each linear layer W becomes U·V of rank r, the best of that rank for the inputs it really gets.
+
+With the Gram matrix G = XᵀX of calibration inputs and any S of S·Sᵀ = G (whitening), SVD-LLM truncates the singular
+values of W·S and takes S off again. The r left singular vectors U of W·S that are kept give the same W' = U·(UᵀW)
+without an inverse, so that a singular G needs no dampening. The error ‖XWᵀ − XW'ᵀ‖² is the sum of the squared singular
+values that are dropped.
+
+What is saved is W' in the shape of W: every loader and engine takes it and it is merged already, but neither the file
+nor the product gets smaller. The config notes the ranks under "redraft", and `models.shrink.num_parameters` counts
+r·(O+I) for such a layer, which is what its two factors would hold. Training W' again fills its rank up, so that this
+comes last of what changes weights; another shape drops the note.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.linears import calibrate, linears
+from models.shrink import Measured, note, pieces, shape_of
+from models.training import OnProgress
+from models.training import Params as TrainingParams
+
+PAPER = "arXiv:2403.07378, section 3 (SVD-LLM, truncation-aware data whitening)"
+
+
+class Params(Measured):
+    """The rank, as a share of the largest that saves anything.
+
+    Attributes:
+        share: of a layer's weights that its two factors may hold together.
+    """
+
+    name: Literal["low_rank"] = "low_rank"
+    share: float = Field(gt=0, lt=1)
+
+
+def shrink(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: Params,
+    training: TrainingParams,
+    seed: int = 0,
+    work_dir: Path | None = None,
+    on_progress: OnProgress | None = None,
+) -> PreTrainedModel:
+    """Return a model whose linear layers are of low rank; a block is fitted on what the blocks before it give by then.
+
+    Args:
+        model: of Llama's layout, left unchanged.
+        documents: token ids to calibrate on.
+        params: the rank.
+        training: says how long pieces of documents are.
+        seed: draws the documents.
+        work_dir: not used.
+        on_progress: not called.
+
+    Raises:
+        ValueError: the model is of another layout, a layer can't be handled or is too small for a rank (names it), or
+            calibration has fewer tokens than a rank.
+    """
+    shape_of(model)
+    ranks = {name: rank_of(layer.weight, params.share, name) for name, layer in linears(model)}
+    calibration = pieces(documents, params, training, seed)
+    if (num_tokens := sum(map(len, calibration))) < max(ranks.values()):
+        raise ValueError(f"calibration has {num_tokens} tokens; rank {max(ranks.values())} takes at least as many")
+    shrunk = copy.deepcopy(model)
+
+    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+        layer.weight.copy_(truncate(layer.weight, inputs, ranks[name]))
+
+    calibrate(shrunk, calibration, visit)
+    note(shrunk, "ranks", ranks)
+    return shrunk.eval()
+
+
+def rank_of(weight: Tensor, share: float, name: str) -> int:
+    """Return the rank at which two factors hold `share` of the weights.
+
+    Raises:
+        ValueError: that is less than 1; names the layer.
+    """
+    rank = int(share * weight.numel() / sum(weight.shape))
+    if rank < 1:
+        raise ValueError(f"layer {name} is {list(weight.shape)}; factors of rank 1 hold more than {share:g} of it")
+    return rank
+
+
+def truncate(weight: Tensor, inputs: Tensor, rank: int) -> Tensor:
+    """Return the best approximation of rank `rank` of a layer on its inputs.
+
+    Args:
+        weight: [O, I], left unchanged.
+        inputs: [N, I].
+        rank: 1 to the least of O and I.
+
+    Returns:
+        [O, I], dtype of `weight`.
+    """
+    exact = weight.double()
+    gram = (inputs.float().T @ inputs.float()).double()
+    if weight.shape[0] <= weight.shape[1]:
+        # Left singular vectors of W·S are eigenvectors of W·G·Wᵀ, whichever S it is.
+        left = torch.linalg.eigh(exact @ gram @ exact.T).eigenvectors[:, -rank:]
+    else:
+        # The other way about the matrix is the smaller one; S = G^½.
+        values, vectors = torch.linalg.eigh(gram)
+        whitened = exact @ (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+        right = torch.linalg.eigh(whitened.T @ whitened).eigenvectors[:, -rank:]
+        left = torch.linalg.qr(whitened @ right).Q
+    return (left @ (left.T @ exact)).to(weight.dtype)
