@@ -12,7 +12,7 @@ import torch
 from models.params import BaseParams
 from models.select import Proxy, highest
 
-PAPER = "arXiv:1906.11829, sections 2 and 3.1"
+PAPER = "arXiv:1906.11829"
 NEEDS_START = True
 
 

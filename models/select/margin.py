@@ -12,7 +12,9 @@ import torch
 from models.params import BaseParams
 from models.select import Proxy, highest
 
-PAPER = "arXiv:1906.11829, section 3.1 (uncertainty scores); Scheffer 2001"
+PAPER = (
+    "Scheffer et al., Active Hidden Markov Models for Information Extraction, 2001, in the rounds of arXiv:1906.11829"
+)
 NEEDS_START = True
 
 
