@@ -19,6 +19,7 @@ from models.layers.linears import blocks
 from models.params import BaseParams
 
 PAPER = "Houlsby et al., Parameter-Efficient Transfer Learning for NLP, ICML 2019 (arXiv:1902.00751), section 2.1"
+LEARNING_RATE = 1e-3
 DEVIATION = 0.01
 # What attention and MLP of Llama's layout end with.
 LAST_LAYERS = ("self_attn.o_proj", "mlp.down_proj")

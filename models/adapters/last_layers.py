@@ -14,6 +14,7 @@ from models.layers.linears import blocks
 from models.params import BaseParams
 
 PAPER = "none: the usual baseline, such as in arXiv:1902.00751, section 3.3"
+LEARNING_RATE = 3e-4
 
 
 class Params(BaseParams):

@@ -25,6 +25,7 @@ from models.layers.lora import LoraLinear, insert_lora, plain_linear, replace_ki
 from models.params import BaseParams
 
 PAPER = "arXiv:2106.09685, sections 4.1 and 4.2; rank and alpha of its table 9 for RoBERTa large"
+LEARNING_RATE = 3e-3
 
 
 class Params(BaseParams):

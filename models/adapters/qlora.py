@@ -25,6 +25,7 @@ from models.layers.nf4 import Nf4Linear
 from models.params import BaseParams
 
 PAPER = "arXiv:2305.14314, section 3; rank and alpha of its section 4"
+LEARNING_RATE = 1e-3
 
 
 class Params(BaseParams):

@@ -106,7 +106,7 @@ class Nf4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         packed = quantize(layer.weight)
-        self.shape = packed.shape
+        self.shape, self.dtype = packed.shape, layer.weight.dtype
         for name in ("codes", "scales", "maxima", "mean"):
             self.register_buffer(name, getattr(packed, name))
         self.bias = layer.bias
@@ -118,8 +118,8 @@ class Nf4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[O, I] float32."""
-        return dequantize(self.packed)
+        """[O, I] dequantized, in the format of the layer that was packed."""
+        return dequantize(self.packed).to(self.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., I] → [..., O]."""

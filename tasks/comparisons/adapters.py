@@ -2,12 +2,10 @@
 
 The whole target learns the first domain by name from a few documents, cut to `LENGTH` tokens, and is measured on
 held-out ones of that domain and of all others, which shows what it forgot. The seed draws documents, first weights and
-the order of batches. Learning rates differ by an order of magnitude between methods, so each has its own: the best of
-three, a factor of three apart, under a seed that the table doesn't use. Memory is what one batch keeps for the backward
-pass, and what weights, gradients and optimizer take; it is counted, not read off the process.
+the order of batches. Each method has its own learning rate: the best of three, a factor of three apart, under a seed
+that the table doesn't use. Memory is what one batch keeps for the backward pass, and what weights, gradients and
+optimizer take; it is counted, not read off the process.
 """
-
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,19 +28,17 @@ COLUMNS = {
     "train_s": "training, s ↓",
 }
 LENGTH, BATCH_TOKENS, NUM_HELD_OUT = 96, 384, 12
-LEARNING_RATES = {"full": 1e-4, "lora": 3e-3, "qlora": 1e-3, "bottleneck": 1e-3, "bitfit": 1e-2, "last_layers": 3e-4}
+FULL_LEARNING_RATE = 1e-4
 _MIB = 1 << 20
 
 
 def rows(budget: float) -> list[Row]:
     """Return the base, full finetuning and every method; `budget` scales the documents learnt, 1 being 24."""
-    methods: list[tuple[str, dict[str, Any] | None]] = [
-        ("full", None),
-        *((name, {"name": name}) for name in catalog.names("adapters")),
-    ]
+    methods = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
     return [
         Row("base", {"adapter": None, "learning_rate": None}),
-        *(Row(name, {"adapter": table, "learning_rate": LEARNING_RATES.get(name, 1e-3)}) for name, table in methods),
+        Row("full", {"adapter": None, "learning_rate": FULL_LEARNING_RATE}),
+        *(Row(name, {"adapter": {"name": name}, "learning_rate": rate}) for name, rate in methods.items()),
     ]
 
 
@@ -50,20 +46,21 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train as `row` says and measure; see `tasks.comparisons`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
     if row.settings["learning_rate"] is None:
-        return _losses(bench, model) | {
-            "trained_pct": 0.0,
-            "saved_mib": 0.0,
-            "held_mib": float("nan"),
-            "state_mib": _num_bytes(model) / _MIB,
-            "train_s": float("nan"),
-        }
+        nothing = {"trained_pct": 0.0, "saved_mib": 0.0, "held_mib": float("nan"), "train_s": float("nan")}
+        costs = nothing | {"state_mib": _num_bytes(model) / _MIB}
+    else:
+        costs = _learn(bench, row, model, seed)
+    return _losses(bench, model) | costs
+
+
+def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
+    """Train in place and say what it took."""
     rng = torch.Generator().manual_seed(seed)
     documents = _documents(bench, rng)
-    adapted = None
+    num_base, adapted = model.num_parameters(), None
     if row.settings["adapter"] is not None:
         adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
-    num_base = adapted.num_base if adapted else model.num_parameters()
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
     held = held_for_backward(model, lambda: model(input_ids=batch.token_ids, labels=batch.labels, use_cache=False).loss)
     settings = Params(
@@ -78,7 +75,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     if adapted:
         adapters.save(adapted, bench.work_dir)
         num_saved = sum(file.stat().st_size for file in bench.work_dir.iterdir())
-    return _losses(bench, model) | {
+    return {
         "trained_pct": 100 * num_trained / num_base,
         "saved_mib": num_saved / _MIB,
         "held_mib": held / _MIB,
