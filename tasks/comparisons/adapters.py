@@ -27,13 +27,13 @@ COLUMNS = {
     "state_mib": "weights, gradients, optimizer, MiB ↓",
     "train_s": "training, s ↓",
 }
-LENGTH, BATCH_TOKENS, NUM_HELD_OUT = 96, 384, 12
+LENGTH, BATCH_TOKENS, NUM_HELD_OUT = 96, 192, 8
 FULL_LEARNING_RATE = 1e-4
 _MIB = 1 << 20
 
 
 def rows(budget: float) -> list[Row]:
-    """Return the base, full finetuning and every method; `budget` scales the documents learnt, 1 being 24."""
+    """Return the base, full finetuning and every method; `budget` scales the documents learnt, 1 being 16."""
     methods = {name: catalog.load("adapters", name).LEARNING_RATE for name in catalog.names("adapters")}
     return [
         Row("base", {"adapter": None, "learning_rate": None}),
@@ -88,7 +88,7 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
 def _documents(bench: Bench, rng: torch.Generator) -> list[list[int]]:
     pool = bench.train[min(bench.train)]
     order = torch.randperm(len(pool), generator=rng).tolist()
-    return [pool[place][:LENGTH] for place in order[: max(1, round(24 * bench.budget))]]
+    return [pool[place][:LENGTH] for place in order[: max(1, round(16 * bench.budget))]]
 
 
 def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
