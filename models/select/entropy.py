@@ -1,0 +1,27 @@
+"""Entropy: −Σ p(y) log p(y), highest first, of a proxy trained on what was chosen so far.
+
+As with `least_confidence` a document scores the mean over its tokens. Unlike that it sees the whole distribution: over
+tens of thousands of tokens a long tail counts, which one likely token in front of it hides from the others.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from models.params import BaseParams
+from models.select import Proxy, highest
+
+PAPER = "arXiv:1906.11829"
+NEEDS_START = True
+
+
+class Params(BaseParams):
+    """Nothing to set."""
+
+    name: Literal["entropy"] = "entropy"
+
+
+def pick(proxy: Proxy, chosen: Sequence[int], num_wanted: int, params: Params, rng: torch.Generator) -> list[int]:
+    """Pick the documents whose next tokens the proxy finds most open; see `models.select`."""
+    return highest(proxy.certainty.entropy, chosen, num_wanted)

@@ -1,0 +1,23 @@
+"""Least confidence: documents that a trained proxy is least sure of, noise before what it knows."""
+
+import torch
+
+from models.select import Certainty, Proxy, Sources, least_confidence, select
+
+
+def test_planted_documents_come_first(planted_pool: list[list[int]], planted_sources: Sources, hard: set[int]) -> None:
+    rng = torch.Generator().manual_seed(0)
+    chosen = select(planted_pool, 15, 2, least_confidence.Params(), planted_sources, rng)
+    left = hard - set(chosen[:8])
+    assert len(left) >= 3
+    assert left <= set(chosen[8 : 8 + len(left)])
+
+
+def test_scores_by_hand() -> None:
+    proxy = Proxy([[1, 2]] * 3, Sources())
+    proxy._certainty = Certainty(
+        confidence=torch.tensor([0.9, 0.4, 0.6]),
+        entropy=torch.tensor([0.3, 0.7, 1.5]),
+        margin=torch.tensor([0.8, 0.3, 0.2]),
+    )
+    assert least_confidence.pick(proxy, [], 2, least_confidence.Params(), torch.Generator()) == [1, 2]

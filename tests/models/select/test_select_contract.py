@@ -1,0 +1,145 @@
+"""Every selection: K rounds of b/K, each document once, seeded by its generator, and clear refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models import select, training
+from models.catalog import load, names
+from models.drafts import lm
+from models.select import Sources
+
+METHODS = names("select")
+NEEDING = [name for name in METHODS if load("select", name).NEEDS_START]
+POOL = [[3 + (7 * start + (start % 3) * place) % 60 for place in range(6 + start % 5)] for start in range(24)]
+
+
+@pytest.fixture
+def model(tiny_target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+
+
+@pytest.fixture
+def asked() -> list[list[int]]:
+    """What was chosen each time that a proxy was trained."""
+    return []
+
+
+@pytest.fixture
+def sources(model: PreTrainedModel, asked: list[list[int]]) -> Sources:
+    def train(chosen: list[int]) -> PreTrainedModel:
+        asked.append(chosen)
+        settings = training.Params(batch_tokens=64)
+        training.train(model, [POOL[place] for place in chosen], settings)
+        return model
+
+    def acceptance(chosen: list[int]) -> Tensor:
+        asked.append(chosen)
+        return 1 + torch.rand(len(POOL), generator=torch.Generator().manual_seed(len(chosen)))
+
+    return Sources(train, lambda: model, acceptance)
+
+
+def choose(name: str, sources: Sources, num_chosen: int = 10, num_rounds: int = 3, seed: int = 0) -> list[int]:
+    rng = torch.Generator().manual_seed(seed)
+    return select.select(POOL, num_chosen, num_rounds, load("select", name).Params(), sources, rng)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_document_is_chosen_once_and_as_many_as_wanted(name: str, sources: Sources) -> None:
+    chosen = choose(name, sources)
+    assert len(chosen) == len(set(chosen)) == 10
+    assert all(0 <= place < len(POOL) for place in chosen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_of_the_pool_may_be_wanted(name: str, sources: Sources) -> None:
+    assert sorted(choose(name, sources, num_chosen=len(POOL), num_rounds=2)) == list(range(len(POOL)))
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_a_proxy_is_trained_on_what_the_rounds_before_chose(
+    name: str, sources: Sources, asked: list[list[int]]
+) -> None:
+    chosen = choose(name, sources)
+    # 10 in 3 rounds: 4, 3, 3; the first is random and asks nothing, and each other round trains one proxy.
+    assert asked == [chosen[:4], chosen[:7]]
+    rng = torch.Generator().manual_seed(0)
+    assert chosen[:4] == select.draw(len(POOL), (), 4, rng)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_seed_gives_one_choice(name: str, tiny_target: Path, sources: Sources) -> None:
+    def again() -> list[int]:
+        model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+        return choose(name, Sources(lambda chosen: model, lambda: model, sources.acceptance), seed=5)
+
+    assert again() == again()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("num_chosen", "num_rounds", "fault"),
+    [
+        (2, 3, "num_chosen must be at least num_rounds"),
+        (2, 0, "num_chosen must be at least num_rounds"),
+        (25, 3, "num_chosen must be at most 24, the documents of the pool; got 25"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(name: str, num_chosen: int, num_rounds: int, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        choose(name, Sources(), num_chosen, num_rounds)
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_one_round_of_a_method_that_needs_a_start_is_refused(name: str, sources: Sources) -> None:
+    with pytest.raises(ValueError, match=f"the first round of {name} is random"):
+        choose(name, sources, num_rounds=1)
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"random"}))
+def test_a_source_that_is_missing_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="; give `"):
+        choose(name, Sources())
+
+
+def test_a_document_without_a_next_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="document 1 of the pool has 1 tokens"):
+        select.select([[1, 2], [3]], 1, 1, load("select", "random").Params(), Sources(), torch.Generator())
+
+
+def test_certainty_is_the_mean_over_a_documents_tokens(model: PreTrainedModel) -> None:
+    found = select.certainty(model, [POOL[4], POOL[0]])
+    with torch.no_grad():
+        probs = model(torch.tensor([POOL[4]])).logits[0, :-1].softmax(-1)
+    ordered = probs.sort(dim=-1, descending=True).values
+    assert float(found.confidence[0]) == pytest.approx(float(ordered[:, 0].mean()), rel=1e-4)
+    assert float(found.margin[0]) == pytest.approx(float((ordered[:, 0] - ordered[:, 1]).mean()), rel=1e-4)
+    assert float(found.entropy[0]) == pytest.approx(float(-(probs * probs.log()).sum(-1).mean()), rel=1e-4)
+    assert float(found.confidence[1]) == pytest.approx(float(select.certainty(model, [POOL[0]]).confidence[0]))
+
+
+def test_features_are_mean_states_and_do_not_see_padding(model: PreTrainedModel) -> None:
+    together = select.features(model, POOL)
+    assert together.shape == (len(POOL), 128)
+    assert torch.allclose(together[3], select.features(model, [POOL[3]])[0], atol=1e-4)
+
+
+def test_acceptance_is_the_overlap_of_draft_and_target(
+    tiny_target: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    draft = lm.create(lm.Params(num_layers=1), tiny_target, torch.ones(259).numpy())
+    found = select.acceptance(draft, tiny_target, POOL[:3], 1, tmp_path)
+    for place, document in enumerate(POOL[:3]):
+        token_ids = torch.tensor([document])
+        with torch.no_grad():
+            p = model(token_ids).logits[0].softmax(-1)
+            q = draft.lm_head(draft.model(token_ids).last_hidden_state)[0].softmax(-1)
+        # A step begins after each token of the answer but the last one: it drafts what follows tokens 1 … T−2.
+        overlap = torch.minimum(p, q).sum(-1)[1:-1].mean()
+        assert float(found[place]) == pytest.approx(1 + float(overlap), abs=0.01)  # states are kept in bfloat16
+    with pytest.raises(ValueError, match="document 0 has 3 tokens; acceptance takes at least 4"):
+        select.acceptance(draft, tiny_target, [[1, 2, 3]], 1, tmp_path)
