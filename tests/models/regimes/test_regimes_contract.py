@@ -1,36 +1,20 @@
 """What every training regime keeps to: it learns, can be killed, and gives back the plain model that it was given."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog, training
 from models.params import BaseParams
 from models.perplexity import perplexity, score
+from tests.models.regimes.world import documents, load, train
 
 NAMES = catalog.names("regimes")
-TRAINING = training.Params(num_epochs=7, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
-SEED = 3
-
-
-def load(directory: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
 
 def defaults(*names: str) -> list[BaseParams]:
     return [catalog.load("regimes", name).Params() for name in names]
-
-
-def documents(count: int = 20) -> list[list[int]]:
-    """Sequences that count in steps of three through 60 tokens, of different lengths."""
-    return [[3 + (start + 3 * place) % 60 for place in range(20 - start % 4)] for start in range(count)]
-
-
-def train(model: PreTrainedModel, methods: Sequence[BaseParams], work_dir: Path | None = None) -> training.Trained:
-    return training.train_by_name(model, documents(), TRAINING, methods, SEED, work_dir)
 
 
 @pytest.fixture(scope="session")
@@ -121,6 +105,6 @@ def test_regimes_of_different_parts_train_together(first: str, tiny_target: Path
             continue
         chosen += defaults(name)
     model, plain = load(tiny_target), load(tiny_target)
-    report = training.train_by_name(model, documents(), TRAINING.model_copy(update={"num_epochs": 2}), chosen, SEED)
+    report = train(model, chosen, num_epochs=2)
     assert report.losses[-1][1] < report.losses[0][1]
     assert [(n, type(m)) for n, m in model.named_modules()] == [(n, type(m)) for n, m in plain.named_modules()]
