@@ -1,9 +1,10 @@
 """What training costs: floating-point operations, memory held for the backward pass, and bytes of weights.
 
-FLOPs are those of matrix products and attention, two for a multiplication and its addition, as
-`torch.utils.flop_counter` counts them; attention is counted whole, without the half that a causal mask could save. The
-CPU's attention kernel is added, which PyTorch's table leaves out. What is simulated is counted as what runs: a product
-of 4-bit numbers in float32 is a float32 product.
+FLOPs are those of matrix products and attention, two for a multiplication and its addition, by the formulas of
+`torch.utils.flop_counter` (its own counter follows modules as well, which slows a small model by half; this one by a
+tenth). Attention is counted whole, without the half that a causal mask could save; the CPU's kernel is added, which
+PyTorch's table leaves out. What is simulated is counted as what runs: a product of 4-bit numbers in float32 is a
+float32 product.
 
 Held memory is what autograd saves between forward and backward pass, each storage once and parameters left out, since
 several operations save the same tensor. It is the part of a step's memory that grows with the batch; temporary results,
@@ -12,60 +13,74 @@ gradients and optimizer state come on top.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 
-def _attention(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: object, **settings: object
-) -> int:
-    """Two products of shapes [B, heads, T, S, D]: scores, and values weighted by them."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (width + value[3])
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **settings: object) -> int:
+    """Two products of [B, heads, T, D]: scores, and values weighted by them."""
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (query.shape[3] + value.shape[3])
 
 
 def _attention_backward(
-    grad: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    *args: object,
-    **settings: object,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **settings: object
 ) -> int:
     """Five products: the scores once more, and the gradients of weights, values, queries and keys."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (3 * width + 2 * value[3])
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
 
 
-_CPU_ATTENTION = {
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
 
-class Cost:
-    """What was done so far inside of `counted`."""
+class Cost(TorchDispatchMode):
+    """What was done so far inside of `counted`.
+
+    Attributes:
+        flops: floating-point operations.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        super().__init__()
+        self.flops = 0
         self._held = _Held(model)
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations."""
-        return self._counter.get_total_flops()
 
     @property
     def peak_activation_bytes(self) -> int:
         """Most that was held for the backward pass at one time."""
         return self._held.peak
+
+    def __torch_dispatch__(
+        self, operation: Any, types: object, args: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and add what it costs."""
+        output = operation(*args, **(settings or {}))
+        if formula := _FORMULAS.get(operation._overloadpacket):
+            self.flops += formula(*args, **(settings or {}), out_val=output)
+        return output
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[Cost]:
+    """Count what is done inside, by any number of steps.
+
+    Args:
+        model: whose parameters don't count as held; those that are made inside do.
+    """
+    cost = Cost(model)
+    with cost, torch.autograd.graph.saved_tensors_hooks(cost._held.pack, _unpack):
+        yield cost
 
 
 class StepCost(NamedTuple):
@@ -80,18 +95,6 @@ class StepCost(NamedTuple):
     forward_flops: int
     backward_flops: int
     peak_activation_bytes: int
-
-
-@contextmanager
-def counted(model: nn.Module) -> Iterator[Cost]:
-    """Count what is done inside, by any number of steps.
-
-    Args:
-        model: whose parameters don't count as held; those that are made inside do.
-    """
-    cost = Cost(model)
-    with cost._counter, torch.autograd.graph.saved_tensors_hooks(cost._held.pack, _unpack):
-        yield cost
 
 
 def step_cost(model: PreTrainedModel, batch_size: int, length: int) -> StepCost:

@@ -55,9 +55,7 @@ class _Blockwise(Regime):
         norms = [copy.deepcopy(model.model.norm) for _ in ends]
         self.hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         self.hooks += [
-            layers[end].register_forward_hook(
-                lambda module, args, states, norm=norm: self._learn(model, norm, states)
-            )
+            layers[end].register_forward_hook(lambda module, args, states, norm=norm: self._learn(model, norm, states))
             for end, norm in zip(ends, norms, strict=True)
         ]
         return [parameter for norm in norms for parameter in norm.parameters()]

@@ -87,9 +87,8 @@ class _EarlyBird(Regime):
         layers = blocks(model)
         self.head_dim = layers[0].self_attn.head_dim
         num_heads = model.config.num_attention_heads
-        make = lambda size: nn.Parameter(torch.ones(size, device=model.device))  # noqa: E731
-        self.heads = [make(num_heads) for _ in layers]
-        self.channels = [make(layer.mlp.down_proj.in_features) for layer in layers]
+        self.heads = [_ones(num_heads, model.device) for _ in layers]
+        self.channels = [_ones(layer.mlp.down_proj.in_features, model.device) for layer in layers]
         self.hooks = [
             hook
             for layer, head, channel in zip(layers, self.heads, self.channels, strict=True)
@@ -175,6 +174,10 @@ class _EarlyBird(Regime):
             gone += int((channels == 0).sum()) * 3 * model.config.hidden_size
             gone += int((heads == 0).sum()) * 2 * self.head_dim * model.config.hidden_size
         return 1 - gone / total
+
+
+def _ones(size: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size, device=device))
 
 
 def _write(masks: list[Tensor]) -> str:

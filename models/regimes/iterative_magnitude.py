@@ -72,7 +72,8 @@ def train(
         FloatingPointError: a loss is NaN or infinite.
     """
     folder = None if work_dir is None else work_dir / _digest(params, training, seed, documents)
-    found = _load(folder) or _Found(0, {name: torch.ones_like(layer.weight) > 0 for name, layer in linears(model)})
+    whole = {name: torch.ones_like(layer.weight, dtype=torch.bool) for name, layer in linears(model)}
+    found = _load(folder) or _Found(0, whole, {}, (0, 0, 0.0))
     while True:
         last = found.num_rounds == params.num_rounds
         masks, rewind = found.masks, params.rewind
@@ -88,7 +89,8 @@ def train(
         report = None if on_progress is None else _share(on_progress, found.num_rounds, params.num_rounds + 1)
         round_dir = None if folder is None else folder / f"round-{found.num_rounds}"
         trained = loop.train(model, documents, training, [ticket], seed, round_dir, report)
-        spent = tuple(a + b for a, b in zip(found.spent, (trained.num_tokens, trained.num_steps, trained.seconds)))
+        num_tokens, num_steps, seconds = found.spent
+        spent = (num_tokens + trained.num_tokens, num_steps + trained.num_steps, seconds + trained.seconds)
         if last:
             break
         weights = {name: layer.weight for name, layer in linears(model)}
@@ -100,9 +102,7 @@ def train(
     num_tokens, num_steps, seconds = spent
     num_kept = sum(int(mask.sum()) for mask in masks.values())
     sparsity = 1 - num_kept / sum(mask.numel() for mask in masks.values())
-    return trained._replace(
-        num_tokens=num_tokens, num_steps=num_steps, seconds=seconds, figures={"sparsity": sparsity}
-    )
+    return trained._replace(num_tokens=num_tokens, num_steps=num_steps, seconds=seconds, figures={"sparsity": sparsity})
 
 
 def smallest(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pruned_share: float) -> dict[str, Tensor]:
@@ -128,8 +128,8 @@ class _Found(NamedTuple):
 
     num_rounds: int
     masks: dict[str, Tensor]
-    start: dict[str, Tensor] = {}
-    spent: tuple[int, int, float] = (0, 0, 0.0)
+    start: dict[str, Tensor]
+    spent: tuple[int, int, float]
 
 
 class _Ticket(Regime):

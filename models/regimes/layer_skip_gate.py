@@ -8,8 +8,9 @@ it did not: without bias if the output were linear in the coin, and without runn
 
 What readers of the papers would not expect: SkipNet runs every block while it trains and uses a straight-through gate
 or reinforcement, E2-Train skips in training as here; both keep their gates afterwards, here they are taken out and the
-plain model runs all of its blocks. The mean looks ahead in the row, at one bit a block. p is kept above `floor`, or a
-gate that has closed would never learn better.
+plain model runs all of its blocks. Adam moves a weight by the learning rate a step at most, so that gates would take
+thousands of steps to close: their logit is multiplied by `speed`. The mean looks ahead in the row, at one bit a block.
+p is kept above `floor`, or a gate that has closed would never learn better.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,12 +37,14 @@ class Params(BaseParams):
         cost_weight: nats a token that running all blocks adds to the loss.
         start: probability with which a block runs at first.
         floor: least probability with which a block runs.
+        speed: by how much faster than blocks gates learn.
     """
 
     name: Literal["layer_skip_gate"] = "layer_skip_gate"
     cost_weight: float = Field(0.1, ge=0)
     start: float = Field(0.9, gt=0, lt=1)
     floor: float = Field(0.1, gt=0, lt=1)
+    speed: float = Field(10.0, gt=0)
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:
@@ -56,8 +59,9 @@ def regime(params: Params, rng: torch.Generator) -> Regime:
 class Gate(nn.Module):
     """Gives the probabilities of running, block after block, of a batch."""
 
-    def __init__(self, hidden_size: int, start: float, rng: torch.Generator) -> None:
+    def __init__(self, hidden_size: int, start: float, speed: float, rng: torch.Generator) -> None:
         super().__init__()
+        self.speed = speed
         self.project = nn.utils.skip_init(nn.Linear, hidden_size, WIDTH)
         self.cell = nn.utils.skip_init(nn.LSTMCell, WIDTH, WIDTH)
         self.decide = nn.utils.skip_init(nn.Linear, WIDTH, 1)
@@ -66,12 +70,12 @@ class Gate(nn.Module):
                 scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.0
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=rng))
             self.decide.weight.zero_()
-            self.decide.bias.fill_(torch.tensor(start).logit())
+            self.decide.bias.fill_(torch.tensor(start).logit() / speed)
 
     def forward(self, states: Tensor, memory: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return probabilities [B] for mean states [B, H], and the memory for the next block."""
         memory = self.cell(self.project(states), memory)
-        return self.decide(memory[0])[:, 0].sigmoid(), memory
+        return (self.speed * self.decide(memory[0])[:, 0]).sigmoid(), memory
 
 
 class _Skip(Regime):
@@ -82,7 +86,8 @@ class _Skip(Regime):
         self.num_skipped = self.num_seen = 0
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
-        self.gate = Gate(model.config.hidden_size, self.params.start, self.rng).to(model.device)
+        gate = Gate(model.config.hidden_size, self.params.start, self.params.speed, self.rng)
+        self.gate = gate.to(model.device)
         make_partial(model, self._choose)
         self.hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
         return list(self.gate.parameters())

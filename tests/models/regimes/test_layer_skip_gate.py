@@ -9,7 +9,7 @@ from tests.models.regimes.world import load, train
 
 
 def test_gates_start_at_the_probability_that_was_asked_for() -> None:
-    gate = layer_skip_gate.Gate(8, start=0.7, rng=torch.Generator().manual_seed(0))
+    gate = layer_skip_gate.Gate(8, start=0.7, speed=10, rng=torch.Generator().manual_seed(0))
     probability, memory = gate(torch.randn(3, 8), None)
     assert probability.tolist() == pytest.approx([0.7] * 3)
     assert memory[0].shape == (3, layer_skip_gate.WIDTH)
@@ -17,10 +17,10 @@ def test_gates_start_at_the_probability_that_was_asked_for() -> None:
 
 def test_the_dearer_a_block_the_more_are_skipped_and_the_fewer_flops_run(tiny_target) -> None:
     shares, flops = [], []
-    for cost_weight in (0.0, 30.0):
+    for cost_weight in (0.0, 10.0):
         model = load(tiny_target)
         with counted(model) as cost:
-            trained = train(model, [layer_skip_gate.Params(cost_weight=cost_weight, start=0.8, floor=0.05)])
+            trained = train(model, [layer_skip_gate.Params(cost_weight=cost_weight, start=0.8, speed=50)])
         shares.append(trained.figures["skipped_layer_share"])
         flops.append(cost.flops)
     assert shares[0] < 0.3 and shares[1] > shares[0] + 0.1

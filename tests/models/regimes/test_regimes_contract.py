@@ -13,6 +13,7 @@ from tests.models.regimes.world import documents, load, train
 
 NAMES = catalog.names("regimes")
 
+
 def defaults(*names: str) -> list[BaseParams]:
     return [catalog.load("regimes", name).Params() for name in names]
 
@@ -65,7 +66,7 @@ def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(
     def kill(model: torch.nn.Module, args: object) -> None:
         nonlocal calls
         calls += 1
-        if calls == 12:
+        if calls == 7:
             raise _Killed
 
     model = load(tiny_target)

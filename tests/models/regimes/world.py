@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from models import training
 from models.params import BaseParams
 
-TRAINING = training.Params(num_epochs=7, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
+TRAINING = training.Params(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
 SEED = 3
 
 
@@ -31,7 +31,7 @@ def documents(count: int = 20) -> list[list[int]]:
 
 
 def train(
-    model: PreTrainedModel, methods: Sequence[BaseParams], work_dir: Path | None = None, num_epochs: int = 7
+    model: PreTrainedModel, methods: Sequence[BaseParams], work_dir: Path | None = None, num_epochs: int = 4
 ) -> training.Trained:
     params = TRAINING.model_copy(update={"num_epochs": num_epochs})
     return training.train_by_name(model, documents(), params, methods, SEED, work_dir)
