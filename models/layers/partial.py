@@ -1,6 +1,7 @@
 """A decoder block that is run for some rows of a batch; the others pass by on the residual stream."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,6 +19,12 @@ class PartialBlock(nn.Module):
     def __init__(self, block: nn.Module, index: int, choose: Choose) -> None:
         super().__init__()
         self.block, self.index, self.choose = block, index, choose
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # other code goes on to find the block's own parts
+            return getattr(super().__getattr__("block"), name)
 
     def forward(self, hidden: Tensor, **settings: object) -> Tensor:
         """Return [B, T, H]; see `models.layers.partial`."""

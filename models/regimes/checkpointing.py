@@ -2,7 +2,7 @@
 
 The gradients are the same; a third more FLOPs buy back all but one block's activations. The reentrant form is taken,
 because what it computes again is seen by hooks on saved tensors, so that `models.counting` counts all of the peak. It
-needs an input with a gradient, which a frozen embedding doesn't give: a hook makes it.
+needs an input with a gradient, which a frozen embedding doesn't give: a hook of transformers makes it.
 """
 
 from typing import Literal
@@ -43,9 +43,8 @@ class _Checkpointing(Regime):
         if model.is_gradient_checkpointing:
             raise ValueError("the model is checkpointed already; give it without")
         model.gradient_checkpointing_enable({"use_reentrant": True}, every_n_layers=self.params.every)
-        model.enable_input_require_grads()
         return []
 
     def finish(self, model: PreTrainedModel) -> None:
-        model.disable_input_require_grads()
+        model.disable_input_require_grads()  # transformers sets this hook when it is enabled, and leaves it
         model.gradient_checkpointing_disable()

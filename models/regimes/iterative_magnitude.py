@@ -53,6 +53,12 @@ class Params(BaseParams):
     ticket: Literal["rewound", "random", "reinitialised"] = "rewound"
 
 
+COMPARED = {
+    "random_mask": Params(ticket="random"),
+    "reinitialised": Params(ticket="reinitialised"),
+}
+
+
 def train(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
