@@ -61,6 +61,8 @@ def load_progress(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(tensors[f"weight/{name}"])
+            if f"step/{name}" not in tensors:  # no step has given it a gradient yet
+                continue
             optimizer.state[parameter] = {
                 part: tensors[f"{part}/{name}"].reshape(() if part == "step" else parameter.shape).to(parameter.device)
                 for part in ("step", "exp_avg", "exp_avg_sq")

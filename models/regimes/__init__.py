@@ -7,7 +7,8 @@ A method's module has
 - `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined;
 - `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
 - `train(model, documents, params, training, seed, work_dir, on_progress) -> models.training.Trained`: that loop, which
-  runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no other.
+  runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no other;
+- `COMPARED`, optional: `Params` of the rows that its family's table shows beside the defaults, by heading.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -89,7 +90,10 @@ class Regime:
         """Make a plain model of it again."""
 
     def figures(self) -> dict[str, float]:
-        """Return what it did, such as the share of skipped layers; `flops_share` scales the loop's count of FLOPs."""
+        """Return what it did, such as the share of skipped layers.
+
+        `flops_share` scales the count of FLOPs where savings are simulated: what is really left out is not counted.
+        """
         return {}
 
     def state(self) -> dict[str, object]:

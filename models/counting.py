@@ -1,0 +1,172 @@
+"""What training costs: floating-point operations, memory held for the backward pass, and bytes of weights.
+
+FLOPs are those of matrix products and attention, two for a multiplication and its addition, by the formulas of
+`torch.utils.flop_counter` (its own counter follows modules as well, which slows a small model by half; this one by a
+tenth). Attention is counted whole, without the half that a causal mask could save; the CPU's kernel is added, which
+PyTorch's table leaves out. What is simulated is counted as what runs: a product of 4-bit numbers in float32 is a
+float32 product.
+
+Held memory is what autograd saves between forward and backward pass, each storage once and parameters left out, since
+several operations save the same tensor. It is the part of a step's memory that grows with the batch; temporary results,
+gradients and optimizer state come on top.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from transformers import PreTrainedModel
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: object, **settings: object) -> int:
+    """Two products of [B, heads, T, D]: scores, and values weighted by them."""
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (query.shape[3] + value.shape[3])
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object, **settings: object
+) -> int:
+    """Five products: the scores once more, and the gradients of weights, values, queries and keys."""
+    return 2 * query.shape[:-1].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
+
+
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+class Cost(TorchDispatchMode):
+    """What was done so far inside of `counted`.
+
+    Attributes:
+        flops: floating-point operations.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.flops = 0
+        self._held = _Held(model)
+
+    @property
+    def peak_activation_bytes(self) -> int:
+        """Most that was held for the backward pass at one time."""
+        return self._held.peak
+
+    def __torch_dispatch__(
+        self, operation: Any, types: object, args: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and add what it costs."""
+        output = operation(*args, **(settings or {}))
+        if formula := _FORMULAS.get(operation._overloadpacket):
+            self.flops += formula(*args, **(settings or {}), out_val=output)
+        return output
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[Cost]:
+    """Count what is done inside, by any number of steps.
+
+    Args:
+        model: whose parameters don't count as held; those that are made inside do.
+    """
+    cost = Cost(model)
+    with cost, torch.autograd.graph.saved_tensors_hooks(cost._held.pack, _unpack):
+        yield cost
+
+
+class StepCost(NamedTuple):
+    """What one training step of a batch costs, without the optimizer's own arithmetic.
+
+    Attributes:
+        forward_flops: of the forward pass.
+        backward_flops: of the backward pass.
+        peak_activation_bytes: held for the backward pass.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    peak_activation_bytes: int
+
+
+def step_cost(model: PreTrainedModel, batch_size: int, length: int) -> StepCost:
+    """Run one forward and backward pass of next-token loss and return its cost; weights and gradients stay.
+
+    Args:
+        model: any causal language model.
+        batch_size: documents, B.
+        length: tokens of each, T.
+
+    Raises:
+        ValueError: a batch without a token to predict.
+    """
+    if batch_size < 1 or length < 2:
+        raise ValueError(f"batch_size must be at least 1 and length 2; got {batch_size} and {length}")
+    token_ids = torch.zeros(batch_size, length, dtype=torch.int64, device=model.device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with counted(model) as cost:
+        loss = model(input_ids=token_ids, labels=token_ids, use_cache=False).loss
+        forward_flops = cost.flops
+        torch.autograd.grad(loss, trained, allow_unused=True)
+    return StepCost(forward_flops, cost.flops - forward_flops, cost.peak_activation_bytes)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters, a shared one once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def checkpoint_bytes(directory: Path) -> int:
+    """Return the bytes of a checkpoint's weights on disk.
+
+    Raises:
+        ValueError: the directory holds no safetensors file.
+    """
+    files = list(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory.name} holds no .safetensors file")
+    return sum(file.stat().st_size for file in files)
+
+
+class _Saved:
+    """A tensor that autograd holds; it goes when the graph lets it go."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Held:
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.holders: Counter[int] = Counter()
+        self.now = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        storage = tensor.untyped_storage()
+        saved, key, size = _Saved(tensor), storage._cdata, storage.nbytes()
+        if key not in self.parameters:
+            self.now += 0 if self.holders[key] else size
+            self.holders[key] += 1
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(saved, self._release, key, size).atexit = False
+        return saved
+
+    def _release(self, key: int, size: int) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            del self.holders[key]
+            self.now -= size
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.tensor

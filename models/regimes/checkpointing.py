@@ -1,0 +1,50 @@
+"""Activation checkpointing: a block keeps its input alone, and is computed again when the backward pass reaches it.
+
+The gradients are the same; a third more FLOPs buy back all but one block's activations. The reentrant form is taken,
+because what it computes again is seen by hooks on saved tensors, so that `models.counting` counts all of the peak. It
+needs an input with a gradient, which a frozen embedding doesn't give: a hook of transformers makes it.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from models.params import BaseParams
+from models.regimes import Plan, Regime
+
+PAPER = "arXiv:1604.06174"
+CHANGES = ("activations",)
+
+
+class Params(BaseParams):
+    """Which blocks are computed again: each `every`-th."""
+
+    name: Literal["checkpointing"] = "checkpointing"
+    every: int = Field(1, ge=1)
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return the hooks.
+
+    Raises:
+        ValueError: when training starts, if the model can't be checkpointed or is already.
+    """
+    return _Checkpointing(params)
+
+
+class _Checkpointing(Regime):
+    def __init__(self, params: Params) -> None:
+        self.params = params
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        if model.is_gradient_checkpointing:
+            raise ValueError("the model is checkpointed already; give it without")
+        model.gradient_checkpointing_enable({"use_reentrant": True}, every_n_layers=self.params.every)
+        return []
+
+    def finish(self, model: PreTrainedModel) -> None:
+        model.disable_input_require_grads()  # transformers sets this hook when it is enabled, and leaves it
+        model.gradient_checkpointing_disable()

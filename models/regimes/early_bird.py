@@ -1,0 +1,184 @@
+"""Early-bird tickets: the structure worth keeping shows early, so training looks for it and drops the rest at once.
+
+Each MLP channel and each attention head gets a coefficient c, 1 at first, by which its output is multiplied; the loss
+gains `penalty` · Σ|c|. After each epoch a mask of the largest |c| is drawn. When the largest Hamming distance between
+the mask and those of the last `window` epochs, as a share of the mask, is under `epsilon`, the ticket is found:
+training stops, or goes on with the ticket alone. In the end the coefficients are multiplied into the weights.
+
+What readers of the paper would not expect: it prunes channels of convolutions by the scales of batch norms, which a
+language model lacks; coefficients of heads and channels stand in for them (EarlyBERT, arXiv:2101.00063), channels and
+heads being ranked each among themselves over all layers, and each layer keeps its best one. Dropped parts are zero but
+not cut out: the plain model has its old shape and the steps their old cost, and `flops_share` says what training would
+have taken cut to the ticket (by weights of products; attention scores left out, keys and values kept).
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.linears import blocks
+from models.params import BaseParams
+from models.regimes import Batch, Plan, Regime
+
+PAPER = "arXiv:1909.11957, section 3, algorithm 1"
+CHANGES = ("products", "weights", "end")
+
+
+class Params(BaseParams):
+    """How the ticket is looked for, and what becomes of it.
+
+    Attributes:
+        pruned_share: of channels, and of heads, that the ticket lacks.
+        epsilon: Hamming distance, as a share of the mask, under which masks are the same.
+        window: how many earlier epochs' masks must agree.
+        penalty: of the coefficients' absolute values.
+        then: "train" trains the ticket for the remaining epochs, "stop" ends training there.
+    """
+
+    name: Literal["early_bird"] = "early_bird"
+    pruned_share: float = Field(0.3, gt=0, lt=1)
+    epsilon: float = Field(0.1, gt=0, lt=1)
+    window: int = Field(5, ge=1)
+    penalty: float = Field(1e-4, ge=0)
+    then: Literal["train", "stop"] = "train"
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return the hooks.
+
+    Raises:
+        ValueError: when training starts, if the model is not of Llama's layout.
+    """
+    return _EarlyBird(params)
+
+
+def draw(coefficients: list[Tensor], pruned_share: float) -> list[Tensor]:
+    """Return which parts are kept, a bool each; of each tensor, one layer's, the largest stays in any case.
+
+    Args:
+        coefficients: [C] a layer.
+        pruned_share: of all layers' parts together.
+    """
+    sizes = torch.cat([layer.detach().abs() for layer in coefficients])
+    kept = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
+    kept[sizes.argsort()[: int(pruned_share * len(sizes))]] = False
+    masks = list(kept.split([len(layer) for layer in coefficients]))
+    for layer, mask in zip(coefficients, masks, strict=True):
+        mask[layer.detach().abs().argmax()] = True
+    return masks
+
+
+def distance(one: str, other: str) -> float:
+    """Return the Hamming distance of two masks, strings of 0 and 1, as a share of their length."""
+    return sum(a != b for a, b in zip(one, other, strict=True)) / len(one)
+
+
+class _EarlyBird(Regime):
+    def __init__(self, params: Params) -> None:
+        self.params = params
+        self.recent: list[str] = []  # masks of the last epochs, the newest last
+        self.ticket: str | None = None
+        self.epoch = self.num_steps = self.num_ticket_steps = 0
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        layers = blocks(model)
+        self.head_dim = layers[0].self_attn.head_dim
+        num_heads = model.config.num_attention_heads
+        self.heads = [_ones(num_heads, model.device) for _ in layers]
+        self.channels = [_ones(layer.mlp.down_proj.in_features, model.device) for layer in layers]
+        self.hooks = [
+            hook
+            for layer, head, channel in zip(layers, self.heads, self.channels, strict=True)
+            for hook in (
+                layer.self_attn.o_proj.register_forward_pre_hook(
+                    lambda module, args, head=head: (args[0] * head.repeat_interleave(self.head_dim).to(args[0].dtype),)
+                ),
+                layer.mlp.down_proj.register_forward_pre_hook(
+                    lambda module, args, channel=channel: (args[0] * channel.to(args[0].dtype),)
+                ),
+            )
+        ]
+        return [*self.heads, *self.channels]
+
+    def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
+        return self.params.penalty * torch.cat([*self.heads, *self.channels]).abs().sum()
+
+    @torch.no_grad()
+    def after_step(self, model: PreTrainedModel) -> None:
+        self.num_steps += 1
+        if self.ticket is not None:
+            self.num_ticket_steps += 1
+            self._apply()
+
+    @torch.no_grad()
+    def after_epoch(self, model: PreTrainedModel, epoch: int) -> bool:
+        if self.ticket is not None:
+            return False
+        mask = _write(draw(self.heads, self.params.pruned_share) + draw(self.channels, self.params.pruned_share))
+        far = max((distance(mask, other) for other in self.recent), default=1.0)
+        full = len(self.recent) == self.params.window
+        self.recent = [*self.recent, mask][-self.params.window :]
+        if not full or far >= self.params.epsilon:
+            return False
+        self.ticket, self.epoch = mask, epoch
+        self._apply()
+        return self.params.then == "stop"
+
+    @torch.no_grad()
+    def finish(self, model: PreTrainedModel) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.share = self._weights_left(model)
+        for layer, heads, channels in zip(blocks(model), self.heads, self.channels, strict=True):
+            heads = heads.repeat_interleave(self.head_dim)
+            layer.self_attn.o_proj.weight.mul_(heads)
+            layer.mlp.down_proj.weight.mul_(channels)
+            # What reads or feeds a part that is gone goes too, so that it can be cut out.
+            for linear, kept in (
+                (layer.self_attn.q_proj, heads != 0),
+                (layer.mlp.gate_proj, channels != 0),
+                (layer.mlp.up_proj, channels != 0),
+            ):
+                linear.weight.mul_(kept[:, None])
+                if linear.bias is not None:
+                    linear.bias.mul_(kept)
+
+    def figures(self) -> dict[str, float]:
+        if self.ticket is None:
+            return {"flops_share": 1.0}
+        saved = (1 - self.share) * self.num_ticket_steps / self.num_steps
+        return {"ticket_epoch": float(self.epoch), "flops_share": 1 - saved}
+
+    def state(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("recent", "ticket", "epoch", "num_steps", "num_ticket_steps")}
+
+    def restore(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _apply(self) -> None:
+        bits = torch.tensor([bit == "1" for bit in self.ticket or ""], device=self.heads[0].device)
+        parts = [*self.heads, *self.channels]
+        for part, kept in zip(parts, bits.split([len(part) for part in parts]), strict=True):
+            part.mul_(kept)
+
+    def _weights_left(self, model: PreTrainedModel) -> float:
+        """Return the share of the weights in products, output matrix included, that the ticket has."""
+        total, gone = model.lm_head.weight.numel(), 0
+        for layer, heads, channels in zip(blocks(model), self.heads, self.channels, strict=True):
+            linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+            total += sum(linear.weight.numel() for linear in linears)
+            gone += int((channels == 0).sum()) * 3 * model.config.hidden_size
+            gone += int((heads == 0).sum()) * 2 * self.head_dim * model.config.hidden_size
+        return 1 - gone / total
+
+
+def _ones(size: int, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size, device=device))
+
+
+def _write(masks: list[Tensor]) -> str:
+    return "".join("1" if bit else "0" for bit in torch.cat(masks).tolist())

@@ -1,0 +1,124 @@
+"""LayerSkip: blocks are dropped more often the deeper they are, and early layers learn to speak through the one head.
+
+Block l of L is left out for a row with probability p_max · (e^(l·ln 2/(L−1)) − 1), nothing scaled. The loss of the exit
+after block l, through the model's own last norm and output matrix, weighs e(l) = s · Σ_{i≤l} i, and the last layer's
+L−1 + s · Σ_{i≤L−2} i. The paper divides by the sum of the weights; here they are divided by the last layer's, whose
+loss the loop takes whole: the same direction of each gradient. At a step the exits l ≡ step (mod R) are trained (the
+rotational curriculum), the last one always. The paper's growth of p over steps is for pretraining alone and left out.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.linears import blocks
+from models.layers.partial import make_partial, make_whole
+from models.params import BaseParams
+from models.regimes import Batch, Plan, Regime
+
+PAPER = "arXiv:2404.16710, section 4.1"
+CHANGES = ("depth",)
+
+
+class Params(BaseParams):
+    """Strength of both parts.
+
+    Attributes:
+        max_probability: with which the last block is left out.
+        exit_scale: s; 0 trains no exits.
+        rotation: R, every how many steps an exit is trained.
+    """
+
+    name: Literal["layer_dropout"] = "layer_dropout"
+    max_probability: float = Field(0.1, ge=0, lt=1)
+    exit_scale: float = Field(0.2, ge=0, le=1)
+    rotation: int = Field(2, ge=1)
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return the hooks.
+
+    Raises:
+        ValueError: when training starts, if the model has one block or is not of Llama's layout.
+    """
+    return _LayerDropout(params, rng)
+
+
+def probabilities(num_layers: int, max_probability: float) -> Tensor:
+    """Return with which probability each block is left out, [L]."""
+    depth = torch.arange(num_layers) / (num_layers - 1)
+    return max_probability * ((depth * math.log(2)).exp() - 1)
+
+
+def exit_weights(num_layers: int, exit_scale: float) -> Tensor:
+    """Return what the loss of each exit weighs, [L], the last one 1."""
+    weights = exit_scale * torch.arange(num_layers).cumsum(0).double()
+    weights[-1] = num_layers - 1 + exit_scale * sum(range(num_layers - 1))
+    return weights / weights[-1]
+
+
+class _LayerDropout(Regime):
+    def __init__(self, params: Params, rng: torch.Generator) -> None:
+        self.params = params
+        self.seed = int(torch.randint(2**31, (1,), generator=rng))
+        self.rng = torch.Generator()
+        self.num_skipped = self.num_seen = 0
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        num_layers = len(blocks(model))
+        if num_layers < 2:
+            raise ValueError("layer_dropout takes a model of at least 2 blocks; got 1")
+        self.probabilities = probabilities(num_layers, self.params.max_probability)
+        self.weights = exit_weights(num_layers, self.params.exit_scale)
+        make_partial(model, self._choose)
+        self.exits: dict[int, Tensor] = {}
+        self.hooks = [
+            block.register_forward_hook(lambda module, args, states, index=index: self._keep(module, index, states))
+            for index, block in enumerate(blocks(model)[:-1])
+        ]
+        return []
+
+    def around(self, step: int) -> AbstractContextManager[object]:
+        self.step = step
+        self.rng.manual_seed(self.seed + step)  # a resumed run draws the same
+        return nullcontext()
+
+    def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
+        exits, self.exits = self.exits, {}
+        losses = [
+            self.weights[index].item()
+            * model.loss_function(model.lm_head(model.model.norm(states)), batch.labels, model.config.vocab_size)
+            for index, states in exits.items()
+        ]
+        return torch.stack(losses).sum() if losses else None
+
+    def finish(self, model: PreTrainedModel) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        make_whole(model)
+
+    def figures(self) -> dict[str, float]:
+        return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}
+
+    def state(self) -> dict[str, object]:
+        return {"num_skipped": self.num_skipped, "num_seen": self.num_seen}
+
+    def restore(self, state: dict[str, object]) -> None:
+        self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
+
+    def _choose(self, index: int, hidden: Tensor) -> Tensor:
+        kept = torch.rand(len(hidden), generator=self.rng) >= self.probabilities[index]
+        self.num_seen += len(kept)
+        self.num_skipped += len(kept) - int(kept.sum())
+        return kept.to(hidden.device, hidden.dtype)
+
+    def _keep(self, block: nn.Module, index: int, states: Tensor) -> None:
+        if not block.training or self.weights[index] == 0:
+            return
+        if index % self.params.rotation == self.step % self.params.rotation:
+            self.exits[index] = states

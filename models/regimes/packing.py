@@ -1,0 +1,111 @@
+"""Sequence packing: several documents share a row, each with positions from 0, and none attends to another.
+
+The documents of a step are put into the fullest row that still has place, the longest first, so the loss of a step is
+the same as unpacked: the mean over the same tokens. The first token of a document is not learnt, since what is before
+it belongs to another one. The loop groups documents of like length already, so little padding is left to save; what
+packing adds is freedom in `row_tokens`, and attention over longer rows costs more.
+
+transformers finds the documents by positions that start again. Whether a model's attention heeds that is tried when
+training starts.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from models.params import BaseParams
+from models.regimes import Batch, Plan, Regime
+from models.training import IGNORED
+
+PAPER = "arXiv:2107.02027, section 3"
+CHANGES = ("batches",)
+
+
+class Params(BaseParams):
+    """How long a row is; a longer document has a row of its own length, and all others are then as long."""
+
+    name: Literal["packing"] = "packing"
+    row_tokens: int = Field(256, ge=2)
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return the hooks.
+
+    Raises:
+        ValueError: when training starts, if the model attends across the documents of a row.
+    """
+    return _Packing(params)
+
+
+class _Packing(Regime):
+    def __init__(self, params: Params) -> None:
+        self.params = params
+        self.num_tokens = self.num_places = 0
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        _require_separate(model)
+        return []
+
+    def collate(self, documents: list[list[int]]) -> Batch | None:
+        batch = pack(documents, self.params.row_tokens)
+        self.num_tokens += sum(map(len, documents))
+        self.num_places += batch.token_ids.numel()
+        return batch
+
+    def figures(self) -> dict[str, float]:
+        return {"padding_share": 1 - self.num_tokens / max(self.num_places, 1)}
+
+    def state(self) -> dict[str, object]:
+        return {"num_tokens": self.num_tokens, "num_places": self.num_places}
+
+    def restore(self, state: dict[str, object]) -> None:
+        self.num_tokens, self.num_places = state["num_tokens"], state["num_places"]
+
+
+def pack(documents: list[list[int]], row_tokens: int) -> Batch:
+    """Return a batch of packed documents.
+
+    Args:
+        documents: token ids.
+        row_tokens: length of a row, unless a document is longer.
+    """
+    room = max(row_tokens, *map(len, documents))
+    rows: list[list[list[int]]] = []
+    for document in sorted(documents, key=len, reverse=True):
+        fitting = [row for row in rows if sum(map(len, row)) + len(document) <= room]
+        if fitting:
+            max(fitting, key=lambda row: sum(map(len, row))).append(document)
+        else:
+            rows.append([document])
+    length = max(sum(map(len, row)) for row in rows)
+    token_ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    labels, position_ids = torch.full_like(token_ids, IGNORED), torch.zeros_like(token_ids)
+    for number, row in enumerate(rows):
+        start = 0
+        for document in row:
+            places = slice(start, start + len(document))
+            token_ids[number, places] = labels[number, places] = torch.tensor(document)
+            labels[number, start] = IGNORED
+            position_ids[number, start:] = torch.arange(length - start)  # padding goes on as the last document
+            start += len(document)
+    return Batch(token_ids, labels, position_ids)
+
+
+@torch.no_grad()
+def _require_separate(model: PreTrainedModel) -> None:
+    first, second = [1, 2, 3], [2, 1, 2, 3]
+    packed = pack([first, second], len(first + second))
+    training = model.training
+    model.eval()  # so that two passes agree
+    together = model(
+        input_ids=packed.token_ids.to(model.device), position_ids=packed.position_ids.to(model.device), use_cache=False
+    ).logits[0, len(second) :]
+    alone = model(input_ids=torch.tensor([first], device=model.device), use_cache=False).logits[0]
+    model.train(training)
+    if not torch.allclose(together.float(), alone.float(), rtol=1e-2, atol=1e-2 * float(alone.float().abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} with attention {model.config._attn_implementation} attends across packed documents"
+        )

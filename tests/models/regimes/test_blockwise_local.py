@@ -1,0 +1,56 @@
+"""Each group learns from its own loss alone, and only one group is held."""
+
+import copy
+
+import pytest
+import torch
+
+from models.counting import counted
+from models.regimes import Plan, blockwise_local
+from tests.models.regimes.world import batch, gradients, load
+
+
+def start(model, **settings):
+    regime = blockwise_local.regime(blockwise_local.Params(**settings), torch.Generator())
+    regime.start(model, Plan(1, 1))
+    return regime
+
+
+def test_a_groups_gradient_is_that_of_its_own_loss(tiny_target) -> None:
+    model = load(tiny_target)
+    inputs = batch()
+    first = copy.deepcopy(model)
+    first.config.num_hidden_layers = 1  # block 0, the norm and the output matrix
+    local, whole = gradients(first), gradients(model)
+    start(model, num_groups=2)
+    learnt = gradients(model)
+    assert inputs["input_ids"].shape[0] > 1
+    for name in learnt:
+        if "layers.0" in name:
+            assert torch.allclose(learnt[name], local[name], rtol=1e-4, atol=1e-7), name
+            assert not torch.allclose(learnt[name], whole[name], rtol=1e-2), name
+        if "layers.1" in name:
+            assert torch.allclose(learnt[name], whole[name], rtol=1e-4, atol=1e-7), name
+
+
+def test_less_is_held_than_end_to_end(tiny_target) -> None:
+    peaks = []
+    for prepare in (lambda model: None, start):
+        model = load(tiny_target, num_layers=4)
+        prepare(model)
+        with counted(model) as cost:
+            gradients(model)
+        peaks.append(cost.peak_activation_bytes)
+    assert peaks[1] < 0.45 * peaks[0]
+
+
+def test_in_evaluation_it_changes_nothing(tiny_target) -> None:
+    model = load(tiny_target).eval()
+    plain = model(**batch()).logits
+    start(model)
+    assert torch.equal(model(**batch()).logits, plain)
+
+
+def test_a_model_of_one_block_is_refused(tiny_target) -> None:
+    with pytest.raises(ValueError, match="at least 2 blocks; got 1"):
+        start(load(tiny_target, num_layers=1))

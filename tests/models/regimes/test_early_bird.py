@@ -1,0 +1,62 @@
+"""An early-bird ticket is found when masks stop changing, and is what is left in the end."""
+
+import pytest
+import torch
+
+from models.regimes import Plan, early_bird
+from tests.models.regimes.world import TRAINING, batch, load, train
+
+
+def test_the_mask_of_the_largest_is_drawn_by_hand_and_no_layer_is_emptied() -> None:
+    masks = early_bird.draw([torch.tensor([5.0, -4.0, 3.0]), torch.tensor([0.1, -0.2, 0.05])], pruned_share=0.5)
+    assert [mask.tolist() for mask in masks] == [[True, True, True], [False, True, False]]
+
+
+def test_the_distance_of_masks_is_the_share_of_places_that_differ() -> None:
+    assert early_bird.distance("11001", "10011") == pytest.approx(2 / 5)
+
+
+def test_coefficients_are_multiplied_into_the_weights(tiny_target) -> None:
+    model = load(tiny_target)
+    regime = early_bird.regime(early_bird.Params(), torch.Generator())
+    with torch.no_grad():
+        for number, coefficient in enumerate(regime.start(model, Plan(1, 1))):
+            coefficient.copy_(torch.rand(coefficient.shape, generator=torch.Generator().manual_seed(number)))
+            coefficient[0] = 0
+        scaled = model(**batch()).logits
+        regime.finish(model)
+        assert torch.allclose(model(**batch()).logits, scaled, rtol=1e-4, atol=1e-4)
+    assert not model.model.layers[0].mlp.gate_proj.weight[0].any()
+
+
+def test_training_stops_at_the_epoch_whose_mask_agrees_with_the_window(tiny_target) -> None:
+    model = load(tiny_target)
+    whole = train(load(tiny_target), [])
+    trained = train(model, [early_bird.Params(epsilon=0.99, window=2, then="stop")])
+    assert trained.figures["ticket_epoch"] == 2  # epochs 0 and 1 fill the window
+    assert trained.num_steps == whole.num_steps * 3 // TRAINING.num_epochs
+
+
+def test_the_ticket_alone_is_trained_on_and_its_flops_are_told(tiny_target) -> None:
+    model = load(tiny_target)
+    trained = train(model, [early_bird.Params(epsilon=0.99, window=2, pruned_share=0.5)])
+    # Of 512 channels half, and one of the four heads spared at most.
+    dead = sum(int((~layer.mlp.down_proj.weight.any(0)).sum()) for layer in model.model.layers)
+    assert dead == 256
+    layers = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256)
+    heads = sum(int((~layer.self_attn.o_proj.weight.any(0)).sum()) // 64 for layer in model.model.layers)
+    share = 1 - (256 * 3 * 128 + heads * 2 * 64 * 128) / (layers + 259 * 128)
+    later = (TRAINING.num_epochs - 3) / TRAINING.num_epochs
+    assert trained.figures["flops_share"] == pytest.approx(1 - later * (1 - share))
+
+
+def test_without_agreement_nothing_is_dropped(tiny_target) -> None:
+    model = load(tiny_target)
+    trained = train(model, [early_bird.Params(epsilon=1e-9, window=3)])
+    assert trained.figures == {"flops_share": 1.0}
+    assert model.model.layers[0].mlp.down_proj.weight.any(0).all()
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="pruned_share"):
+        early_bird.Params(pruned_share=1)

@@ -1,0 +1,43 @@
+"""Gates skip blocks that cost more than they give."""
+
+import pytest
+import torch
+
+from models.counting import counted
+from models.regimes import layer_skip_gate
+from tests.models.regimes.world import load, train
+
+
+def test_gates_start_at_the_probability_that_was_asked_for() -> None:
+    gate = layer_skip_gate.Gate(8, start=0.7, speed=10, rng=torch.Generator().manual_seed(0))
+    probability, memory = gate(torch.randn(3, 8), None)
+    assert probability.tolist() == pytest.approx([0.7] * 3)
+    assert memory[0].shape == (3, layer_skip_gate.WIDTH)
+
+
+def test_the_dearer_a_block_the_more_are_skipped_and_the_fewer_flops_run(tiny_target) -> None:
+    shares, flops = [], []
+    for cost_weight in (0.0, 10.0):
+        model = load(tiny_target)
+        with counted(model) as cost:
+            trained = train(model, [layer_skip_gate.Params(cost_weight=cost_weight, start=0.8, speed=50)])
+        shares.append(trained.figures["skipped_layer_share"])
+        flops.append(cost.flops)
+    assert shares[0] < 0.3 and shares[1] > shares[0] + 0.1
+    assert flops[1] < flops[0]
+
+
+def test_gates_that_never_close_leave_plain_training(tiny_target) -> None:
+    plain, model = load(tiny_target), load(tiny_target)
+    train(plain, [], num_epochs=1)
+    settings = layer_skip_gate.Params(cost_weight=0, start=0.999999, floor=0.999999)
+    trained = train(model, [settings], num_epochs=1)
+    assert trained.figures == {"skipped_layer_share": 0}
+    for name, weight in plain.state_dict().items():
+        # The gates' gradients take part in clipping the norm.
+        assert torch.allclose(weight, model.state_dict()[name], atol=2e-3), name
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="floor"):
+        layer_skip_gate.Params(floor=0)
