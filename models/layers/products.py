@@ -1,4 +1,4 @@
-"""Linear layers that multiply in another way while they are trained, and the regime that puts them in and takes them out.
+"""Linear layers that multiply in another way while they are trained, and the regime that swaps them in and out.
 
 A layer of this kind shares the weight and bias of the plain one, so that optimizer, checkpoints and state dict see no
 difference. Only the linear layers of the decoder blocks are changed: embedding, output matrix and the products inside

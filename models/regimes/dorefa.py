@@ -12,7 +12,7 @@ What a reader of the paper would not expect: the paper's weights fill [−1, 1] 
 each layer is followed by batch normalisation and a bounded activation. A transformer has neither. So weights are scaled
 back by s, which makes them tanh(w) for large k, and activations, signed and unbounded, are scaled by one number a
 tensor, c = `activation_clip` times their root mean square, or their largest magnitude if that is less; by default the
-factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.9 at 8). Clipped ones pass no gradient,
+factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.6 at 8). Clipped ones pass no gradient,
 as in the paper. m is taken per document, the paper's instance of a mini-batch. The noise makes the rounding of
 gradients unbiased; a gradient of exactly 0, as on padding, stays 0 although 0 is none of the 2^k values. Embedding and
 output matrix keep full precision, as the paper's first and last layer do. `finish` leaves the rounded weights in the
