@@ -1,5 +1,6 @@
 """Hybrid block floating point: which operands are rounded, to which mantissa, and that wide ones are float32's."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_wider_mantissas_approach_the_product_of_floats() -> None:
     for mantissa_bits in (4, 8, 12, 16):
         made = regime(Params(mantissa_bits=mantissa_bits), torch.Generator())
         errors.append(float((made.multiply(inputs, weight) - exact).norm() / exact.norm()))
-    assert all(after < before / 10 for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after < before / 10 for before, after in pairwise(errors))
     assert errors[-1] < 1e-4
 
 

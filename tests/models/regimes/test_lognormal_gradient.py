@@ -89,8 +89,8 @@ def test_the_expected_error_is_that_of_planted_data(split: tuple[int, int], sigm
     gradient = lognormal(found.mu, sigma)
     kept = minifloat(gradient / scale, *split, 0, torch.Generator().manual_seed(99)) * scale
     measured = float(((kept - gradient) / gradient).abs().mean())
-    # Magnitudes are taken as evenly spread between two numbers of the format, hence some percent.
-    assert expected_error(found, *split, largest) == pytest.approx(measured, rel=0.06)
+    # Magnitudes are taken as evenly spread between two numbers of the format, hence up to 10%.
+    assert expected_error(found, *split, largest) == pytest.approx(measured, rel=0.1)
 
 
 def test_wider_distributions_get_more_exponent_bits() -> None:
@@ -108,9 +108,8 @@ def test_the_expected_largest_is_that_of_planted_data() -> None:
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
 def test_what_goes_back_has_no_bias_while_nothing_is_clipped(sparsity: float) -> None:
     gradient = normal(6, 5, seed=0).exp() * normal(6, 5, seed=1).sign()
-    drawn = torch.stack(
-        [compress(gradient, seed, num_bits=4, sparsity=sparsity, scale="maximum")[0] for seed in range(100, 900)]
-    )
+    # The copies together have the distribution of one.
+    drawn, _ = compress(copies(gradient), num_bits=4, sparsity=sparsity, scale="maximum")
     assert mean_p_value(drawn, gradient) > P_VALUE
 
 
