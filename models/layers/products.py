@@ -25,9 +25,10 @@ class ProductLinear(nn.Linear):
         self.weight, self.bias, self.multiply = layer.weight, layer.bias, multiply
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., I] → [..., O]."""
-        output = self.multiply(inputs, self.weight)
-        return output if self.bias is None else output + self.bias
+        """[..., I] → [..., O], in the weight's dtype also under autocast: bfloat16 can't hold every format."""
+        with torch.autocast(inputs.device.type, enabled=False):
+            output = self.multiply(inputs.to(self.weight.dtype), self.weight)
+            return output if self.bias is None else output + self.bias
 
 
 class ProductRegime(Regime):
@@ -66,14 +67,14 @@ class ProductRegime(Regime):
         return [layer.weight for layer in self._plain.values()]
 
     def count(self, figure: str, part: Tensor | float, whole: float = 1.0) -> None:
-        """Add to a figure, which is the sum of the parts over the sum of the wholes."""
+        """Add to a figure, the sum of the parts over the sum of the wholes; there is none while that is 0."""
         sums = self._sums.setdefault(figure, [0.0, 0.0])
         sums[0] += float(part)
         sums[1] += whole
 
     def figures(self) -> dict[str, float]:
         """See the base."""
-        return {figure: part / whole for figure, (part, whole) in self._sums.items()}
+        return {figure: part / whole for figure, (part, whole) in self._sums.items() if whole}
 
     def state(self) -> dict[str, object]:
         """See the base."""

@@ -11,11 +11,11 @@ The logarithms of a gradient's magnitudes are close to normal with mean μ and s
 Stochastic pruning leaves magnitudes from α on, and turns a smaller x into α·sign(x) with probability |x|/α, else into
 zero; rounding is stochastic too. Both keep the mean, but for what is beyond the largest number: `clipped_share`.
 
-What a reader of the paper would not expect: the paper rounds to the nearest, so its error of the normal numbers is
-three quarters of ours, and its formats have no subnormals, which ours have (with no mantissa bit there are none). The
-scale is one float32 a tensor, fitted anew in each backward pass; the paper measures some epochs and keeps it. With
-`scale` "maximum" the largest magnitude is the largest number, and nothing is clipped. Exact zeroes, as on padding, are
-no part of the fit, and `exponent_bits` 1 has equal steps: the uniform format that the method is to be compared with.
+What a reader of the paper would not expect: rounding is stochastic, so the error of the normal numbers is a third above
+that of rounding to the nearest, and formats have subnormals (with no mantissa bit there are none). The scale is one
+float32 a tensor and, as the split, fitted anew in each backward pass; the authors' code measures in some epochs and
+keeps it. With `scale` "maximum" the largest magnitude is the largest number, and nothing is clipped. Exact zeroes, as
+on padding, are no part of the fit, and `exponent_bits` 1 has equal steps: the uniform format to compare with.
 """
 
 import math

@@ -95,11 +95,10 @@ class _SignOfWeightGradient(torch.autograd.Function):
         ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         inputs, weight = ctx.saved_tensors
-        data = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        data = gradient @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return data, None, None
-        flat = inputs.to(gradient.dtype).flatten(0, -2), gradient.flatten(0, -2)
-        return data, ctx.owner.weight_gradient(*flat), None
+        return data, ctx.owner.weight_gradient(inputs.flatten(0, -2), gradient.flatten(0, -2)), None
 
 
 def most_significant(values: Tensor, num_bits: int, num_high: int) -> tuple[Tensor, Tensor]:

@@ -77,10 +77,10 @@ class _SparseProduct(torch.autograd.Function):
         ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         inputs, weight = ctx.saved_tensors
-        data = ctx.owner.sparse(gradient) @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        data = ctx.owner.sparse(gradient) @ weight if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return data, None, None
-        return data, gradient.flatten(0, -2).T @ inputs.to(gradient.dtype).flatten(0, -2), None
+        return data, gradient.flatten(0, -2).T @ inputs.flatten(0, -2), None
 
 
 def keep_two_of_four(gradient: Tensor) -> Tensor:

@@ -53,23 +53,23 @@ def rows(budget: float) -> list[Row]:
     found = [_row(BASELINE, None)]
     for weight, activation, gradient in [(8, 8, 8), (4, 4, 8), (2, 2, 8), (1, 2, 8), (1, 1, 6), (1, 32, 32)]:
         bits = {"weight_bits": weight, "activation_bits": activation, "gradient_bits": gradient}
-        found.append(_row(f"dorefa {weight}-{activation}-{gradient}", {"name": "dorefa", **bits}))
+        found.append(_row(f"dorefa-{weight}-{activation}-{gradient}", {"name": "dorefa", **bits}))
     for width in (WIDTH, *OTHER_WIDTHS):
-        at = "" if width == WIDTH else f" width {width}"
+        at = "" if width == WIDTH else f"-width-{width}"
         if at:
             found.append(_row(f"{BASELINE}{at}", None, width))
         for bits in (8, 12):
             method = {"name": "hybrid_bfp", "mantissa_bits": bits, "wide_bits": 16}
-            found.append(_row(f"hbfp {bits}_16{at}", method, width))
-    for suffix, preserve in (("", False), (" L1 kept", True)):
-        found.append(_row(f"sdgp 2-4{suffix}", {"name": "sparse_data_gradient", "preserve_l1": preserve}))
+            found.append(_row(f"hbfp-{bits}_16{at}", method, width))
+    for suffix, preserve in (("", False), ("-l1", True)):
+        found.append(_row(f"sdgp{suffix}", {"name": "sparse_data_gradient", "preserve_l1": preserve}))
     for beta in (0.0, 0.05, 0.2):
-        found.append(_row(f"psg beta {beta}", {"name": "predictive_sign_gradient", "beta": beta}))
+        found.append(_row(f"psg-{beta}", {"name": "predictive_sign_gradient", "beta": beta}))
     for bits in (6, 4):
         method = {"name": "lognormal_gradient", "num_bits": bits}
-        found.append(_row(f"lognormal {bits} bits", method))
-        found.append(_row(f"uniform {bits} bits", {**method, "exponent_bits": 1}))
-    found.append(_row("lognormal pruned 85%", {"name": "lognormal_gradient", "num_bits": 32, "sparsity": 0.85}))
+        found.append(_row(f"lognormal-{bits}", method))
+        found.append(_row(f"uniform-{bits}", {**method, "exponent_bits": 1}))
+    found.append(_row("lognormal-pruned-85", {"name": "lognormal_gradient", "num_bits": 32, "sparsity": 0.85}))
     return found
 
 

@@ -57,6 +57,15 @@ def test_a_layer_adds_its_bias() -> None:
     assert layer.bias.grad.tolist() == [20, 20]
 
 
+def test_a_layer_multiplies_in_float32_also_under_autocast() -> None:
+    layer, inputs = nn.Linear(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    changed = ProductLinear(layer, functional.linear)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(inputs).dtype == torch.bfloat16
+        output = changed(inputs)
+    assert torch.equal(output, changed(inputs)) and torch.allclose(output, layer(inputs))
+
+
 def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedModel) -> None:
     class Choosy(Noisy):
         def require(self, name: str, layer: nn.Linear) -> None:

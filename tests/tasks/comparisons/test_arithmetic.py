@@ -30,13 +30,13 @@ def test_every_row_is_named_once_and_holds_a_method_that_parses() -> None:
 
 
 def test_float32_has_no_gap_and_few_bits_have_one(bench: Bench) -> None:
-    plain, coarse = (measure(bench, named(name), seed=0) for name in (BASELINE, "dorefa 1-1-6"))
+    plain, coarse = (measure(bench, named(name), seed=0) for name in (BASELINE, "dorefa-1-1-6"))
     assert plain.keys() == coarse.keys() == COLUMNS.keys()
     assert plain["gap"] == 0 != coarse["gap"] == coarse["loss"] - plain["loss"]
 
 
 def test_a_row_does_not_hang_on_what_was_measured_before(bench: Bench) -> None:
-    row = named("hbfp 8_16 width 64")
+    row = named("hbfp-8_16-width-64")
     first = measure(bench, row, seed=1)
     _float32.cache_clear()
     measure(bench, named(BASELINE), seed=0)
