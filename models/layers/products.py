@@ -18,7 +18,11 @@ Change = Callable[[Tensor], Tensor]
 
 
 class ProductLinear(nn.Linear):
-    """A linear layer whose product is given, with the parameters of `layer` themselves."""
+    """A linear layer whose product is given, with the parameters of `layer` themselves; plain in evaluation mode.
+
+    Whoever asks the model something between two steps would otherwise get answers that hang on the other rows, which
+    share a scale, and would use up random numbers.
+    """
 
     def __init__(self, layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -26,6 +30,8 @@ class ProductLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., I] → [..., O], in the weight's dtype also under autocast: bfloat16 can't hold every format."""
+        if not self.training:
+            return super().forward(inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             output = self.multiply(inputs.to(self.weight.dtype), self.weight)
             return output if self.bias is None else output + self.bias

@@ -66,6 +66,13 @@ def test_a_layer_multiplies_in_float32_also_under_autocast() -> None:
     assert torch.equal(output, changed(inputs)) and torch.allclose(output, layer(inputs))
 
 
+def test_a_layer_is_plain_in_evaluation_mode() -> None:
+    layer, inputs = nn.Linear(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    changed = ProductLinear(layer, lambda x, w: 2 * functional.linear(x, w))
+    assert not torch.equal(changed(inputs), layer(inputs))
+    assert torch.equal(changed.eval()(inputs), layer(inputs))
+
+
 def test_a_layer_that_is_refused_leaves_the_model_as_it_was(model: PreTrainedModel) -> None:
     class Choosy(Noisy):
         def require(self, name: str, layer: nn.Linear) -> None:
