@@ -1,0 +1,127 @@
+"""Linear layers that multiply in another way while they are trained, and the regime that swaps them in and out.
+
+A layer of this kind shares the weight and bias of the plain one, so that optimizer, checkpoints and state dict see no
+difference. Only the linear layers of the decoder blocks are changed: embedding, output matrix and the products inside
+of attention stay as they are.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.layers.linears import linears, replace
+from models.regimes import Plan, Regime
+
+Change = Callable[[Tensor], Tensor]
+
+
+class ProductLinear(nn.Linear):
+    """A linear layer whose product is given, with the parameters of `layer` themselves; plain in evaluation mode.
+
+    Whoever asks the model something between two steps would otherwise get answers that hang on the other rows, which
+    share a scale, and would use up random numbers.
+    """
+
+    def __init__(self, layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        self.weight, self.bias, self.multiply = layer.weight, layer.bias, multiply
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., I] → [..., O], in the weight's dtype also under autocast: bfloat16 can't hold every format."""
+        if not self.training:
+            return super().forward(inputs)
+        with torch.autocast(inputs.device.type, enabled=False):
+            output = self.multiply(inputs.to(self.weight.dtype), self.weight)
+            return output if self.bias is None else output + self.bias
+
+
+class ProductRegime(Regime):
+    """A regime that changes how linear layers multiply; a method gives `multiply`.
+
+    It keeps the state of its generator and its figures in the loop's checkpoint, so that a resumed run draws what the
+    whole one would have.
+    """
+
+    def __init__(self, rng: torch.Generator) -> None:
+        self.rng = rng
+        self._plain: dict[str, nn.Linear] = {}
+        self._sums: dict[str, list[float]] = {}
+
+    def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """[..., I] times [O, I] → [..., O], with the backward pass of the method."""
+        raise NotImplementedError
+
+    def require(self, name: str, layer: nn.Linear) -> None:
+        """Raise ValueError naming a layer that the method can't handle."""
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        """See the base."""
+        self._plain = dict(linears(model))
+        for name, layer in self._plain.items():
+            self.require(name, layer)
+        replace(model, lambda name, layer: ProductLinear(layer, self.multiply))
+        return []
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """See the base."""
+        replace(model, lambda name, layer: self._plain[name])
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the weights that are multiplied by."""
+        return [layer.weight for layer in self._plain.values()]
+
+    def count(self, figure: str, part: Tensor | float, whole: float = 1.0) -> None:
+        """Add to a figure, the sum of the parts over the sum of the wholes; there is none while that is 0."""
+        sums = self._sums.setdefault(figure, [0.0, 0.0])
+        sums[0] += float(part)
+        sums[1] += whole
+
+    def figures(self) -> dict[str, float]:
+        """See the base."""
+        return {figure: part / whole for figure, (part, whole) in self._sums.items() if whole}
+
+    def state(self) -> dict[str, object]:
+        """See the base."""
+        return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._sums}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """See the base."""
+        self.rng.set_state(torch.tensor(list(bytes.fromhex(str(state["rng"]))), dtype=torch.uint8))
+        sums = state["sums"]
+        assert isinstance(sums, dict)
+        self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in sums.items()}
+
+
+def straight_through(values: Tensor, change: Change) -> Tensor:
+    """Return `change(values)` whose gradient is passed on as if nothing had been changed."""
+    changed: Tensor = _StraightThrough.apply(values, change)
+    return changed
+
+
+def on_gradient(values: Tensor, change: Change) -> Tensor:
+    """Return `values`, whose gradient is changed on its way back."""
+    same: Tensor = _OnGradient.apply(values, change)
+    return same
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, values: Tensor, change: Change) -> Tensor:
+        return change(values)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _OnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: "torch.autograd.function.FunctionCtx", values: Tensor, change: Change) -> Tensor:
+        ctx.change = change
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(gradient), None

@@ -1,0 +1,94 @@
+"""Hybrid block floating point: dot products of integers that share exponents, everything else in float32.
+
+Inputs, weights and output gradients of a linear layer are cut into tiles of 24 × 24; a tile has one exponent, and each
+element a mantissa of `mantissa_bits`. The three products of training,
+
+    y = x̂ · ŵᵀ,    ∂x = ĝ · ŵ,    ∂w = ĝᵀ · x̂,
+
+so add integer products within a tile and floats across tiles. The weights themselves are kept with the wider mantissa
+of `wide_bits`, which the update is rounded to; "HBFP8_16" is mantissa_bits 8 and wide_bits 16.
+
+What a reader of the paper would not expect: all three operands are tiled in two dimensions, so that each sums along
+tiles in both products it takes part in; the paper tiles weights and gives each training input one exponent. Mantissas
+are of the magnitude, the sign is one bit more, as in the authors' emulator; a tile's exponent is the least with which
+its largest magnitude fits, so nothing saturates. Products inside of attention, embedding and output matrix stay in
+float32. `finish` leaves the wide weights in the model.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from models.layers.numbers import block_floating_point
+from models.layers.products import ProductRegime, on_gradient, straight_through
+from models.params import BaseParams
+from models.regimes import Plan, Regime
+
+PAPER = "arXiv:1804.01526, sections 4 and 5"
+CHANGES = frozenset({"products"})
+
+
+class Params(BaseParams):
+    """Settings; the defaults are the paper's HBFP8_16.
+
+    Attributes:
+        mantissa_bits: in products, without the sign.
+        wide_bits: of the weights that are updated, without the sign.
+        tile: side of the square tiles that share an exponent.
+        stochastic: round stochastically instead of to the nearest.
+    """
+
+    name: Literal["hybrid_bfp"] = "hybrid_bfp"
+    mantissa_bits: int = Field(8, ge=1, le=23)
+    wide_bits: int = Field(16, ge=1, le=23)
+    tile: int = Field(24, ge=1)
+    stochastic: bool = False
+
+    @model_validator(mode="after")
+    def _wider(self) -> "Params":
+        if self.wide_bits < self.mantissa_bits:
+            raise ValueError(f"wide_bits must be at least mantissa_bits, {self.mantissa_bits}; got {self.wide_bits}")
+        return self
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return the hooks; `rng` rounds if asked to. Figure: `flushed_share` of non-zero gradients that round to zero."""
+    return _HybridBfp(params, rng)
+
+
+class _HybridBfp(ProductRegime):
+    def __init__(self, params: Params, rng: torch.Generator) -> None:
+        super().__init__(rng)
+        self.params = params
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        own = super().start(model, plan)
+        self.after_step(model)
+        return own
+
+    @torch.no_grad()
+    def after_step(self, model: PreTrainedModel) -> None:
+        for weight in self.weights():
+            weight.copy_(self._blocks(weight, self.params.wide_bits))
+
+    def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        output = functional.linear(straight_through(inputs, self._narrow), straight_through(weight, self._narrow))
+        return on_gradient(output, self._gradient)
+
+    def _gradient(self, gradient: Tensor) -> Tensor:
+        narrow = self._narrow(gradient)
+        num_before, num_after = int(gradient.count_nonzero()), int(narrow.count_nonzero())
+        self.count("flushed_share", num_before - num_after, num_before)
+        return narrow
+
+    def _narrow(self, values: Tensor) -> Tensor:
+        return self._blocks(values, self.params.mantissa_bits)
+
+    def _blocks(self, values: Tensor, mantissa_bits: int) -> Tensor:
+        rng = self.rng if self.params.stochastic else None
+        matrix = values.flatten(0, -2)
+        return block_floating_point(matrix, mantissa_bits, self.params.tile, rng)[0].view(values.shape)

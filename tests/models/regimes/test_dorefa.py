@@ -1,0 +1,145 @@
+"""DoReFa: weights, activations and gradients by hand, what passes a gradient, no bias, and full precision when off."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from models.layers.linears import linears
+from models.params import validate
+from models.regimes.dorefa import (
+    Params,
+    activation_scale,
+    normal_clip,
+    quantize_activation,
+    quantize_gradient,
+    quantize_weight,
+    regime,
+)
+from models.training import Params as Training
+from models.training import train
+from tests.models.rounding import P_VALUE, copies, mean_p_value
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_weights_of_two_bits_by_hand() -> None:
+    # tanh is 0.8, -0.8, 0.1 and -0.5; of the scale 0.8 the levels are ±1 and ±1/3.
+    weight = torch.tensor([[0.8, -0.8], [0.1, -0.5]]).atanh()
+    wanted = 0.8 * torch.tensor([[1, -1], [1 / 3, -1 / 3]])
+    assert torch.allclose(quantize_weight(weight, 2), wanted)
+
+
+def test_weights_of_one_bit_are_signs_times_their_mean_magnitude() -> None:
+    weight = torch.tensor([[1.0, -2.0, 0.0], [4.0, -0.5, 4.5]], requires_grad=True)
+    kept = quantize_weight(weight, 1)
+    assert kept.tolist() == [[2, -2, 2], [2, -2, 2]]
+    kept.backward(torch.full((2, 3), 5.0))
+    assert weight.grad.tolist() == [[5.0] * 3] * 2
+
+
+def test_weights_pass_the_gradient_of_tanh_and_are_tanh_with_many_bits() -> None:
+    weight = normal(8, 8, seed=0, dtype=torch.float64).requires_grad_(True)
+    kept = quantize_weight(weight, 16)
+    assert torch.allclose(kept, weight.tanh(), atol=2.0**-16)
+    kept.sum().backward()
+    assert torch.allclose(weight.grad, 1 - weight.detach().tanh() ** 2)
+
+
+def test_activations_of_three_bits_by_hand() -> None:
+    # Scale 3: the integers from -3 to 3.
+    inputs = torch.tensor([-7.0, -1.6, 0.4, 2.2, 3.5], requires_grad=True)
+    kept = quantize_activation(inputs, 3, torch.tensor(3.0))
+    assert kept.tolist() == [-3, -2, 0, 2, 3]
+    kept.backward(torch.ones(5))
+    assert inputs.grad.tolist() == [0, 1, 1, 1, 0]
+    assert quantize_activation(inputs, 1, torch.tensor(3.0)).detach().unique().tolist() == pytest.approx(
+        [-(3 + 1.6 + 0.4 + 2.2 + 3) / 5, (3 + 1.6 + 0.4 + 2.2 + 3) / 5]
+    )
+
+
+def test_the_scale_is_the_root_mean_square_times_the_factor_or_the_maximum() -> None:
+    inputs = torch.tensor([3.0, -4.0, 0.0, 0.0])
+    assert float(activation_scale(inputs, 1.2)) == pytest.approx(3.0)
+    assert float(activation_scale(inputs, 2.0)) == 4.0
+
+
+def test_the_default_factor_has_the_least_error_on_normal_values() -> None:
+    values = normal(20000, seed=0)
+    for bits in (2, 4):
+        error = {
+            factor: float((quantize_activation(values, bits, torch.tensor(factor)) - values).square().mean())
+            for factor in (0.7 * normal_clip(bits), normal_clip(bits), 1.4 * normal_clip(bits))
+        }
+        assert min(error, key=error.get) == normal_clip(bits)
+    # Three values, -c, 0 and c: the least squared error of a normal variable is 0.1902 (Max, 1960), at c = 1.224.
+    assert error and normal_clip(2) == pytest.approx(1.224, abs=0.05)
+
+
+def test_gradients_of_two_bits_take_the_papers_four_values_of_each_document() -> None:
+    gradient = torch.stack([normal(7, 6, seed=0), 100 * normal(7, 6, seed=1)])
+    drawn = quantize_gradient(gradient, 2, torch.Generator().manual_seed(0))
+    for document, kept in zip(gradient, drawn, strict=True):
+        levels = document.abs().max() * torch.tensor([-1, -1 / 3, 1 / 3, 1])
+        assert torch.allclose(kept.unique(), levels)
+
+
+def test_adding_the_papers_noise_is_the_same_as_stochastic_rounding() -> None:
+    # f = 2m (quantize_k(g/2m + 1/2 + noise) - 1/2), as printed; the distributions of both are compared by their means.
+    gradient = torch.tensor([[0.5, -0.2, 0.31, -1.0]])
+    noise = (torch.rand(10_000, 4, generator=torch.Generator().manual_seed(1)) - 0.5) / 3
+    printed = 2 * (((gradient / 2 + 0.5 + noise) * 3).round() / 3 - 0.5)
+    assert mean_p_value(printed, gradient) > P_VALUE
+    ours = quantize_gradient(copies(gradient)[:, 0], 2, torch.Generator().manual_seed(2))
+    assert torch.allclose(ours.unique(), printed.unique())
+
+
+@pytest.mark.parametrize("num_bits", [1, 2, 6])
+def test_rounding_gradients_has_no_bias(num_bits: int) -> None:
+    gradient = normal(5, 4, seed=0)
+    drawn = quantize_gradient(copies(gradient), num_bits, torch.Generator().manual_seed(0))
+    assert mean_p_value(drawn, gradient) > P_VALUE
+
+
+def test_no_gradient_stays_none() -> None:
+    gradient = torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    assert quantize_gradient(gradient, 2, torch.Generator().manual_seed(0)).tolist() == gradient.tolist()
+
+
+def test_with_all_of_it_off_the_gradient_is_that_of_finite_differences() -> None:
+    made = regime(Params(weight_bits=32, activation_bits=32, gradient_bits=32), torch.Generator())
+    inputs, weight = normal(2, 3, seed=0, dtype=torch.float64), normal(4, 3, seed=1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(made.multiply, (inputs.requires_grad_(True), weight.requires_grad_(True)))
+
+
+def test_the_backward_products_take_what_was_rounded() -> None:
+    made = regime(Params(weight_bits=2, activation_bits=4, gradient_bits=32), torch.Generator())
+    inputs, weight, gradient = normal(2, 5, 6, seed=0), normal(8, 6, seed=1), normal(2, 5, 8, seed=2)
+    kept = quantize_activation(inputs, 4, activation_scale(inputs, normal_clip(4)))
+    inside = inputs.abs() <= activation_scale(inputs, normal_clip(4))
+    made.multiply(inputs.requires_grad_(True), weight.requires_grad_(True)).backward(gradient)
+    assert torch.allclose(inputs.grad, (gradient @ quantize_weight(weight, 2)).detach() * inside)
+    product = torch.einsum("bto,bti->oi", gradient, kept)
+    assert torch.allclose(weight.grad, product * (1 - weight.detach().tanh() ** 2), atol=1e-5)
+
+
+def test_the_rounded_weights_are_left_in_a_plain_model(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    made = regime(Params(weight_bits=2), torch.Generator().manual_seed(0))
+    train(model, [list(range(3, 30))] * 4, Training(batch_tokens=64), [made])
+    for _, layer in linears(model):
+        levels = layer.weight.unique()
+        assert type(layer) is nn.Linear and len(levels) == 4
+        assert torch.allclose(levels / levels.max(), torch.tensor([-1, -1 / 3, 1 / 3, 1]))
+
+
+@pytest.mark.parametrize("bits", [0, 17, 31, 33])
+def test_bits_out_of_range_are_refused(bits: int) -> None:
+    with pytest.raises(ValueError, match='key "weight_bits"'):
+        validate(Params, {"weight_bits": bits}, "regimes")
+    assert math.isfinite(normal_clip(32))

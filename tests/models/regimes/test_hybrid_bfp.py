@@ -1,0 +1,112 @@
+"""Hybrid block floating point: which operands are rounded, to which mantissa, and that wide ones are float32's."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.layers.linears import linears
+from models.layers.numbers import block_floating_point
+from models.params import validate
+from models.regimes import Plan
+from models.regimes.hybrid_bfp import Params, regime
+from models.training import Params as Training
+from models.training import train
+from tests.models.rounding import P_VALUE, copies, mean_p_value
+
+DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(8)]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs [2, 15, 40], weight [30, 40] and output gradient [2, 15, 30]."""
+    return normal(2, 15, 40, seed=0), normal(30, 40, seed=1), normal(2, 15, 30, seed=2)
+
+
+def test_all_three_products_take_rounded_operands() -> None:
+    inputs, weight, gradient = tensors()
+    made = regime(Params(mantissa_bits=4), torch.Generator())
+    output = made.multiply(inputs.requires_grad_(True), weight.requires_grad_(True))
+    output.backward(gradient)
+    x, w, g = (
+        block_floating_point(values.detach().flatten(0, -2), 4, 24)[0].view_as(values)
+        for values in (inputs, weight, gradient)
+    )
+    assert torch.equal(output, functional.linear(x, w))
+    assert torch.equal(inputs.grad, g @ w)
+    assert torch.allclose(weight.grad, g.flatten(0, 1).T @ x.flatten(0, 1), atol=1e-5)
+    assert made.figures()["flushed_share"] == pytest.approx(float((g == 0).float().mean()))
+
+
+def test_a_tile_that_is_computed_in_integers_is_the_same() -> None:
+    inputs, weight, _ = tensors()
+    x, x_exponents = block_floating_point(inputs[0, :, :24], 8, 24)
+    w, w_exponents = block_floating_point(weight[:24, :24], 8, 24)
+    mantissas = [(v * 2.0 ** (8 - int(e))).long() for v, e in ((x, x_exponents), (w, w_exponents))]
+    scale = 2.0 ** (int(x_exponents) + int(w_exponents) - 16)
+    assert torch.equal((mantissas[0] @ mantissas[1].T).double() * scale, x.double() @ w.double().T)
+
+
+def test_wider_mantissas_approach_the_product_of_floats() -> None:
+    inputs, weight, _ = tensors()
+    exact = functional.linear(inputs, weight)
+    errors = []
+    for mantissa_bits in (4, 8, 12, 16):
+        made = regime(Params(mantissa_bits=mantissa_bits), torch.Generator())
+        errors.append(float((made.multiply(inputs, weight) - exact).norm() / exact.norm()))
+    assert all(after < before / 10 for before, after in pairwise(errors))
+    assert errors[-1] < 1e-4
+
+
+def test_training_with_wide_mantissas_is_training_in_floats(tiny_target: Path) -> None:
+    params = Training(batch_tokens=64, num_epochs=2)
+    plain = train(load(tiny_target), DOCUMENTS, params).losses
+    wide, narrow = (
+        train(load(tiny_target), DOCUMENTS, params, [regime(Params(mantissa_bits=m, wide_bits=23), torch.Generator())])
+        for m in (20, 3)
+    )
+    gap = [max(abs(a - b) for (_, a), (_, b) in zip(plain, one.losses, strict=True)) for one in (wide, narrow)]
+    assert gap[0] < 1e-3 < gap[1]
+
+
+def test_weights_are_kept_with_the_wide_mantissa(tiny_target: Path) -> None:
+    model = load(tiny_target)
+    made = regime(Params(mantissa_bits=3, wide_bits=6), torch.Generator())
+    train(model, DOCUMENTS, Training(batch_tokens=64), [made])
+    for _, layer in linears(model):
+        assert torch.equal(layer.weight, block_floating_point(layer.weight.detach(), 6, 24)[0])
+        assert not torch.equal(layer.weight, block_floating_point(layer.weight.detach(), 3, 24)[0])
+
+
+def test_weights_are_rounded_before_the_first_step(tiny_target: Path) -> None:
+    model = load(tiny_target)
+    before = {name: layer.weight.detach().clone() for name, layer in linears(model)}
+    regime(Params(mantissa_bits=3, wide_bits=6), torch.Generator()).start(model, Plan(1, 1))
+    for name, layer in linears(model):
+        assert torch.equal(layer.weight, block_floating_point(before[name], 6, 24)[0])
+
+
+def test_stochastic_rounding_of_the_gradient_has_no_bias() -> None:
+    weight, gradient = torch.eye(4), normal(2, 4, seed=0)
+    made = regime(Params(mantissa_bits=3, tile=2, stochastic=True), torch.Generator().manual_seed(0))
+    inputs = torch.zeros(10_000, 2, 4, requires_grad=True)
+    made.multiply(inputs, weight).backward(copies(gradient))
+    assert mean_p_value(inputs.grad, gradient) > P_VALUE
+
+
+def test_a_wide_copy_that_is_not_wider_is_refused() -> None:
+    with pytest.raises(ValueError, match="wide_bits must be at least mantissa_bits, 12; got 8"):
+        validate(Params, {"mantissa_bits": 12, "wide_bits": 8}, "regimes")
+    with pytest.raises(ValueError, match='key "mantissa_bits"'):
+        validate(Params, {"mantissa_bits": 24}, "regimes")
