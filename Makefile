@@ -3,9 +3,11 @@ PYTHON ?= python3.11
 REDRAFT_DEVICE ?= cpu
 BIN := .venv/bin
 CONSTRAINTS := infra/constraints.txt
+# What takes minutes a test has targets of its own.
+OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 STAMP := .venv/.installed-$(REDRAFT_DEVICE)
 
-.PHONY: install demo test test-fast drills clean
+.PHONY: install demo test test-fast drills test-bench clean
 
 install: $(STAMP)
 
@@ -28,13 +30,16 @@ demo: install
 test: test-fast
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/python -m pytest --ignore=tests/drills -m engine
+	$(BIN)/python -m pytest $(OUTSIDE) -m engine
 
 test-fast: install
-	$(BIN)/python -m pytest --ignore=tests/drills -m 'not engine' -n 2
+	$(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
 
 drills: install
 	$(BIN)/python -m pytest tests/drills
+
+test-bench: install
+	$(BIN)/python -m pytest tests/benchmarks
 
 clean:
 	rm -rf .redraft build *.egg-info
