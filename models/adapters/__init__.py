@@ -6,7 +6,7 @@ A method's module has
 
 - `insert(model, params, rng)`: puts into a plain model what is trained, in place, and lets it need a gradient; all of
   the model's own parameters need none when it is called;
-- `LEARNING_RATE`: where to start, because between methods it differs by an order of magnitude;
+- `LEARNING_RATE`: where to start a search, because between methods it differs by an order of magnitude;
 - `fold(model)`, where the result is a plain model: takes the method's modules out again, in place, so that the logits
   stay equal.
 
