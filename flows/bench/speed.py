@@ -103,6 +103,8 @@ def _endpoint(stage: Stage, changed: Mapping[str, Any], **extra: Any) -> Endpoin
         extra: further arguments of the engine.
     """
     engine = stage.run.recipe.engine.model_dump(mode="json")
+    if "speculative_config" in extra:
+        engine["num_draft_tokens"] = 0
     engine["extra"] = {**engine["extra"], "enable_prefix_caching": False, **extra}
     return Endpoint(stage.run.recipe, stage.run.settings, {**changed, "engine": engine})
 

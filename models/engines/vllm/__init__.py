@@ -7,9 +7,9 @@ does.
 import os
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from models.engines import Engine
 from models.engines.vllm.installed import engine_arguments, tool_parsers
@@ -26,7 +26,7 @@ OWNED = {
     **dict.fromkeys(("model", "model_weights", "hf_config_path", "revision", "code_revision"), _TARGET),
     **dict.fromkeys(("tokenizer", "tokenizer_revision", "skip_tokenizer_init"), _TARGET),
     **dict.fromkeys(("dtype", "max_model_len", "max_num_seqs", "enforce_eager"), _SAME),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "scheduler_cls", "distributed_executor_backend"), _OWN),
     **dict.fromkeys(("async_scheduling", "disable_log_stats"), _OWN),
     **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), _SERVE),
@@ -45,7 +45,8 @@ class Params(BaseParams):
         enforce_eager: start in 20–30 s without compiling; compiled, one stream is about a tenth faster.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
-        extra: further vLLM engine arguments, passed through; none of OWNED.
+        extra: further vLLM engine arguments, passed through; none of OWNED, and `speculative_config`, for a way of
+            drafting that is vLLM's own, only where num_draft_tokens is 0.
     """
 
     name: Literal["vllm"] = "vllm"
@@ -70,6 +71,15 @@ class Params(BaseParams):
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise ValueError(f'vLLM\'s engine has no argument "{name}"{hint}')
         return extra
+
+    @model_validator(mode="after")
+    def _draft_in_one_way(self) -> Self:
+        if self.num_draft_tokens and "speculative_config" in self.extra:
+            raise ValueError(
+                f'argument "speculative_config" can\'t be passed to the engine: {_SPECULATION}, or num_draft_tokens '
+                f"to 0; got {self.num_draft_tokens}"
+            )
+        return self
 
 
 def child_environment(params: Params | None = None, num_threads: int | None = None) -> dict[str, str]:

@@ -194,7 +194,7 @@ class VllmEngine:
         )
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
-        llm.draft_version, llm.speculating = draft_version, bool(speculative)
+        llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         return cls(llm, args, draft)
 
     @property

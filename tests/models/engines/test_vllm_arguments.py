@@ -51,6 +51,13 @@ def test_an_argument_that_is_unknown_or_taken_is_refused_by_name(name: str, faul
         catalog.parse("engines", {"name": "vllm", "extra": {name: 1}})
 
 
+def test_a_way_of_drafting_that_is_the_engines_own_goes_with_no_draft_of_ours() -> None:
+    own = {"method": "ngram", "num_speculative_tokens": 3}
+    params = catalog.parse("engines", {"name": "vllm", "num_draft_tokens": 0, "extra": {"speculative_config": own}})
+    assert isinstance(params, Params)
+    assert params.extra["speculative_config"] == own
+
+
 def recipe_with(**tables: dict[str, object]) -> dict[str, object]:
     recipe = load_recipe("tiny").model_dump(mode="json")
     return {**recipe, **{name: {**recipe[name], **table} for name, table in tables.items()}}
