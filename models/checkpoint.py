@@ -1,11 +1,18 @@
-"""Single tensors of model directories, and whole files with an error that says what is wrong with them."""
+"""Single tensors of model directories, and whole files with an error that says what is wrong with them.
 
+Quantized weights are read as the floats that they stand for.
+"""
+
+import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
+
+from models import compressed
 
 
 def read_tensor(directory: Path, name: str) -> Tensor:
@@ -14,11 +21,18 @@ def read_tensor(directory: Path, name: str) -> Tensor:
     Raises:
         ValueError: no file holds it.
     """
+    layer, quantization = name.rpartition(".")[0], _quantization(directory)
+    found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                return tensors.get_tensor(name)
-    raise ValueError(f"no tensor {name} in {directory}")
+            for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                if key == name or (quantization and key.rpartition(".")[0] == layer):
+                    found[key] = tensors.get_tensor(key)
+    if quantization:
+        found = compressed.restore(found, quantization)
+    if name not in found:
+        raise ValueError(f"no tensor {name} in {directory}")
+    return found[name]
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -38,7 +52,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             raise ValueError(f"{file.name} of {directory.name} can't be read: {error}") from error
         except SafetensorError as error:
             raise ValueError(f"{file.name} of {directory.name} is not a safetensors file: {error}") from error
-    return tensors
+    quantization = _quantization(directory)
+    return compressed.restore(tensors, quantization) if quantization else tensors
 
 
 def output_embedding(directory: Path) -> Tensor:
@@ -46,3 +61,10 @@ def output_embedding(directory: Path) -> Tensor:
     config = AutoConfig.from_pretrained(directory)
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     return read_tensor(directory, name).float()
+
+
+def _quantization(directory: Path) -> dict[str, Any] | None:
+    """Return how config.json says that weights are quantized, or None for plain ones."""
+    file = directory / "config.json"
+    found: dict[str, Any] | None = json.loads(file.read_text()).get("quantization_config") if file.is_file() else None
+    return found

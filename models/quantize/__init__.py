@@ -118,9 +118,7 @@ def check_documents(documents: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if there is too little text to calibrate on."""
     num_tokens = sum(map(len, documents))
     if num_tokens < BLOCK:
-        raise ValueError(
-            f"calibration takes {BLOCK} tokens or more; got {num_tokens} in {len(documents)} documents"
-        )
+        raise ValueError(f"calibration takes {BLOCK} tokens or more; got {num_tokens} in {len(documents)} documents")
 
 
 @torch.no_grad()

@@ -4,6 +4,9 @@ x · Wᵀ ≈ s_x · s_wᵀ ∘ (X₈ · W₈ᵀ). s_x is a percentile of the ma
 are clipped. The default 100 clips nothing of the calibration text. Layers are calibrated block by block on the inputs
 that come through the quantized ones before them. Layers that read the same inputs get the same scale, which engines
 that multiply them as one matrix rely on.
+
+A CPU without VNNI instructions adds pairs of products in 16 bits, which saturate when weights exceed 63; on such a
+machine the engine refuses weights of 8 bits, and 7 are served exactly.
 """
 
 from collections.abc import Sequence
@@ -27,10 +30,16 @@ STORED = compressed.INTEGER
 
 
 class Params(BaseParams):
-    """`percentile` of the magnitudes of a layer's inputs that becomes 127."""
+    """Settings.
+
+    Attributes:
+        percentile: of the magnitudes of a layer's inputs, which becomes 127.
+        weight_bits: 7 leaves the highest bit of int8 weights unused; see the module.
+    """
 
     name: Literal["int8_static"] = "int8_static"
     percentile: float = Field(100.0, ge=90, le=100)
+    weight_bits: Literal[7, 8] = 8
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
@@ -39,7 +48,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     Args:
         model: in float32; used up.
         documents: token ids to calibrate on.
-        params: how far inputs are clipped.
+        params: how far inputs are clipped, and the grid of weights.
 
     Raises:
         ValueError: too little text, or a layer that can't be handled; names it.
@@ -50,7 +59,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     made: dict[str, IntegerLinear] = {}
 
     def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
-        weight = integers.quantize(layer.weight, 8, None, symmetric=True)
+        weight = integers.quantize(layer.weight, params.weight_bits, None, symmetric=True)
         scale = _scale(inputs, params.percentile)
         parts[name] = compressed.plain_parts(weight.values, weight.scales, scale)
         made[name] = IntegerLinear(weight, layer.bias, scale)
