@@ -8,8 +8,8 @@ A method's module has
 - `STORED`: the compressed-tensors format in which an engine serves its result, or None where none does;
 - `quantize(model, documents, params) -> Quantized`, which uses up `model`, in float32: its linear layers inside of the
   decoder blocks are quantized, the rest is rounded to bfloat16;
-- where the model should have been trained for it, `regime(params) -> models.regimes.Regime`: hooks of the training
-  loop under which the model computes as the quantized one will.
+- where the model should have been trained for it, `regime(params, rng) -> models.regimes.Regime`: hooks of the
+  training loop under which the model computes as the quantized one will.
 
 A `Quantized` holds the model that computes as the quantized one does and, by itself, all that a file of it has: sizes
 are counted, not claimed.
@@ -70,7 +70,7 @@ def train_for(
         model: trained in place.
         documents: token ids to train on.
         params: of the training loop.
-        seed: of the order of batches.
+        seed: of the order of batches and of what the method draws.
         work_dir: holds the checkpoint; None keeps none.
         on_progress: see `models.training.train`.
 
@@ -83,7 +83,8 @@ def train_for(
     module = catalog.load("quantize", method.name)
     if not hasattr(module, "regime"):
         return None
-    return training.train(model, documents, params, [module.regime(method)], seed, work_dir, on_progress)
+    hooks = module.regime(method, torch.Generator().manual_seed(seed))
+    return training.train(model, documents, params, [hooks], seed, work_dir, on_progress)
 
 
 def save(quantized: Quantized, directory: Path) -> None:
@@ -98,6 +99,7 @@ def save(quantized: Quantized, directory: Path) -> None:
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in quantized.tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = quantized.model.config.to_dict() | {"dtype": "bfloat16", "quantization_config": quantized.scheme}
+    config.pop("_name_or_path", None)  # a path of this machine
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -152,23 +152,20 @@ def _clipped(weight: Tensor, rows: Tensor, params: Params) -> Integers:
     groups = weight.unflatten(1, (-1, size))
     inputs = rows.unflatten(1, (-1, size))
     products = torch.einsum("ngi,ngj->gij", inputs, inputs)
-    best, least = weight, None
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    if params.symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    best = groups
+    least = torch.full(groups.shape[:2], torch.inf, device=weight.device)
     for step in range(STEPS // 2):
         share = 1 - step / STEPS
-        low, high = (share * end for end in (groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)))
-        cut = groups.clamp(low, high) if not params.symmetric else groups.clamp(-_most(low, high), _most(low, high))
+        cut = groups.clamp(share * low, share * high)
         wrong = _round(cut.flatten(1), params).floats().unflatten(1, (-1, size)) - groups
         error = torch.einsum("ogi,gij,ogj->og", wrong, products, wrong)
-        if least is None:
-            best, least = cut, error
-        else:
-            best = torch.where((error < least)[..., None], cut, best)
-            least = torch.minimum(error, least)
+        best = torch.where((error < least)[..., None], cut, best)
+        least = torch.minimum(error, least)
     return _round(best.flatten(1), params)
-
-
-def _most(low: Tensor, high: Tensor) -> Tensor:
-    return torch.maximum(-low, high)
 
 
 def _round(weight: Tensor, params: Params) -> Integers:

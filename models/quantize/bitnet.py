@@ -62,10 +62,10 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     return assemble(model, parts)
 
 
-def regime(params: Params) -> Regime:
+def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return hooks under which the model computes with few-valued weights and 8-bit inputs.
 
-    Its `start` raises ValueError as `quantize` does.
+    Nothing is drawn from `rng`. The hooks' `start` raises ValueError as `quantize` does.
     """
     return _FewValued(params)
 
@@ -160,16 +160,16 @@ def unpack_binary(words: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _pack(digits: Tensor, base: int, each: int) -> Tensor:
     digits = functional.pad(digits.flatten().long(), (0, -digits.numel() % each)).view(-1, each)
-    return (digits * _weights(base, each)).sum(1).to(torch.uint8)
+    return (digits * _weights(base, each, digits.device)).sum(1).to(torch.uint8)
 
 
 def _unpack(words: Tensor, shape: Sequence[int], base: int, each: int) -> Tensor:
-    digits = words.long()[:, None] // _weights(base, each) % base
+    digits = words.long()[:, None] // _weights(base, each, words.device) % base
     return digits.flatten()[: torch.Size(shape).numel()].view(*shape).to(torch.int8)
 
 
-def _weights(base: int, each: int) -> Tensor:
-    return base ** torch.arange(each - 1, -1, -1)
+def _weights(base: int, each: int, device: torch.device) -> Tensor:
+    return base ** torch.arange(each - 1, -1, -1, device=device)
 
 
 def _norm(inputs: Tensor) -> Tensor:

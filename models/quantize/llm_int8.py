@@ -60,7 +60,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
         ValueError: too little text, or a layer that can't be handled; names it.
     """
     check(model)
-    columns = {name: torch.empty(0, dtype=torch.int64) for name, _ in linears(model)}
+    columns = {name: torch.empty(0, dtype=torch.int64, device=layer.weight.device) for name, layer in linears(model)}
     if params.decompose:
         check_documents(documents)
 
@@ -75,7 +75,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
 
 
 class _Codes(NamedTuple):
-    """`values` are whole numbers from −127 to 127, of (value − zero) · scale; one scale and zero a row or one in all."""
+    """Whole numbers from −127 to 127 that stand for (value − zero) · scale; a scale and a zero a row, or one in all."""
 
     values: Tensor
     scale: Tensor

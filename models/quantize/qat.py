@@ -63,10 +63,10 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
 
 
-def regime(params: Params) -> Regime:
+def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return hooks under which the model computes with rounded weights.
 
-    Its `start` raises ValueError as `quantize` does.
+    Nothing is drawn from `rng`. The hooks' `start` raises ValueError as `quantize` does.
     """
     return _Rounded(params)
 

@@ -140,7 +140,8 @@ def _quantize(
 
 def _draw(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:
     """Take documents of all domains, cut to MAX_LENGTH tokens."""
-    pool = [document[:MAX_LENGTH] for domain in sorted(documents) for document in documents[domain] if len(document) > 1]
+    whole = [document for domain in sorted(documents) for document in documents[domain] if len(document) > 1]
+    pool = [document[:MAX_LENGTH] for document in whole]
     return rng.sample(pool, min(count, len(pool)))
 
 

@@ -13,7 +13,7 @@ from models.quantize import qat
 def test_gradients_are_those_of_the_rounded_weights_product(model: PreTrainedModel) -> None:
     layer = model.model.layers[0].mlp.up_proj
     params = qat.Params(bits=2, group_size=32)
-    regime = qat.regime(params)
+    regime = qat.regime(params, torch.Generator())
     regime.start(model, None)
     inputs = torch.randn(5, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
     layer(inputs).square().sum().backward()

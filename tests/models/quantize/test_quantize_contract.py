@@ -1,5 +1,6 @@
-"""What every quantization method keeps to: sizes are real, files say what was computed, bad input is refused by name."""
+"""What every quantization method keeps to: sizes are real, files say what was computed, bad input is refused."""
 
+import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import catalog, quantize, training
 from models.checkpoint import read_tensor, read_tensors
@@ -121,6 +122,30 @@ def test_a_layer_that_cannot_be_handled_is_named(name: str, tiny_target: Path) -
         run(name, load(tiny_target).bfloat16())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_stay_in_the_model_and_in_the_file(name: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=259,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for projection in "qkv":
+            model.get_submodule(f"model.layers.0.self_attn.{projection}_proj").bias.normal_()
+    without = copy.deepcopy(model)
+    without.model.layers[0].self_attn.v_proj.bias.data.zero_()
+    exact, lost = logits(model), logits(without)
+    quantized = run(name, model)
+    assert quantized.tensors["model.layers.0.self_attn.v_proj.bias"].shape == (64,)
+    if name not in TRAINED:
+        assert (logits(quantized.model) - exact).norm() < 0.5 * (lost - exact).norm()
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups_that_do_not_fill_a_row_are_refused(name: str, tmp_path: Path) -> None:
     random.build(random.Params(num_heads=3, num_layers=1), tmp_path)
@@ -134,7 +159,7 @@ def test_training_for_a_form_computes_as_the_form_does_and_learns(name: str, tin
     model, plain = load(tiny_target), load(tiny_target)
     for parameter in model.parameters():  # so that what stays in 16 bits is equal
         parameter.data.copy_(parameter.data.bfloat16())
-    regime = module.regime(params)
+    regime = module.regime(params, torch.Generator())
     regime.start(model, None)
     trained_on = logits(model)
     regime.finish(model)
