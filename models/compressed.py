@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.layers import integers
+from models.layers.float8_linear import Float8Linear
+from models.layers.integer_linear import IntegerLinear
 from models.layers.integers import Integers
 
 METHOD = "compressed-tensors"
@@ -99,6 +101,24 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
         elif part not in ("weight_scale", "weight_shape", "weight_zero_point", "input_scale"):
             plain[name] = tensor
     return plain
+
+
+def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put layers that round their inputs, as engines do, in place of linear ones that are stored so.
+
+    Args:
+        model: changed in place; layers of packed weights round no inputs and stay.
+        tensors: of a checkpoint that `packed_scheme` or `plain_scheme` describes.
+    """
+    for name, values in tensors.items():
+        layer, _, part = name.rpartition(".")
+        scales = tensors.get(f"{layer}.weight_scale")
+        if part == "weight" and scales is not None:
+            bias = model.get_submodule(layer).bias
+            made: nn.Module = Float8Linear(values, scales, bias)
+            if values.dtype == torch.int8:
+                made = IntegerLinear(Integers(values, scales), bias, tensors.get(f"{layer}.input_scale"))
+            model.set_submodule(layer, made)
 
 
 def _unpacked(tensors: Mapping[str, Tensor], layer: str, bits: int) -> Integers:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from models.checkpoint import load_served
 from models.precision import fast_dtype
 
 
@@ -111,7 +111,7 @@ class HiddenStates:
         on_progress: Callable[[int, int, float], None] | None,
         device: str,
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=fast_dtype(device)).eval().to(device)
+        model = load_served(target_dir, fast_dtype(device)).to(device)
         taps = _Taps(model.model, self.layers)
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]

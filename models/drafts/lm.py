@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.checkpoint import read_tensors
+from models.checkpoint import load_floats, read_tensors
 from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, made_for, read_config, require_tensors
 from models.layers.decoder import Cache, Decoder
 from models.params import BaseParams
@@ -130,7 +130,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
         raise ValueError(
             f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
         )
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    model = load_floats(target_dir)
     kept = np.linspace(0, config.num_hidden_layers - 1, params.num_layers).round().astype(int).tolist()
     model.model.layers = nn.ModuleList([model.model.layers[number] for number in kept])
     for number, layer in enumerate(model.model.layers):

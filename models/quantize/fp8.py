@@ -9,11 +9,10 @@ simulated, at no gain in speed.
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import compressed
+from models.layers.float8_linear import Float8Linear, to_float8
 from models.layers.linears import linears, replace
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
@@ -21,7 +20,6 @@ from models.quantize import Quantized, assemble, check
 PAPER = "arXiv:2209.05433, sections 3 and 4"
 CALIBRATED = False
 STORED = compressed.FLOAT
-HIGH = 448.0
 
 
 class Params(BaseParams):
@@ -42,25 +40,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
         ValueError: a layer can't be handled; names it.
     """
     check(model)
-    rounded = {name: _round(layer.weight.detach()) for name, layer in linears(model)}
-    replace(model, lambda name, layer: _Linear(*rounded[name], layer.bias))
+    rounded = {name: to_float8(layer.weight.detach()) for name, layer in linears(model)}
+    replace(model, lambda name, layer: Float8Linear(*rounded[name], layer.bias))
     parts = {name: compressed.plain_parts(*pair) for name, pair in rounded.items()}
     return assemble(model, parts, compressed.plain_scheme(STORED, dynamic=True))
-
-
-class _Linear(nn.Module):
-    def __init__(self, values: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.values, self.scales, self.bias = nn.Buffer(values), nn.Buffer(scales), bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        values, scales = _round(inputs.float())
-        outputs = (values.float() @ self.values.float().T * scales * self.scales.T).to(inputs.dtype)
-        return outputs if self.bias is None else outputs + self.bias
-
-
-def _round(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., I] to float8 values of that shape and scales [..., 1]."""
-    scales = rows.abs().amax(-1, keepdim=True) / HIGH
-    scales = torch.where(scales > 0, scales, 1.0)
-    return (rows / scales).clamp(-HIGH, HIGH).to(torch.float8_e4m3fn), scales

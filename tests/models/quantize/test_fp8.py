@@ -1,24 +1,17 @@
-"""fp8: numbers of e4m3 by hand."""
+"""fp8: a weight is a byte, and rounding keeps three bits of it."""
 
 import torch
+from transformers import PreTrainedModel
 
-from models.quantize.fp8 import _Linear, _round
-
-
-def test_rounding_is_to_the_nearest_of_its_numbers_ties_to_even() -> None:
-    rows = torch.tensor([[448.0, 17.0, 19.0, 25.0, 2.0**-9, 0.4 * 2.0**-9, -440.0, 0.3]])
-    values, scales = _round(rows)
-    # 17 and 19 lie between 16, 18 and 20; the least number is 2⁻⁹; −440 is nearer to −448 than to −416.
-    assert scales.item() == 1.0
-    assert values.float().tolist() == [[448.0, 16.0, 20.0, 24.0, 2.0**-9, 0.0, -448.0, 0.3125]]
+from models.quantize import fp8
 
 
-def test_each_token_and_each_row_has_its_own_scale() -> None:
-    values, scales = _round(torch.tensor([[1.0, 0.5], [4.0, 2.0]]))
-    layer = _Linear(values, scales, None)
-    assert torch.allclose(layer(torch.tensor([[100.0, 50.0]])), torch.tensor([[125.0, 500.0]]))
-
-
-def test_zeros_have_a_scale() -> None:
-    values, scales = _round(torch.zeros(1, 4))
-    assert scales.item() == 1.0 and not values.float().any()
+def test_a_weight_takes_a_byte_and_keeps_its_first_bits(model: PreTrainedModel) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    weight = layer.weight.detach().clone()
+    tensors = fp8.quantize(model, [], fp8.Params()).tensors
+    values = tensors["model.layers.1.mlp.up_proj.weight"]
+    scales = tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    assert values.dtype == torch.float8_e4m3fn and scales.shape == (256, 1)
+    # Half a step of 3 bits is a sixteenth, and half the least number below that.
+    assert ((values.float() * scales - weight).abs() <= weight.abs() / 16 + scales * 2.0**-10).all()

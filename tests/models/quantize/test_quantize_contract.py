@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import catalog, quantize, training
-from models.checkpoint import read_tensor, read_tensors
+from models.checkpoint import load_served, read_tensor, read_tensors
 from models.layers.linears import linears
 from models.params import BaseParams
 from models.quantize import Quantized
@@ -83,6 +83,13 @@ def test_a_stored_file_says_the_weights_that_the_model_computes_with(
     found = quantized.model.get_submodule(layer)
     weight = found.weight if isinstance(found, nn.Linear) else found.values.float() * found.scales
     assert torch.equal(tensors[f"{layer}.weight"], weight)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_file_is_loaded_as_the_model_that_was_simulated(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    quantized = run(name, load(tiny_target))
+    quantize.save(quantized, tmp_path)
+    assert torch.equal(logits(load_served(tmp_path, torch.float32)), logits(quantized.model))
 
 
 @pytest.mark.parametrize("name", STORED)
