@@ -2,10 +2,10 @@
 
 Letters: O outputs and I inputs of a layer, G groups of a row.
 
-"int-quantized" and "float-quantized" keep
-`weight` [O, I] as int8 or float8 with `weight_scale` [O, 1], and `input_scale` [1] where the scale of inputs is fixed;
-"pack-quantized" keeps `weight_packed` int32 (`integers.pack` along I), `weight_scale` [O, G], `weight_shape`, and
-`weight_zero_point`, packed along O, where grids are not symmetric.
+"int-quantized" and "float-quantized" keep `weight` [O, I] as int8 or float8 with `weight_scale` [O, 1], and
+`input_scale` [1] where the scale of inputs is fixed; "pack-quantized" keeps `weight_packed` int32 (`integers.pack`,
+along I), `weight_scale` [O, G], `weight_shape`, and `weight_zero_point`, packed along O, where grids are not symmetric.
+What is read is what is written here, and not all that the format can say.
 """
 
 from collections.abc import Mapping
@@ -86,16 +86,13 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
     Raises:
         ValueError: the checkpoint is quantized in another way.
     """
-    if quantization.get("quant_method") != METHOD:
-        raise ValueError(f"weights quantized by {quantization.get('quant_method')!r} can't be read; {METHOD} can")
-    (group,) = quantization["config_groups"].values()
-    bits = group["weights"]["num_bits"]
+    weights = _require_known(quantization)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
         scales = tensors.get(f"{layer}.weight_scale")
         if part == "weight_packed":
-            plain[f"{layer}.weight"] = _unpacked(tensors, layer, bits).floats()
+            plain[f"{layer}.weight"] = _unpacked(tensors, layer, weights["num_bits"]).floats()
         elif part == "weight" and scales is not None:
             plain[name] = tensor.float() * scales.float()
         elif part not in ("weight_scale", "weight_shape", "weight_zero_point", "input_scale"):
@@ -119,6 +116,23 @@ def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             if values.dtype == torch.int8:
                 made = IntegerLinear(Integers(values, scales), bias, tensors.get(f"{layer}.input_scale"))
             model.set_submodule(layer, made)
+
+
+def _require_known(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how weights are quantized."""
+    if quantization.get("quant_method") != METHOD:
+        raise ValueError(f"weights quantized by {quantization.get('quant_method')!r} can't be read; {METHOD} can")
+    groups, form = list(quantization["config_groups"].values()), quantization.get("format")
+    if len(groups) != 1:
+        raise ValueError(f"a {METHOD} checkpoint of {len(groups)} groups of layers can't be read; one of one group can")
+    weights: Mapping[str, Any] = groups[0]["weights"]
+    inputs = groups[0].get("input_activations")
+    rounds = inputs is not None and inputs.get("symmetric", True)
+    if form == PACKED and inputs is None and weights.get("actorder") != "group":
+        return weights
+    if form in (INTEGER, FLOAT) and rounds and weights.get("symmetric", True) and weights["strategy"] == "channel":
+        return weights
+    raise ValueError(f"a {METHOD} checkpoint of format {form!r} with {weights} and inputs {inputs} can't be read")
 
 
 def _unpacked(tensors: Mapping[str, Tensor], layer: str, bits: int) -> Integers:

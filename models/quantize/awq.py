@@ -44,7 +44,7 @@ class Params(BaseParams):
     """Settings.
 
     Attributes:
-        bits: of a weight; engines serve 4 and 8.
+        bits: of a weight; engines serve 4, and 8 on GPUs.
         group_size: weights of a row that share a scale.
         symmetric: whether 0 is the middle of the grid; else each group has a zero point.
         search_tokens: calibration tokens that errors are measured on, spread over the text.
@@ -90,9 +90,13 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
 
 def _require_layout(model: PreTrainedModel) -> None:
     known = {leaf for _, readers in FOLDS for leaf in readers}
-    for name, _ in linears(model):
-        if name.split(".", 3)[3] not in known:
-            raise ValueError(f"layer {name} is not of Llama's layout; awq does not know what makes its inputs")
+    found = {name for name, _ in linears(model)}
+    wanted = {f"model.layers.{index}.{leaf}" for index in range(len(blocks(model))) for leaf in known}
+    if found - wanted:
+        name = min(found - wanted)
+        raise ValueError(f"layer {name} is not of Llama's layout; awq does not know what makes its inputs")
+    if wanted - found:
+        raise ValueError(f"layer {min(wanted - found)} is missing; awq takes blocks of Llama's layout")
     if model.config.model_type not in MODEL_TYPES:  # norms of others add 1 to their weight, or stand elsewhere
         raise ValueError(f"awq takes models of type {', '.join(MODEL_TYPES)}; got {model.config.model_type}")
 

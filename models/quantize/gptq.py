@@ -33,7 +33,7 @@ class Params(BaseParams):
     """Settings.
 
     Attributes:
-        bits: of a weight; engines serve 4 and 8.
+        bits: of a weight; engines serve 4, and 8 on GPUs.
         group_size: weights of a row that share a scale.
         symmetric: whether 0 is the middle of the grid; else each group has a zero point.
         damping: share of the diagonal's mean that is added to it.
