@@ -2,32 +2,57 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models import compressed
+from models.checkpoint import quantization, read_stored, read_tensors
 
 # What is not copied from one target to another that is made of it: the weights, what describes them, what lists files.
 _OWN = ("config.json", "manifest.json", "golden.json", "model.safetensors.index.json")
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:
-    """Load a target to compute with.
-
-    A quantized one comes as transformers runs it: its weights as the floats that they stand for, and where the engine
-    rounds activations, they are rounded here too.
+    """Load a target to compute with: as an engine does that serves it, a quantized one's rounded inputs included.
 
     Raises:
-        ValueError: a tensor is missing, which the library would have drawn at random.
+        ValueError: a tensor is missing, or it is quantized in a way that can't be read.
     """
+    if quantization(directory) is None:
+        return _load_plain(directory, dtype).to(device)
+    model = load_floats(directory).to(dtype)
+    compressed.round_inputs(model, read_stored(directory))
+    return model.to(device)
+
+
+def load_floats(directory: Path) -> PreTrainedModel:
+    """Load a target in float32, to be changed or trained; quantized weights are the floats that they stand for.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    if quantization(directory) is None:
+        return _load_plain(directory, torch.float32)
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    _require_all(set(model.load_state_dict(read_tensors(directory), strict=False).missing_keys) - tied, directory)
+    return model.eval()
+
+
+def _load_plain(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     model, report = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{directory} has no tensor {missing[0]} ({len(missing)} are missing)")
-    if getattr(model.config, "quantization_config", None) is not None:
-        # Weights are unpacked in the whole model's first forward pass, and not when the decoder runs by itself.
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
-    return model.eval().to(device)
+    _require_all(report["missing_keys"], directory)  # the library would draw them at random
+    return model.eval()
+
+
+def _require_all(missing: Collection[str], directory: Path) -> None:
+    if missing:
+        raise ValueError(f"{directory} has no tensor {min(missing)} ({len(missing)} are missing)")
 
 
 def save_model(model: PreTrainedModel, directory: Path, like: Path) -> None:

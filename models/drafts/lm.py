@@ -22,6 +22,7 @@ from models.checkpoint import read_tensors
 from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, made_for, read_config, require_tensors
 from models.layers.decoder import Cache, Decoder
 from models.layers.reshape import spread_layers, take_layers
+from models.loading import load_floats
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
@@ -131,8 +132,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
         raise ValueError(
             f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
         )
-    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-    model = take_layers(model, spread_layers(config.num_hidden_layers, params.num_layers))
+    model = take_layers(load_floats(target_dir), spread_layers(config.num_hidden_layers, params.num_layers))
     model.config.redraft = made_for(describe(target_dir))
     return Lm(model)
 

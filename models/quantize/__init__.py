@@ -1,8 +1,168 @@
 """Quantization: fewer bits a weight, an activation or a cached key, and what that costs.
 
-Letters: O outputs and I inputs of a layer, N tokens, G weights of a group.
+Letters: O outputs and I inputs of a layer, N tokens, G groups of a row.
 
-A method's module has `quantize(model, documents, params) -> Quantized`: a model that computes as the quantized one
-does, and its size in bytes; and, where an engine serves the format, `STORED`, the name of the compressed-tensors format
-that `save` writes.
+A method's module has
+
+- `CALIBRATED`: whether it reads `documents`;
+- `STORED`: the compressed-tensors format in which an engine serves its result, or None where none does;
+- `quantize(model, documents, params) -> Quantized`, which uses up `model`, in float32: its linear layers inside of the
+  decoder blocks are quantized, the rest is rounded to bfloat16;
+- where the model should have been trained for it, `regime(params, rng) -> models.regimes.Regime`: hooks of the
+  training loop under which the model computes as the quantized one will.
+
+A `Quantized` holds the model that computes as the quantized one does and, by itself, all that a file of it has: sizes
+are counted, not claimed.
 """
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models import catalog, training
+from models.layers.linears import linears
+from models.params import BaseParams
+
+# The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
+BLOCK = 128
+
+
+class Quantized(NamedTuple):
+    """A quantized model.
+
+    Attributes:
+        model: computes as the quantized model does, in float32.
+        tensors: all that a file of it holds, by name.
+        scheme: `quantization_config` of config.json for engines that read `tensors`; None where none does.
+        figures: what the method says of itself.
+    """
+
+    model: PreTrainedModel
+    tensors: dict[str, Tensor]
+    scheme: dict[str, Any] | None = None
+    figures: dict[str, float] = {}  # noqa: RUF012 - never changed
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def train_for(
+    method: BaseParams,
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: training.Params,
+    seed: int = 0,
+    work_dir: Path | None = None,
+    on_progress: training.OnProgress | None = None,
+) -> training.Trained | None:
+    """Train a model as its quantization wants it, before `quantize`.
+
+    Args:
+        method: settings of a method of this family.
+        model: trained in place.
+        documents: token ids to train on.
+        params: of the training loop.
+        seed: of the order of batches and of what the method draws.
+        work_dir: holds the checkpoint; None keeps none.
+        on_progress: see `models.training.train`.
+
+    Returns:
+        What training was, or None where the method wants none.
+
+    Raises:
+        ValueError: as `models.training.train`.
+    """
+    module = catalog.load("quantize", method.name)
+    if not hasattr(module, "regime"):
+        return None
+    hooks = module.regime(method, torch.Generator().manual_seed(seed))
+    return training.train(model, documents, params, [hooks], seed, work_dir, on_progress)
+
+
+def save(quantized: Quantized, directory: Path) -> None:
+    """Write config.json and safetensors into `directory`, as engines and transformers load them.
+
+    Raises:
+        ValueError: no engine reads this form.
+    """
+    if quantized.scheme is None:
+        served = [name for name in catalog.names("quantize") if catalog.load("quantize", name).STORED]
+        raise ValueError(f"no engine reads this quantized form; those of these methods are: {', '.join(served)}")
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in quantized.tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = quantized.model.config.to_dict() | {"dtype": "bfloat16", "quantization_config": quantized.scheme}
+    config.pop("_name_or_path", None)  # a path of this machine
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def check(model: PreTrainedModel, group_size: int | None = None) -> None:
+    """Say all that can be said against quantizing a model before anything is changed.
+
+    Raises:
+        ValueError: it is not in float32, a layer can't be handled, or groups don't fill the rows of one; names it.
+    """
+    for name, layer in linears(model):
+        if layer.weight.dtype != torch.float32:
+            raise ValueError(f"layer {name} is in {layer.weight.dtype}; models are quantized in float32")
+        if group_size is not None and layer.in_features % group_size:
+            raise ValueError(f"group_size {group_size} does not divide the width {layer.in_features} of layer {name}")
+
+
+def check_documents(documents: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if there is too little text to calibrate on."""
+    num_tokens = sum(map(len, documents))
+    if num_tokens < BLOCK:
+        raise ValueError(f"calibration takes {BLOCK} tokens or more; got {num_tokens} in {len(documents)} documents")
+
+
+@torch.no_grad()
+def round_each(
+    model: PreTrainedModel, code: Callable[[str, nn.Linear], tuple[Tensor, Mapping[str, Tensor]]]
+) -> dict[str, Mapping[str, Tensor]]:
+    """Quantize weights in place, layer by layer, where nothing else of the layer changes.
+
+    Args:
+        model: changed.
+        code: what stands for a layer's weight now, [O, I], and the tensors that are stored instead of it.
+
+    Returns:
+        Name of each layer to what is stored of it.
+    """
+    parts = {}
+    for name, layer in linears(model):
+        weight, parts[name] = code(name, layer)
+        layer.weight.copy_(weight)
+    return parts
+
+
+@torch.no_grad()
+def assemble(
+    model: PreTrainedModel,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    scheme: dict[str, Any] | None = None,
+    figures: Mapping[str, float] | None = None,
+) -> Quantized:
+    """Round what is not quantized to bfloat16, and gather all that is stored.
+
+    Args:
+        model: with its quantized layers in place; changed.
+        parts: name of each quantized layer to the tensors that are stored instead of its weight.
+        scheme: see `Quantized`.
+        figures: see `Quantized`.
+    """
+    tensors = {f"{layer}.{part}": tensor for layer, stored in parts.items() for part, tensor in stored.items()}
+    for name, parameter in model.named_parameters():  # a tied matrix comes once
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight" and layer in parts:
+            continue
+        tensors[name] = parameter.to(torch.bfloat16)
+        parameter.copy_(tensors[name])
+    return Quantized(model.requires_grad_(False).eval(), tensors, scheme, dict(figures or {}))

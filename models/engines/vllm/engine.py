@@ -84,12 +84,10 @@ class _Tap:
     def see(self, output: RequestOutput) -> None:
         self.prompt_ids = tuple(output.prompt_token_ids or ())
         answer = output.outputs[0]
-        if self.sampling.output_kind == RequestOutputKind.DELTA:
-            self.token_ids += answer.token_ids
-        else:
-            self.token_ids = list(answer.token_ids)
+        delta = self.sampling.output_kind == RequestOutputKind.DELTA
+        self.token_ids = [*(self.token_ids if delta else ()), *answer.token_ids]
         if answer.logprobs and (self.sampling.logprobs or 0) >= 2:
-            self.gaps += [_gap(position) for position in answer.logprobs[len(self.gaps) :]]
+            self.gaps += [_gap(position) for position in answer.logprobs[0 if delta else len(self.gaps) :]]
         if self.token_ids:
             self.last_token = time.monotonic()
             self.first_token = self.first_token or self.last_token

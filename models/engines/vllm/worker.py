@@ -19,9 +19,10 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from models.engines.vllm import kernels
+from models.engines.vllm import kernels, linear_kernels
 
 kernels.install()
+linear_kernels.install()
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

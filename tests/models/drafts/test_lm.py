@@ -1,14 +1,16 @@
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import distill
+from models import catalog, distill, quantize
+from models.checkpoint import read_tensor
 from models.drafts import lm
 from models.hidden import Sample
 from models.scoring import score
-from models.targets import random
+from models.targets import describe, random
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,26 @@ def test_the_library_loads_what_is_saved(target: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         mine = draft.lm_head(draft.model(token_ids).last_hidden_state)
         assert torch.allclose(loaded(token_ids).logits, mine, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["int8_dynamic", "rtn"])
+def test_a_quantized_target_gives_the_weights_that_it_serves(
+    target: Path, samples: list[Sample], tmp_path: Path, method: str
+) -> None:
+    quantized_dir = tmp_path / "quantized"
+    copytree(target, quantized_dir, ignore=ignore_patterns("config.json", "*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    module = catalog.load("quantize", method)
+    quantize.save(module.quantize(model, [], module.Params()), quantized_dir)
+    draft = lm.create(lm.Params(num_layers=3), quantized_dir, None)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(draft.state_dict()[name], read_tensor(quantized_dir, name))
+    assert not torch.equal(draft.state_dict()[name], read_tensor(target, name).float())
+    # A draft with most of the target's layers is accepted by it, whose states come from its quantized weights.
+    assert tau(draft, quantized_dir, samples[:4], tmp_path / "states") > 1
+    (tmp_path / "draft").mkdir()
+    lm.save(draft, tmp_path / "draft")
+    lm.check(tmp_path / "draft", None, describe(quantized_dir))
 
 
 @pytest.mark.parametrize("num_layers", [0, 4, 5])

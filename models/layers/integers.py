@@ -1,0 +1,162 @@
+"""Integers of few bits that stand for real numbers, x ≈ scale · (value − zero), and how they lie in memory.
+
+Letters: O outputs and I inputs of a layer, G groups of a row.
+
+Symmetric grids run from −(2^(bits−1) − 1) to 2^(bits−1) − 1: the lowest integer stays unused, so that nothing is
+clipped and 0 is in the middle. Others use all integers, and always have one for 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Sums of this many products of two 8-bit integers are whole numbers below 2^24, which float32 adds without rounding.
+_EXACT = 1024
+
+
+class Integers(NamedTuple):
+    """A quantized matrix.
+
+    Attributes:
+        values: [O, I] int8, whatever the bits.
+        scales: [O, G], positive; G is 1 for one scale a row.
+        zeros: [O, G] int8, the integer that stands for 0; None is 0 everywhere.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def floats(self) -> Tensor:
+        """Return what the integers stand for, [O, I] float32."""
+        groups = self.values.float().unflatten(1, (self.scales.shape[1], -1))
+        if self.zeros is not None:
+            groups = groups - self.zeros.float()[..., None]
+        return (groups * self.scales.float()[..., None]).flatten(1)
+
+
+def limits(bits: int, symmetric: bool) -> tuple[int, int]:
+    """Return the lowest and highest integer.
+
+    Raises:
+        ValueError: `bits` is not from 2 to 8.
+    """
+    if not 2 <= bits <= 8:
+        raise ValueError(f"bits must be 2 to 8; got {bits}")
+    half = 2 ** (bits - 1)
+    return (1 - half if symmetric else -half), half - 1
+
+
+def num_groups(width: int, group_size: int | None) -> int:
+    """Return how many groups a row of `width` has; without `group_size` the row is one.
+
+    Raises:
+        ValueError: the groups don't fill the row.
+    """
+    if group_size is None:
+        return 1
+    if group_size < 1 or width % group_size:
+        raise ValueError(f"group_size {group_size} does not divide a width of {width}")
+    return width // group_size
+
+
+def fit(
+    weight: Tensor, bits: int, group_size: int | None, symmetric: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor | None]:
+    """Choose scales and zeros that cover each group.
+
+    Args:
+        weight: [O, I].
+        bits: of an integer.
+        group_size: weights of a row that share a scale; None is all.
+        symmetric: whether 0 is the middle of the grid.
+        dtype: that scales are stored in; they are rounded to it.
+
+    Returns:
+        Scales [O, G] in `dtype`, and zeros [O, G] int8, or None on a symmetric grid.
+
+    Raises:
+        ValueError: `bits` or `group_size` is out of range.
+    """
+    low, high = limits(bits, symmetric)
+    groups = weight.float().unflatten(1, (num_groups(weight.shape[1], group_size), -1))
+    if symmetric:
+        return _stored(groups.abs().amax(-1) / high, dtype), None
+    least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = _stored((most - least) / (high - low), dtype)
+    return scales, (low - least / scales.float()).round().clamp(low, high).to(torch.int8)
+
+
+def encode(weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Integers:
+    """Round each weight to the nearest integer of its group's grid, ties to even; see `fit`."""
+    low, high = limits(bits, zeros is None)
+    groups = weight.float().unflatten(1, (scales.shape[1], -1)) / scales.float()[..., None]
+    if zeros is not None:
+        groups = groups.round() + zeros.float()[..., None]
+    return Integers(groups.round().clamp(low, high).to(torch.int8).flatten(1), scales, zeros)
+
+
+def quantize(
+    weight: Tensor, bits: int, group_size: int | None, symmetric: bool, dtype: torch.dtype = torch.float32
+) -> Integers:
+    """Round to nearest on a grid that covers each group; see `fit` and `encode`."""
+    return encode(weight, *fit(weight, bits, group_size, symmetric, dtype), bits)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices of 8-bit integers exactly, as int32 sums would be.
+
+    Floats do it, because the CPU's integer product is tens of times slower where the processor has no instruction for
+    it.
+
+    Args:
+        left: [N, I] whole numbers from −255 to 255 of any dtype; magnitudes of a pair multiply to 2^14 at most.
+        right: [O, I], likewise.
+
+    Returns:
+        [N, O] float32 when the sums fit it, else float64.
+    """
+    left, right = left.float(), right.float()
+    if left.shape[1] <= _EXACT:
+        return left @ right.T
+    parts = zip(left.split(_EXACT, 1), right.split(_EXACT, 1), strict=True)
+    return sum((a @ b.T).double() for a, b in parts)
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Put integers side by side into int32, the first in the lowest bits, each raised by 2^(bits−1) to be unsigned.
+
+    Args:
+        values: [O, I] int8.
+        bits: of an integer; 32 // bits of them share an int32.
+
+    Returns:
+        [O, ceil(I / (32 // bits))] int32.
+    """
+    each = 32 // bits
+    raised = values.to(torch.int64) + 2 ** (bits - 1)
+    raised = torch.nn.functional.pad(raised, (0, -values.shape[1] % each)).unflatten(1, (-1, each))
+    words = (raised << (bits * torch.arange(each, device=values.device))).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack(words: Tensor, bits: int, width: int) -> Tensor:
+    """Take integers out again: the inverse of `pack`.
+
+    Args:
+        words: [O, W] int32.
+        bits: of an integer.
+        width: I.
+
+    Returns:
+        [O, I] int8.
+    """
+    each = 32 // bits
+    raised = words.to(torch.int64)[..., None] >> (bits * torch.arange(each, device=words.device))
+    return ((raised & (2**bits - 1)) - 2 ** (bits - 1)).flatten(1)[:, :width].to(torch.int8)
+
+
+def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to what is stored; a group of zeros gets a scale all the same."""
+    return torch.where(scales > 0, scales, 1.0).to(dtype)

@@ -1,0 +1,106 @@
+"""4-bit NormalFloat: 16 levels that weights of a normal distribution fall into equally often, and double quantization.
+
+Letters: O outputs and I inputs of a layer, S blocks of a matrix.
+
+The levels are means of neighbouring quantiles, computed apart for the two halves of the normal distribution, so that 0
+is one of them (arXiv:2305.14314, section 3): 8 levels above 0, 7 below, scaled to −1 … 1. The outermost quantile, at
+which a distribution without end must be cut, is the authors': the mean of 1 − 1/32 and 1 − 1/30.
+
+Double quantization stores a block's scale in 8 bits: the scales' mean is taken off, then blocks of 256 of them are
+stored as 8-bit floats (e4m3) with a float32 scale each.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OUTERMOST = 1 - (1 / 32 + 1 / 30) / 2
+SCALE_BLOCK = 256
+_HIGH = 448.0  # of e4m3
+
+
+class Scales(NamedTuple):
+    """Doubly quantized scales: `values` [S] float8, `blocks` [S / 256, rounded up] float32, `mean` [1] float32."""
+
+    values: Tensor
+    blocks: Tensor
+    mean: Tensor
+
+    def floats(self) -> Tensor:
+        """[S] float32, not below 0."""
+        spread = self.blocks.repeat_interleave(SCALE_BLOCK)[: len(self.values)]
+        return (self.values.float() * spread + self.mean).clamp(min=0)
+
+
+class NormalFloats(NamedTuple):
+    """A quantized matrix.
+
+    Attributes:
+        codes: [O, I] uint8, numbers of levels.
+        scales: of blocks of a row, one after the other.
+    """
+
+    codes: Tensor
+    scales: Tensor | Scales
+
+    def floats(self) -> Tensor:
+        """Return what the codes stand for, [O, I] float32."""
+        scales = self.scales.floats() if isinstance(self.scales, Scales) else self.scales
+        values = levels().to(self.codes.device)[self.codes.long()]
+        return (values.view(len(scales), -1) * scales[:, None]).view(self.codes.shape)
+
+
+def levels() -> Tensor:
+    """Return the 16 levels, [16] float32, ascending."""
+    positive = _quantiles(9)
+    negative = -_quantiles(8)
+    book = torch.cat([negative, torch.zeros(1, dtype=torch.float64), positive]).sort().values
+    return (book / book.max()).float()
+
+
+def encode(weight: Tensor, block_size: int = 64, double: bool = True) -> NormalFloats:
+    """Round each weight to the nearest level of its block.
+
+    Args:
+        weight: [O, I].
+        block_size: weights of a row that share a scale, their largest magnitude.
+        double: whether scales are quantized too; weights are rounded by the scales as they were before.
+
+    Raises:
+        ValueError: the blocks don't fill the rows.
+    """
+    if weight.shape[1] % block_size:
+        raise ValueError(f"block_size {block_size} does not divide a width of {weight.shape[1]}")
+    blocks = weight.detach().float().reshape(-1, block_size)
+    scales = blocks.abs().amax(1)
+    book = levels().to(weight.device)
+    middles = (book[1:] + book[:-1]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], middles)
+    return NormalFloats(codes.to(torch.uint8).view(weight.shape), _double(scales) if double else scales)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Put two codes into a byte, the first in the high bits; [..., I] uint8 to [..., I / 2] uint8, I even."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] << 4) | pairs[..., 1]
+
+
+def unpack(words: Tensor) -> Tensor:
+    """Take codes out again: the inverse of `pack`."""
+    return torch.stack([words >> 4, words & 15], -1).flatten(-2)
+
+
+def _quantiles(count: int) -> Tensor:
+    """Return the normal distribution's quantiles from OUTERMOST down to, and without, the one half."""
+    return torch.special.ndtri(torch.linspace(OUTERMOST, 0.5, count, dtype=torch.float64))[:-1]
+
+
+def _double(scales: Tensor) -> Scales:
+    mean = scales.mean().reshape(1)
+    centred = scales - mean
+    padded = torch.nn.functional.pad(centred, (0, -len(scales) % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    blocks = padded.abs().amax(1) / _HIGH
+    blocks = torch.where(blocks > 0, blocks, 1.0)
+    spread = blocks.repeat_interleave(SCALE_BLOCK)[: len(scales)]
+    return Scales((centred / spread).clamp(-_HIGH, _HIGH).to(torch.float8_e4m3fn), blocks, mean)

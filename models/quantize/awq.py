@@ -1,0 +1,176 @@
+"""AWQ: input features that carry much are scaled up before rounding, and their inputs scaled down by as much.
+
+W·x = (W·diag(s)) · (diag(s)⁻¹·x), with s = (mean |x|)^α and α searched from 0 in steps of 1/20 for the least squared
+error of the outputs. diag(s)⁻¹ goes into whatever makes the inputs: the norm before, or the rows of v_proj (for o_proj)
+and up_proj (for down_proj), so that the result is a plain checkpoint. s is divided by √(max s · min s).
+
+Layers that read the same inputs share s. Where several heads read one value head, o_proj's s is the mean over them;
+the authors' code leaves o_proj out then. After that each group is clipped to the share of its range, from 1 down to
+0.5, that loses least, except in q_proj and k_proj, whose products meet each other. Errors are those of a layer's own
+outputs, not of the whole block. Grids have zero points by default, as the authors' have.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models import compressed
+from models.layers import integers
+from models.layers.decoder import MODEL_TYPES
+from models.layers.integers import Integers
+from models.layers.linears import blocks, calibrate, linears
+from models.params import BaseParams
+from models.quantize import Quantized, assemble, check, check_documents
+
+PAPER = "arXiv:2306.00978, section 3"
+CALIBRATED = True
+STORED = compressed.PACKED
+STEPS = 20
+# What makes the inputs, and the layers that read them.
+FOLDS = (
+    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("self_attn.v_proj", ("self_attn.o_proj",)),
+    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    ("mlp.up_proj", ("mlp.down_proj",)),
+)
+UNCLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+class Params(BaseParams):
+    """Settings.
+
+    Attributes:
+        bits: of a weight; engines serve 4, and 8 on GPUs.
+        group_size: weights of a row that share a scale.
+        symmetric: whether 0 is the middle of the grid; else each group has a zero point.
+        search_tokens: calibration tokens that errors are measured on, spread over the text.
+        clip: whether ranges are clipped.
+    """
+
+    name: Literal["awq"] = "awq"
+    bits: int = Field(4, ge=2, le=8)
+    group_size: Literal[32, 64, 128] = 128
+    symmetric: bool = False
+    search_tokens: int = Field(512, ge=1)
+    clip: bool = True
+
+
+def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
+    """Scale and round the weights of the decoder blocks, block by block on the inputs that come through those before.
+
+    Args:
+        model: in float32; used up.
+        documents: token ids to calibrate on.
+        params: the grid and the search.
+
+    Raises:
+        ValueError: too little text, a block of another layout, or groups that don't fill a layer's rows; names it.
+    """
+    check(model, params.group_size)
+    check_documents(documents)
+    _require_layout(model)
+    parts: dict[str, dict[str, Tensor]] = {}
+    caught: dict[str, Tensor] = {}
+
+    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+        _, _, index, leaf = name.split(".", 3)
+        caught[leaf] = inputs
+        if len(caught) == sum(len(readers) for _, readers in FOLDS):
+            for own, weight in _block(blocks(model)[int(index)], caught, params).items():
+                parts[f"model.layers.{index}.{own}"] = compressed.packed_parts(weight, params.bits)
+            caught.clear()
+
+    calibrate(model, documents, visit)
+    return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
+
+
+def _require_layout(model: PreTrainedModel) -> None:
+    known = {leaf for _, readers in FOLDS for leaf in readers}
+    found = {name for name, _ in linears(model)}
+    wanted = {f"model.layers.{index}.{leaf}" for index in range(len(blocks(model))) for leaf in known}
+    if found - wanted:
+        name = min(found - wanted)
+        raise ValueError(f"layer {name} is not of Llama's layout; awq does not know what makes its inputs")
+    if wanted - found:
+        raise ValueError(f"layer {min(wanted - found)} is missing; awq takes blocks of Llama's layout")
+    if model.config.model_type not in MODEL_TYPES:  # norms of others add 1 to their weight, or stand elsewhere
+        raise ValueError(f"awq takes models of type {', '.join(MODEL_TYPES)}; got {model.config.model_type}")
+
+
+def _block(block: nn.Module, caught: Mapping[str, Tensor], params: Params) -> dict[str, Integers]:
+    """Scale, clip and round the layers of one block in place; `caught` [N, I] is what each of them read."""
+    inputs = {}
+    for maker_name, readers in FOLDS:
+        maker = block.get_submodule(maker_name)
+        layers = [block.get_submodule(leaf) for leaf in readers]
+        found = caught[readers[0]].float()
+        rows = found[:: max(1, len(found) // params.search_tokens)][: params.search_tokens]
+        # Where several heads read one value head, the features of a value head are shared.
+        head = 1 if len(maker.weight) == found.shape[1] else block.self_attn.head_dim
+        shape = (len(maker.weight) // head, -1, head)
+        magnitudes = found.abs().mean(0).view(shape).mean(1, keepdim=True)
+        scale = _search([layer.weight for layer in layers], rows, magnitudes, params)
+        makers = scale.flatten()
+        maker.weight.div_(makers if maker.weight.ndim == 1 else makers[:, None])
+        if getattr(maker, "bias", None) is not None:
+            maker.bias.div_(makers)
+        spread = _spread(scale, found.shape[1])
+        for leaf, layer in zip(readers, layers, strict=True):
+            layer.weight.mul_(spread)
+            inputs[leaf] = rows / spread
+    rounded = {}
+    for leaf, rows in inputs.items():
+        layer = block.get_submodule(leaf)
+        clip = params.clip and leaf not in UNCLIPPED
+        rounded[leaf] = _clipped(layer.weight, rows, params) if clip else _round(layer.weight, params)
+        layer.weight.copy_(rounded[leaf].floats())
+    return rounded
+
+
+def _search(weights: Sequence[Tensor], rows: Tensor, magnitudes: Tensor, params: Params) -> Tensor:
+    """Return the best scale of the features, [heads, 1, width of a head] as `magnitudes`."""
+    best, least = torch.ones_like(magnitudes), float("inf")
+    for step in range(STEPS):
+        scale = magnitudes.clamp(min=1e-4) ** (step / STEPS)
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        spread = _spread(scale, rows.shape[1])
+        errors = (_round(weight * spread, params).floats() / spread - weight for weight in weights)
+        error = sum(float((rows @ wrong.T).square().sum()) for wrong in errors)
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+def _spread(scale: Tensor, width: int) -> Tensor:
+    """[heads, 1, width of a head] to [I], each head's features once for every head that reads them."""
+    return scale.expand(-1, width // scale.numel(), -1).flatten()
+
+
+def _clipped(weight: Tensor, rows: Tensor, params: Params) -> Integers:
+    """Round with each group's range cut to the share of it that loses least of the layer's outputs."""
+    size = params.group_size
+    groups = weight.unflatten(1, (-1, size))
+    inputs = rows.unflatten(1, (-1, size))
+    products = torch.einsum("ngi,ngj->gij", inputs, inputs)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    if params.symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    best = groups
+    least = torch.full(groups.shape[:2], torch.inf, device=weight.device)
+    for step in range(STEPS // 2):
+        share = 1 - step / STEPS
+        cut = groups.clamp(share * low, share * high)
+        wrong = _round(cut.flatten(1), params).floats().unflatten(1, (-1, size)) - groups
+        error = torch.einsum("ogi,gij,ogj->og", wrong, products, wrong)
+        best = torch.where((error < least)[..., None], cut, best)
+        least = torch.minimum(error, least)
+    return _round(best.flatten(1), params)
+
+
+def _round(weight: Tensor, params: Params) -> Integers:
+    return integers.quantize(weight, params.bits, params.group_size, params.symmetric, torch.bfloat16)

@@ -1,0 +1,179 @@
+"""BitNet: weights of −1, 0 and 1 (b1.58) or of −1 and 1 (BitNet), inputs of 8 bits, for models trained that way.
+
+A layer computes y = γ · s_x · (X₈ · W̃ᵀ). Ternary: γ = mean |W|, W̃ = round(W / γ) clipped to −1 … 1. Binary:
+γ = mean |W|, W̃ = sign(W − mean W), where sign(0) is 1. X₈ are a token's inputs with its largest magnitude at 127; the
+1-bit paper takes one scale for the whole batch in training and one a token afterwards, here it is one a token always.
+
+Both papers normalise a layer's inputs before rounding, b1.58 by an RMSNorm inside of the layer. Here it has no weights
+(`norm`), so that the checkpoint keeps Llama's names; the block's own norms stay too. Embedding, norms and output matrix
+are not quantized.
+
+The model is trained from scratch under `regime`: weights stay floats, the forward pass rounds them, and gradients pass
+straight through both roundings. `quantize` on a model that was not trained so gives one that says nothing of use.
+Five ternary weights share a byte (3⁵ = 243): 1.6 bits a weight; eight binary ones do.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from models.layers.integer_linear import HIGH, token_scales
+from models.layers.integers import product
+from models.layers.linears import linears, replace
+from models.params import BaseParams
+from models.quantize import Quantized, assemble, check
+from models.regimes import Plan, Regime
+
+PAPER = "arXiv:2402.17764, section 2; arXiv:2310.11453, section 2.1"
+CALIBRATED = False
+STORED = None
+_EPSILON = 1e-5
+
+
+class Params(BaseParams):
+    """`weights` are of three or of two values; `norm` puts an RMSNorm without weights before each layer."""
+
+    name: Literal["bitnet"] = "bitnet"
+    weights: Literal["ternary", "binary"] = "ternary"
+    norm: bool = True
+
+
+def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
+    """Put layers of few-valued weights in place of the linear ones of the decoder blocks.
+
+    Args:
+        model: in float32, trained under `regime`; used up.
+        documents: not read.
+        params: as in training.
+
+    Raises:
+        ValueError: a layer can't be handled; names it.
+    """
+    check(model)
+    made = {name: _Linear(layer, params) for name, layer in linears(model)}
+    parts = {
+        name: {"weight_packed": _PACK[params.weights](m.values), "weight_scale": m.scale} for name, m in made.items()
+    }
+    replace(model, lambda name, layer: made[name])
+    return assemble(model, parts)
+
+
+def regime(params: Params, rng: torch.Generator) -> Regime:
+    """Return hooks under which the model computes with few-valued weights and 8-bit inputs.
+
+    Nothing is drawn from `rng`. The hooks' `start` raises ValueError as `quantize` does.
+    """
+    return _FewValued(params)
+
+
+class _FewValued(Regime):
+    def __init__(self, params: Params) -> None:
+        self.params = params
+
+    def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
+        check(model)
+        for _, layer in linears(model):
+            layer.forward = _forward(layer, self.params)  # type: ignore[method-assign]
+        return []
+
+    def finish(self, model: PreTrainedModel) -> None:
+        for _, layer in linears(model):
+            del layer.forward
+
+
+def _forward(layer: nn.Linear, params: Params) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        rows = _norm(inputs) if params.norm else inputs
+        with torch.no_grad():
+            values, scale = few_valued(layer.weight, params)
+            wrong_weight = values * scale - layer.weight
+            scales = token_scales(rows)
+            wrong_rows = (rows / scales).round() * scales - rows
+        return functional.linear(rows + wrong_rows, layer.weight + wrong_weight, layer.bias)
+
+    return forward
+
+
+class _Linear(nn.Module):
+    def __init__(self, layer: nn.Linear, params: Params) -> None:
+        super().__init__()
+        values, scale = few_valued(layer.weight.detach(), params)
+        self.values, self.scale = nn.Buffer(values.to(torch.int8)), nn.Buffer(scale)
+        self.bias, self.norm = layer.bias, params.norm
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = _norm(inputs) if self.norm else inputs
+        rows = rows.flatten(0, -2).float()
+        scales = token_scales(rows)
+        outputs = product((rows / scales).round().clamp(-HIGH, HIGH), self.values) * scales * self.scale
+        outputs = outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        return outputs if self.bias is None else outputs + self.bias
+
+
+def few_valued(weight: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    """Return what stands for a weight.
+
+    Args:
+        weight: [O, I].
+        params: how many values.
+
+    Returns:
+        Values [O, I] in float32, of −1, (0) and 1, and what they are multiplied by, [1] float32.
+    """
+    weight = weight.float()
+    scale = weight.abs().mean().reshape(1)
+    if params.weights == "binary":
+        return torch.where(weight >= weight.mean(), 1.0, -1.0), scale
+    return (weight / (scale + _EPSILON)).round().clamp(-1, 1), scale
+
+
+def pack_ternary(values: Tensor) -> Tensor:
+    """Put five values of −1, 0 and 1 into a byte, the first counting most; the last byte is filled up with −1.
+
+    Args:
+        values: any shape.
+
+    Returns:
+        [ceil(count / 5)] uint8.
+    """
+    return _pack(values + 1, base=3, each=5)
+
+
+def unpack_ternary(words: Tensor, shape: Sequence[int]) -> Tensor:
+    """Take values out again, int8 of `shape`: the inverse of `pack_ternary`."""
+    return _unpack(words, shape, base=3, each=5) - 1
+
+
+def pack_binary(values: Tensor) -> Tensor:
+    """Put eight values of −1 and 1 into a byte; see `pack_ternary`."""
+    return _pack((values + 1) // 2, base=2, each=8)
+
+
+def unpack_binary(words: Tensor, shape: Sequence[int]) -> Tensor:
+    """Take values out again, int8 of `shape`: the inverse of `pack_binary`."""
+    return 2 * _unpack(words, shape, base=2, each=8) - 1
+
+
+def _pack(digits: Tensor, base: int, each: int) -> Tensor:
+    digits = functional.pad(digits.flatten().long(), (0, -digits.numel() % each)).view(-1, each)
+    return (digits * _weights(base, each, digits.device)).sum(1).to(torch.uint8)
+
+
+def _unpack(words: Tensor, shape: Sequence[int], base: int, each: int) -> Tensor:
+    digits = words.long()[:, None] // _weights(base, each, words.device) % base
+    return digits.flatten()[: torch.Size(shape).numel()].view(*shape).to(torch.int8)
+
+
+def _weights(base: int, each: int, device: torch.device) -> Tensor:
+    return base ** torch.arange(each - 1, -1, -1, device=device)
+
+
+def _norm(inputs: Tensor) -> Tensor:
+    return functional.rms_norm(inputs, inputs.shape[-1:], eps=_EPSILON)
+
+
+_PACK: dict[str, Callable[[Tensor], Tensor]] = {"ternary": pack_ternary, "binary": pack_binary}

@@ -1,0 +1,125 @@
+"""GPTQ: round one column after the other, and let the columns to come make up for each column's error.
+
+With H = 2·XᵀX and U the upper Cholesky factor of its inverse, column j is rounded and every later column k loses
+(w_j − q_j) / U_jj · U_jk, which is the best that least squares can do. Blocks of 128 columns collect their updates.
+
+A group's scale is taken when its first column is reached, from weights as they have become. With `act_order` columns
+come in falling order of H's diagonal, and a group's scale is taken beforehand from the given weights, because its
+columns are far apart then; engines need no permutation. 1% of the diagonal's mean is added to it; a feature that
+calibration never saw is rounded to nearest, where the authors' code makes it 0.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models import compressed
+from models.layers import integers
+from models.layers.integers import Integers
+from models.layers.linears import calibrate
+from models.params import BaseParams
+from models.quantize import BLOCK, Quantized, assemble, check, check_documents
+
+PAPER = "arXiv:2210.17323, algorithm 1"
+CALIBRATED = True
+STORED = compressed.PACKED
+
+
+class Params(BaseParams):
+    """Settings.
+
+    Attributes:
+        bits: of a weight; engines serve 4, and 8 on GPUs.
+        group_size: weights of a row that share a scale.
+        symmetric: whether 0 is the middle of the grid; else each group has a zero point.
+        damping: share of the diagonal's mean that is added to it.
+        act_order: whether columns of large inputs are rounded first.
+    """
+
+    name: Literal["gptq"] = "gptq"
+    bits: int = Field(4, ge=2, le=8)
+    group_size: Literal[32, 64, 128] = 128
+    symmetric: bool = True
+    damping: float = Field(0.01, gt=0, lt=1)
+    act_order: bool = False
+
+
+def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
+    """Round the weights of the decoder blocks, block by block on the inputs that come through the rounded ones.
+
+    Args:
+        model: in float32; used up.
+        documents: token ids to calibrate on.
+        params: the grid and the order.
+
+    Raises:
+        ValueError: too little text, a layer that can't be handled, or groups that don't fill its rows; names it.
+    """
+    check(model, params.group_size)
+    check_documents(documents)
+    parts = {}
+
+    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+        rounded = solve(layer.weight, inputs, params)
+        layer.weight.copy_(rounded.floats())
+        parts[name] = compressed.packed_parts(rounded, params.bits)
+
+    calibrate(model, documents, visit)
+    return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
+
+
+def solve(weight: Tensor, inputs: Tensor, params: Params) -> Integers:
+    """Round one layer.
+
+    Args:
+        weight: [O, I], left unchanged.
+        inputs: [N, I].
+        params: the grid and the order.
+
+    Raises:
+        ValueError: `inputs` is not as wide as `weight`.
+    """
+    if inputs.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"inputs have width {inputs.shape[-1]}, the layer takes {weight.shape[-1]}")
+    width, size = weight.shape[1], params.group_size
+    hessian = 2 * inputs.float().T @ inputs.float()
+    seen = hessian.diagonal()
+    order = seen.argsort(descending=True) if params.act_order else torch.arange(width, device=weight.device)
+    factor = _factor(hessian[order][:, order], params.damping)
+    left = weight.detach().float()[:, order]
+    scales, zeros = integers.fit(weight, params.bits, size, params.symmetric, torch.bfloat16)
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    for start in range(0, width, BLOCK):
+        stop = min(start + BLOCK, width)
+        errors = torch.empty_like(left[:, start:stop])
+        for place in range(start, stop):
+            column = int(order[place])
+            group = column // size
+            if not params.act_order and column % size == 0:
+                fresh = left[:, place : place + size]  # a group never reaches into the next block
+                scale, zero = integers.fit(fresh, params.bits, None, params.symmetric, torch.bfloat16)
+                scales[:, group : group + 1] = scale
+                if zeros is not None and zero is not None:
+                    zeros[:, group : group + 1] = zero
+            own = scales[:, group : group + 1], None if zeros is None else zeros[:, group : group + 1]
+            rounded = integers.encode(left[:, place : place + 1], *own, params.bits)
+            values[:, column] = rounded.values[:, 0]
+            error = (left[:, place] - rounded.floats()[:, 0]) / factor[place, place]
+            left[:, place:stop] -= error[:, None] * factor[place, place:stop]
+            errors[:, place - start] = error
+        left[:, stop:] -= errors @ factor[start:stop, stop:]
+    return Integers(values, scales, zeros)
+
+
+def _factor(hessian: Tensor, damping: float) -> Tensor:
+    """[I, I], the upper Cholesky factor of the inverse."""
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    # A feature that was never seen has a row of zeros: any positive number leaves it by itself.
+    hessian = hessian + torch.diag(torch.where(diagonal > 0, damping * mean, mean.clamp(min=1e-6)))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return torch.linalg.cholesky(inverse, upper=True)

@@ -1,0 +1,62 @@
+"""BitNet: values by hand, packing that comes back, gradients straight through, learning from scratch."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.quantize import bitnet
+from models.quantize.bitnet import Params
+
+
+def test_ternary_values_by_hand() -> None:
+    values, scale = bitnet.few_valued(torch.tensor([[0.3, -0.2, 1.5, -2.0]]), Params())
+    assert scale.item() == 1.0
+    assert values.tolist() == [[0, 0, 1, -1]]
+
+
+def test_binary_values_are_signs_about_the_mean() -> None:
+    values, scale = bitnet.few_valued(torch.tensor([[1.0, 2.0, 3.0, -2.0]]), Params(weights="binary"))
+    assert scale.item() == 2.0  # mean magnitude; the mean is 1, which counts as above
+    assert values.tolist() == [[1, 1, 1, -1]]
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 6, 8, 17, 240])
+def test_packed_values_come_back(count: int) -> None:
+    rng = torch.Generator().manual_seed(count)
+    ternary = torch.randint(-1, 2, (2, count), generator=rng).to(torch.int8)
+    words = bitnet.pack_ternary(ternary)
+    assert words.dtype == torch.uint8 and len(words) == -(-2 * count // 5)
+    assert torch.equal(bitnet.unpack_ternary(words, ternary.shape), ternary)
+    binary = 2 * torch.randint(0, 2, (2, count), generator=rng).to(torch.int8) - 1
+    words = bitnet.pack_binary(binary)
+    assert len(words) == -(-2 * count // 8)
+    assert torch.equal(bitnet.unpack_binary(words, binary.shape), binary)
+
+
+def test_all_243_bytes_of_five_ternary_weights_are_different() -> None:
+    every = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * 5)
+    assert bitnet.pack_ternary(every).tolist() == list(range(243))
+
+
+@pytest.mark.parametrize("weights", ["ternary", "binary"])
+def test_the_stored_layer_is_the_trained_one(weights: str) -> None:
+    torch.manual_seed(0)
+    layer, params = nn.Linear(48, 16), Params(weights=weights)
+    trained, stored = bitnet._forward(layer, params), bitnet._Linear(layer, params)
+    inputs = torch.randn(2, 7, 48)
+    assert torch.allclose(trained(inputs), stored(inputs), atol=1e-5)
+    values = bitnet._PACK[weights](stored.values)
+    unpack = {"ternary": bitnet.unpack_ternary, "binary": bitnet.unpack_binary}[weights]
+    assert torch.equal(unpack(values, stored.values.shape), stored.values)
+
+
+def test_gradients_pass_both_roundings() -> None:
+    torch.manual_seed(0)
+    layer, params = nn.Linear(8, 4, bias=False), Params(norm=False)
+    inputs = torch.randn(3, 8, requires_grad=True)
+    bitnet._forward(layer, params)(inputs).sum().backward()
+    values, scale = bitnet.few_valued(layer.weight.detach(), params)
+    scales = inputs.detach().abs().amax(1, keepdim=True) / 127
+    rounded = (inputs.detach() / scales).round() * scales
+    assert torch.allclose(inputs.grad, (values * scale).sum(0).expand(3, 8), atol=1e-6)
+    assert torch.allclose(layer.weight.grad, rounded.sum(0).expand(4, 8), atol=1e-5)

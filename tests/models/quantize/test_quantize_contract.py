@@ -1,0 +1,185 @@
+"""What every quantization method keeps to: sizes are real, files say what was computed, bad input is refused."""
+
+import copy
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from models import catalog, quantize, training
+from models.checkpoint import read_tensor, read_tensors
+from models.layers.linears import linears
+from models.loading import load_model
+from models.params import BaseParams
+from models.quantize import Quantized
+from models.targets import random
+
+NAMES = catalog.names("quantize")
+STORED = [name for name in NAMES if catalog.load("quantize", name).STORED]
+TRAINED = [name for name in NAMES if hasattr(catalog.load("quantize", name), "regime")]
+GROUPED = [name for name in NAMES if "group_size" in catalog.load("quantize", name).Params.model_fields]
+DOCUMENTS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
+IDS = torch.tensor(DOCUMENTS[:2])
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def method(name: str, **settings: Any) -> tuple[ModuleType, BaseParams]:
+    return catalog.load("quantize", name), catalog.parse("quantize", {"name": name, **settings})
+
+
+def run(name: str, model: PreTrainedModel, documents: list[list[int]] = DOCUMENTS, **settings: Any) -> Quantized:
+    module, params = method(name, **settings)
+    return module.quantize(model, documents, params)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantized_model_is_smaller_and_still_a_model(name: str, tiny_target: Path) -> None:
+    quantized = run(name, load(tiny_target))
+    in_16_bits = 2 * sum(parameter.numel() for parameter in load(tiny_target).parameters())
+    assert quantized.num_bytes < in_16_bits or "kv_bytes_per_token" in quantized.figures
+    assert logits(quantized.model).isfinite().all()
+    assert not any(parameter.requires_grad for parameter in quantized.model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizing_twice_gives_the_same_file(name: str, tiny_target: Path) -> None:
+    once, twice = (run(name, load(tiny_target)).tensors for _ in range(2))
+    assert once.keys() == twice.keys()
+    for key, tensor in once.items():
+        assert torch.equal(tensor.flatten().view(torch.uint8), twice[key].flatten().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_quantized_is_what_its_16_bits_say(name: str, tiny_target: Path) -> None:
+    quantized = run(name, load(tiny_target))
+    for key, parameter in quantized.model.named_parameters():
+        if key in quantized.tensors and quantized.tensors[key].dtype == torch.bfloat16:
+            assert torch.equal(parameter, quantized.tensors[key].float()), key
+    assert quantized.tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_file_says_the_weights_that_the_model_computes_with(
+    name: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    quantized = run(name, load(tiny_target))
+    quantize.save(quantized, tmp_path)
+    plain = load(tiny_target)
+    layer = next(key for key, _ in linears(plain))
+    tensors = read_tensors(tmp_path)
+    assert tensors.keys() == {key for key, _ in plain.named_parameters()}
+    assert torch.equal(read_tensor(tmp_path, f"{layer}.weight"), tensors[f"{layer}.weight"])
+    found = quantized.model.get_submodule(layer)
+    weight = found.weight if isinstance(found, nn.Linear) else found.values.float() * found.scales
+    assert torch.equal(tensors[f"{layer}.weight"], weight)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_file_is_loaded_as_the_model_that_was_simulated(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    quantized = run(name, load(tiny_target))
+    quantize.save(quantized, tmp_path)
+    assert torch.equal(logits(load_model(tmp_path)), logits(quantized.model))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_transformers_reads_a_stored_file_as_the_same_weights(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    quantize.save(run(name, load(tiny_target)), tmp_path)
+    ours = load(tiny_target)
+    ours.load_state_dict(read_tensors(tmp_path), strict=False)
+    theirs = load(tmp_path)
+    logits(theirs)  # packed weights are unpacked by the first pass
+    for layer, module in linears(ours):
+        assert torch.equal(theirs.get_submodule(layer).weight.float(), module.weight), layer
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(STORED)))
+def test_a_form_that_no_engine_reads_is_not_saved(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no engine reads this quantized form; those of these methods are: .*gptq"):
+        quantize.save(run(name, load(tiny_target)), tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calibration_is_read_by_those_that_say_so(name: str, tiny_target: Path) -> None:
+    if catalog.load("quantize", name).CALIBRATED:
+        for short in ([], [[5]], [list(range(3, 30))] * 2):
+            with pytest.raises(ValueError, match=r"calibration takes 128 tokens or more; got \d+"):
+                run(name, load(tiny_target), short)
+    else:
+        assert run(name, load(tiny_target), []).num_bytes == run(name, load(tiny_target)).num_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_cannot_be_handled_is_named(name: str, tiny_target: Path) -> None:
+    model = load(tiny_target)
+    model.model.layers[1].mlp.up_proj = nn.Bilinear(8, 8, 8)
+    with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.up_proj is a Bilinear"):
+        run(name, model)
+    with pytest.raises(ValueError, match=r"layer model\.layers\.0\.self_attn\.q_proj is in torch\.bfloat16"):
+        run(name, load(tiny_target).bfloat16())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_stay_in_the_model_and_in_the_file(name: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=259,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for projection in "qkv":
+            model.get_submodule(f"model.layers.0.self_attn.{projection}_proj").bias.normal_()
+    without = copy.deepcopy(model)
+    without.model.layers[0].self_attn.v_proj.bias.data.zero_()
+    exact, lost = logits(model), logits(without)
+    quantized = run(name, model)
+    assert quantized.tensors["model.layers.0.self_attn.v_proj.bias"].shape == (64,)
+    if name not in TRAINED:
+        assert (logits(quantized.model) - exact).norm() < 0.5 * (lost - exact).norm()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_that_do_not_fill_a_row_are_refused(name: str, tmp_path: Path) -> None:
+    random.build(random.Params(num_heads=3, num_layers=1), tmp_path)
+    with pytest.raises(ValueError, match=r"group_size 128 does not divide the width 192 of layer model\.layers\.0"):
+        run(name, load(tmp_path), group_size=128)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_for_a_form_computes_as_the_form_does_and_learns(name: str, tiny_target: Path) -> None:
+    module, params = method(name)
+    model, plain = load(tiny_target), load(tiny_target)
+    for parameter in model.parameters():  # so that what stays in 16 bits is equal
+        parameter.data.copy_(parameter.data.bfloat16())
+    regime = module.regime(params, torch.Generator())
+    regime.start(model, None)
+    trained_on = logits(model)
+    regime.finish(model)
+    assert torch.equal(logits(model), logits(plain))
+    quantized = module.quantize(model, [], params)
+    assert torch.allclose(trained_on, logits(quantized.model), atol=2e-4, rtol=1e-4)
+    counting = [[3 + (start + 3 * place) % 60 for place in range(20)] for start in range(16)]
+    settings = training.Params(num_epochs=12, batch_tokens=128, learning_rate=3e-3)
+    trained = quantize.train_for(params, plain, counting, settings)
+    assert trained is not None and trained.losses[-1][1] < 0.5 * trained.losses[0][1]
+
+
+def test_methods_without_a_regime_are_not_trained_for(tiny_target: Path) -> None:
+    for name in set(NAMES) - set(TRAINED):
+        assert quantize.train_for(method(name)[1], load(tiny_target), DOCUMENTS, training.Params()) is None
