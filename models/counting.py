@@ -101,7 +101,7 @@ def step_cost(model: PreTrainedModel, batch_size: int, length: int) -> StepCost:
     """Run one forward and backward pass of next-token loss and return its cost; weights and gradients stay.
 
     Args:
-        model: any causal language model.
+        model: a plain causal language model, not checkpointed.
         batch_size: documents, B.
         length: tokens of each, T.
 

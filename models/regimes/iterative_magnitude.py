@@ -79,7 +79,7 @@ def train(
     """
     folder = None if work_dir is None else work_dir / _digest(params, training, seed, documents)
     whole = {name: torch.ones_like(layer.weight, dtype=torch.bool) for name, layer in linears(model)}
-    found = _load(folder) or _Found(0, whole, {}, (0, 0, 0.0))
+    found = _load(folder, model.device) or _Found(0, whole, {}, (0, 0, 0.0))
     while True:
         last = found.num_rounds == params.num_rounds
         masks, rewind = found.masks, params.rewind
@@ -220,12 +220,12 @@ def _save(folder: Path | None, found: _Found) -> None:
         _write(found.masks, folder / "masks.safetensors", metadata)
 
 
-def _load(folder: Path | None) -> _Found | None:
+def _load(folder: Path | None, device: torch.device) -> _Found | None:
     if folder is None or not (folder / "masks.safetensors").is_file():
         return None
     with safe_open(folder / "masks.safetensors", framework="pt") as handle:
         metadata = handle.metadata()
-        masks = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        masks = {name: handle.get_tensor(name).to(device) for name in handle.keys()}  # noqa: SIM118
     num_tokens, num_steps, seconds = json.loads(metadata["spent"])
     start = load_file(folder / "start.safetensors")
     return _Found(json.loads(metadata["num_rounds"]), masks, start, (num_tokens, num_steps, seconds))

@@ -36,7 +36,7 @@ COLUMNS = {
     "zeroes_pct": "zero weights, %",
     "exit_pct": "exit at half depth agrees, % ↑",
 }
-VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 6144, 4096
+VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 4096, 4096
 
 
 def rows(budget: float) -> list[Row]:
