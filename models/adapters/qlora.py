@@ -1,4 +1,4 @@
-"""QLoRA: LoRA on a base whose linear layers are NF4 (`models.layers.nf4`), frozen.
+"""QLoRA: LoRA on a base whose linear layers are NF4 (`models.layers.normal_float`), frozen.
 
 Base weights take 4.127 bits instead of 32. Gradients pass through them to the low-rank parts, for which they are
 dequantized once more. Embedding, output matrix and norms stay as they are; at small sizes they are most of the model
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import linears
 from models.layers.lora import LoraLinear, insert_lora, plain_linear, replace_kind
-from models.layers.nf4 import Nf4Linear
+from models.layers.normal_float_linear import NormalFloatLinear
 from models.params import BaseParams
 
 PAPER = "arXiv:2305.14314, section 3; rank and alpha of its section 4"
@@ -51,10 +51,10 @@ def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None
         ValueError: the model has no such layer, or the rank is more than a layer's smaller side.
     """
     names = params.layers or sorted({name.rpartition(".")[2] for name, _ in linears(model)})
-    insert_lora(model, names, params.rank, params.alpha, rng, Nf4Linear)
+    insert_lora(model, names, params.rank, params.alpha, rng, NormalFloatLinear)
 
 
 def fold(model: PreTrainedModel) -> None:
     """Dequantize each matrix and add its product; see `models.adapters`."""
     replace_kind(model, LoraLinear, lambda added: plain_linear(added.base.weight, added.base.bias, added))
-    replace_kind(model, Nf4Linear, lambda layer: plain_linear(layer.weight, layer.bias, None))
+    replace_kind(model, NormalFloatLinear, lambda layer: plain_linear(layer.weight, layer.bias, None))

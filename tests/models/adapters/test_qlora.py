@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from models import adapters
 from models.adapters import qlora
-from models.layers import nf4
+from models.layers import normal_float
 from models.layers.linears import linears
+from models.layers.normal_float_linear import NormalFloatLinear
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 
@@ -18,7 +19,7 @@ def quantized(model: PreTrainedModel) -> PreTrainedModel:
     """The base with each weight rounded to NF4 by itself."""
     with torch.no_grad():
         for _, layer in linears(model):
-            layer.weight.copy_(nf4.dequantize(nf4.quantize(layer.weight)))
+            layer.weight.copy_(normal_float.encode(layer.weight).floats())
     return model
 
 
@@ -27,7 +28,7 @@ def test_the_base_takes_an_eighth_of_its_bytes(base: PreTrainedModel) -> None:
     rest = base.num_parameters() - num_weights
     adapted = adapters.attach(base, qlora.Params(), torch.Generator().manual_seed(0))
     frozen = sum(p.numel() * p.element_size() for p in base.parameters() if not p.requires_grad)
-    packed = sum(module.packed.num_bytes for module in base.modules() if isinstance(module, nf4.Nf4Linear))
+    packed = sum(module.num_bytes for module in base.modules() if isinstance(module, NormalFloatLinear))
     assert frozen == 4 * rest
     # The float32 maxima of layers of few blocks add a little to the 4.127 bits.
     assert 8 * packed / num_weights == pytest.approx(4.13, abs=0.01)

@@ -1,0 +1,27 @@
+"""A linear layer in NormalFloat: the product of what the codes stand for, and nothing else kept."""
+
+import torch
+from torch import nn
+
+from models.held import held_for_backward
+from models.layers import normal_float
+from models.layers.normal_float_linear import NormalFloatLinear
+
+
+def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(128, 64).requires_grad_(False)
+    packed = NormalFloatLinear(layer)
+    inputs = torch.randn(2, 5, 128, requires_grad=True)
+    outputs = packed(inputs)
+    outputs.square().sum().backward()
+    same = inputs.detach().clone().requires_grad_(True)
+    wanted = nn.functional.linear(same, normal_float.encode(layer.weight).floats(), layer.bias)
+    wanted.square().sum().backward()
+    assert torch.allclose(outputs, wanted) and torch.allclose(inputs.grad, same.grad)
+    assert held_for_backward(packed, lambda: packed(inputs).sum()) == 0
+
+
+def test_a_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
+    packed = NormalFloatLinear(nn.Linear(1024, 1024, bias=False))
+    assert packed.num_bytes == 1024**2 // 2 + 1024 * 16 + 4 * 64 + 4
