@@ -76,11 +76,18 @@ def counted(model: nn.Module) -> Iterator[Cost]:
     """Count what is done inside, by any number of steps.
 
     Args:
-        model: whose parameters don't count as held; those that are made inside do.
+        model: whose parameters and buffers don't count as held; those that are made inside do.
     """
     cost = Cost(model)
     with cost, torch.autograd.graph.saved_tensors_hooks(cost._held.pack, _unpack):
         yield cost
+
+
+def held_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Return the most bytes that `forward` holds for the backward pass besides the model itself."""
+    with counted(model) as cost:
+        forward()
+    return cost.peak_activation_bytes
 
 
 class StepCost(NamedTuple):
@@ -147,14 +154,14 @@ class _Saved:
 
 class _Held:
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
         self.holders: Counter[int] = Counter()
         self.now = self.peak = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
         storage = tensor.untyped_storage()
         saved, key, size = _Saved(tensor), storage._cdata, storage.nbytes()
-        if key not in self.parameters:
+        if key not in self.own:
             self.now += 0 if self.holders[key] else size
             self.holders[key] += 1
             self.peak = max(self.peak, self.now)

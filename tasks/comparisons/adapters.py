@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog
-from models.held import held_for_backward
+from models.counting import held_bytes
 from models.perplexity import score
 from models.training import Params, pad, train
 from tasks.comparisons import Bench, Row
@@ -62,7 +62,7 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
     num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
-    held = held_for_backward(model, lambda: model(input_ids=batch.token_ids, labels=batch.labels, use_cache=False).loss)
+    held = held_bytes(model, lambda: model(input_ids=batch.token_ids, labels=batch.labels, use_cache=False).loss)
     settings = Params(
         learning_rate=row.settings["learning_rate"],
         num_epochs=2,

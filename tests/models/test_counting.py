@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.counting import checkpoint_bytes, counted, parameter_bytes, step_cost
+from models.counting import checkpoint_bytes, counted, held_bytes, parameter_bytes, step_cost
 
 # The tiny target: hidden size, key and value width, MLP width, vocabulary, layers, heads, width of a head.
 H, KV, I, V, L, HEADS, D = 128, 64, 256, 259, 2, 2, 64
@@ -46,6 +46,12 @@ def test_a_storage_is_counted_once_and_leaves_with_its_graph() -> None:
     assert cost.peak_activation_bytes == 4 * (5 * 4 + 5 * 8)
     # Two products forward; backward two for weights and one for the hidden layer.
     assert cost.flops == 3 * 2 * 5 * (2 * (4 * 8 + 8 * 2) + 8 * 2)
+
+
+def test_a_linear_layer_holds_its_input_and_a_frozen_one_nothing() -> None:
+    layer, inputs = nn.Linear(8, 4), torch.randn(3, 8, requires_grad=True)
+    assert held_bytes(layer, lambda: layer(inputs).sum()) == 4 * 3 * 8
+    assert held_bytes(layer.requires_grad_(False), lambda: layer(inputs).sum()) == 0
 
 
 def test_two_graphs_alive_at_once_add_up() -> None:

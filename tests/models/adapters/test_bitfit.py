@@ -15,7 +15,7 @@ from transformers import (
 
 from models import adapters
 from models.adapters import bitfit
-from models.held import held_for_backward
+from models.counting import held_bytes
 from models.layers.linears import linears
 
 TOKEN_IDS = torch.arange(3, 43)[None]
@@ -58,11 +58,11 @@ def inputs_held(model: PreTrainedModel) -> set[str]:
 
 def test_no_input_of_a_linear_layer_is_kept_for_a_weight_gradient(base: PreTrainedModel) -> None:
     assert inputs_held(base) == {name for name, _ in linears(base)}
-    all_parameters = held_for_backward(base, lambda: loss(base))
+    all_parameters = held_bytes(base, lambda: loss(base))
     adapters.attach(base, bitfit.Params(), torch.Generator())
     # Attention keeps its own output, which is what the output projection reads, for the gradient of the data.
     assert {name.rpartition(".")[2] for name in inputs_held(base)} <= {"o_proj"}
-    assert held_for_backward(base, lambda: loss(base)) < 0.85 * all_parameters
+    assert held_bytes(base, lambda: loss(base)) < 0.85 * all_parameters
 
 
 def test_the_gradient_of_a_bias_is_the_sum_of_its_outputs_gradients(base: PreTrainedModel) -> None:

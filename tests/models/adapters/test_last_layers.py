@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from models import adapters
 from models.adapters import last_layers
-from models.held import held_for_backward
+from models.counting import held_bytes
 
 TOKEN_IDS = torch.arange(3, 43)[None]
 
@@ -22,11 +22,11 @@ def test_blocks_before_the_first_trained_one_keep_nothing(base: PreTrainedModel)
     def held(num_layers: int) -> int:
         base.requires_grad_(False)
         last_layers.insert(base, last_layers.Params(num_layers=num_layers), torch.Generator())
-        return held_for_backward(base, lambda: base(TOKEN_IDS, labels=TOKEN_IDS, use_cache=False).loss)
+        return held_bytes(base, lambda: base(TOKEN_IDS, labels=TOKEN_IDS, use_cache=False).loss)
 
     both, last = held(2), held(1)
     base.requires_grad_(False)
-    head_alone = held_for_backward(base, lambda: base(TOKEN_IDS, labels=TOKEN_IDS, use_cache=False).loss)
+    head_alone = held_bytes(base, lambda: base(TOKEN_IDS, labels=TOKEN_IDS, use_cache=False).loss)
     assert head_alone == 0
     assert last < 0.7 * both
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.held import held_for_backward
+from models.counting import held_bytes
 from models.layers import normal_float
 from models.layers.normal_float_linear import NormalFloatLinear
 
@@ -19,7 +19,7 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -
     wanted = nn.functional.linear(same, normal_float.encode(layer.weight).floats(), layer.bias)
     wanted.square().sum().backward()
     assert torch.allclose(outputs, wanted) and torch.allclose(inputs.grad, same.grad)
-    assert held_for_backward(packed, lambda: packed(inputs).sum()) == 0
+    assert held_bytes(packed, lambda: packed(inputs).sum()) == 0
 
 
 def test_a_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
