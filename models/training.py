@@ -85,6 +85,7 @@ def train(
     seed: int = 0,
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
+    label: str = "",
 ) -> Trained:
     """Train `model` in place.
 
@@ -96,12 +97,14 @@ def train(
         seed: of the order of batches.
         work_dir: holds the checkpoint; None keeps none.
         on_progress: called a few times a second at most.
+        label: what else makes this run another than one whose checkpoint is found, such as the regimes' settings.
 
     Raises:
         ValueError: nothing to learn from, or no parameter to train.
         FloatingPointError: the loss is NaN or infinite; the model must be thrown away.
     """
-    return _Loop(model, documents, params, regimes, seed, work_dir).run(on_progress or (lambda progress: None))
+    loop = _Loop(model, documents, params, regimes, seed, work_dir, label)
+    return loop.run(on_progress or (lambda progress: None))
 
 
 def train_by_name(
@@ -128,7 +131,8 @@ def train_by_name(
         module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
         for number, (module, method) in enumerate(modules)
     ]
-    return train(model, documents, params, hooks, seed, work_dir, on_progress)
+    label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
+    return train(model, documents, params, hooks, seed, work_dir, on_progress, label)
 
 
 def require_compatible(methods: Sequence[BaseParams]) -> None:
@@ -180,8 +184,10 @@ class _Loop:
         regimes: Sequence[Regime],
         seed: int,
         work_dir: Path | None,
+        label: str,
     ) -> None:
-        self.model, self.params, self.regimes, self.seed, self.work_dir = model, params, regimes, seed, work_dir
+        self.model, self.params, self.regimes, self.seed = model, params, regimes, seed
+        self.work_dir, self.label = work_dir, label
         self.batches = _batches(cut(documents, params.max_length), params.batch_tokens)
         self.total = params.num_epochs * len(self.batches)
         plan = Plan(self.total, len(self.batches))
@@ -307,7 +313,7 @@ class _Loop:
         """What must be equal for a checkpoint to be this run's."""
         settings = self.params.model_dump(exclude={"checkpoint_s"})
         names = [type(regime).__module__ for regime in self.regimes]
-        return json.dumps([settings, names, self.seed, sorted(self.trained), _digest(self.batches)])
+        return json.dumps([settings, names, self.label, self.seed, sorted(self.trained), _digest(self.batches)])
 
 
 def learning_rate(params: Params, step: int, total: int) -> float:

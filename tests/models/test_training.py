@@ -60,6 +60,13 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     assert [step for step, _ in trained.losses] == list(range(len(trained.losses)))
 
 
+def test_a_checkpoint_of_other_settings_is_not_gone_on_with(model: PreTrainedModel, tmp_path: Path) -> None:
+    settings = params(checkpoint_s=1e-9)
+    whole = training.train(model, documents(), settings, work_dir=tmp_path, label="one")
+    assert training.train(model, documents(), settings, work_dir=tmp_path, label="one").losses == whole.losses
+    assert training.train(model, documents(), settings, work_dir=tmp_path, label="two").losses != whole.losses
+
+
 def test_the_loss_does_not_see_padding(model: PreTrainedModel) -> None:
     short, long = documents()[3], documents()[0]
     alone = score(model, [short])[0]
