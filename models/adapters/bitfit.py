@@ -19,7 +19,7 @@ from models.layers.linears import linears
 from models.params import BaseParams
 
 PAPER = "arXiv:2106.10199, section 3"
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 3e-3
 # What configs of transformers call the biases of linear layers.
 FLAGS = ("attention_bias", "mlp_bias")
 

@@ -2,9 +2,9 @@
 
 The whole target learns the first domain by name from a few documents, cut to `LENGTH` tokens, and is measured on
 held-out ones of that domain and of all others, which shows what it forgot. The seed draws documents, first weights and
-the order of batches. Each method trains at the rate its file says; none was searched for this table, so a small lead is
-no verdict. Memory is what one batch keeps for the backward pass, and what weights, gradients and optimizer take; it is
-counted, not read off the process.
+the order of batches. Each method trains at the rate its file says; few were tried, so a small lead is no verdict.
+Memory is what one batch keeps for the backward pass, and what weights, gradients and optimizer take; it is counted, not
+read off the process.
 """
 
 import torch

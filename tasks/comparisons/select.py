@@ -50,7 +50,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     def trained(num_layers: int, chosen: list[int]) -> tuple[lm.Lm, PreTrainedModel]:
         draft, model = _cut(bench.target_dir, num_layers)
         if chosen:
-            settings = Params(learning_rate=5e-4, num_epochs=4, batch_tokens=256, max_length=LENGTH)
+            settings = Params(learning_rate=2e-3, num_epochs=6, batch_tokens=256, max_length=LENGTH)
             train(model, [pool[place] for place in chosen], settings, seed=seed)
         return draft, model
 
