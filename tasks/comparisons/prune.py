@@ -30,7 +30,7 @@ COLUMNS = {
 }
 PATTERNS = {"half": Pattern(sparsity=0.5), "2_4": Pattern(kept=2, group=4)}
 LENGTH = 256
-TOKENS = 2048
+TOKENS = 1024
 
 
 def rows(budget: float) -> list[Row]:
