@@ -6,13 +6,13 @@ training W itself. The passes through W, of which the gradient of the data still
 saves is the weight gradient and, above all, the optimizer's state.
 
 The paper adapts the query and value projections only, which is the default here. B starts at zero, so the model starts
-as its base; A is drawn uniformly within 1/√I as in the authors' code, where the paper says Gaussian. There is no
+as its base; A is drawn uniformly within 1/√I, as `peft` does it, where the paper says Gaussian. There is no
 dropout, so that a resumed run is the same run.
 
 Merging adds in float64 and rounds once to W's format: in float32 logits move by some 1e-6 of their size, in float64 by
 1e-14. Rounded to bfloat16 afterwards, a merged model loses updates under 1/256 of a weight, as any finetuned one does.
 
-`peft` does the same; this is a few lines, and makes no model class of its own around the model.
+The layers are `peft`'s, put into the model without a model class around it; merging is done here, for the float64.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.layers.lora import LoraLinear, insert_lora, plain_linear, replace_kind
+from models.layers.lora import insert_lora, take_out
 from models.params import BaseParams
 
 PAPER = "arXiv:2106.09685, sections 4.1 and 4.2; rank and alpha of its table 9 for RoBERTa large"
@@ -49,9 +49,9 @@ def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None
     Raises:
         ValueError: the model has no such layer, or the rank is more than a layer's smaller side.
     """
-    insert_lora(model, params.layers, params.rank, params.alpha, rng, lambda layer: layer)
+    insert_lora(model, params.layers, params.rank, params.alpha, rng)
 
 
 def fold(model: PreTrainedModel) -> None:
     """Add each product to its matrix; see `models.adapters`."""
-    replace_kind(model, LoraLinear, lambda added: plain_linear(added.base.weight, added.base.bias, added))
+    take_out(model)

@@ -20,7 +20,7 @@ from pydantic import Field
 from transformers import PreTrainedModel
 
 from models.layers.linears import linears
-from models.layers.lora import LoraLinear, insert_lora, plain_linear, replace_kind
+from models.layers.lora import insert_lora, plain_linear, replace_kind, take_out
 from models.layers.normal_float_linear import NormalFloatLinear
 from models.params import BaseParams
 
@@ -56,5 +56,5 @@ def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None
 
 def fold(model: PreTrainedModel) -> None:
     """Dequantize each matrix and add its product; see `models.adapters`."""
-    replace_kind(model, LoraLinear, lambda added: plain_linear(added.base.weight, added.base.bias, added))
-    replace_kind(model, NormalFloatLinear, lambda layer: plain_linear(layer.weight, layer.bias, None))
+    take_out(model)
+    replace_kind(model, NormalFloatLinear, lambda layer: plain_linear(layer.weight, layer.bias))

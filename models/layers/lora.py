@@ -1,10 +1,11 @@
-"""A linear layer with a trained low-rank part beside it: W x + (α/r) B A x.
+"""Linear layers with a trained low-rank part beside them, W x + (α/r) B A x: `peft`'s, put into a model and taken out.
 
-Letters: O outputs and I inputs of the layer, r rank.
+Letters: O outputs and I inputs of the layer, r rank. `peft` is imported where it is used, because that takes seconds.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,26 +14,7 @@ from transformers import PreTrainedModel
 from models.layers.linears import linears, replace
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class LoraLinear(nn.Module):
-    """`base` with the product of `lora_b` [O, r] and `lora_a` [r, I] added; only these two are trained."""
-
-    def __init__(self, base: nn.Module, weight: Tensor, rank: int, alpha: float, rng: torch.Generator) -> None:
-        super().__init__()
-        num_outputs, num_inputs = weight.shape
-        self.in_features, self.out_features = num_inputs, num_outputs
-        self.base, self.scale = base, alpha / rank
-        bound = num_inputs**-0.5
-        drawn = (2 * torch.rand(rank, num_inputs, generator=rng) - 1) * bound
-        self.lora_a = nn.Parameter(drawn.to(weight))
-        self.lora_b = nn.Parameter(torch.zeros(num_outputs, rank).to(weight))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """[..., I] → [..., O], through the r numbers in between: O·I products are never formed."""
-        low: Tensor = nn.functional.linear(nn.functional.linear(inputs, self.lora_a), self.lora_b)
-        base: Tensor = self.base(inputs)
-        return base + self.scale * low
+_NAME = "default"  # of the one adapter, in peft's names
 
 
 def insert_lora(
@@ -41,7 +23,7 @@ def insert_lora(
     rank: int,
     alpha: float,
     rng: torch.Generator,
-    make_base: Callable[[nn.Linear], nn.Module],
+    make_base: Callable[[nn.Linear], nn.Module] | None = None,
 ) -> None:
     """Put a low-rank part beside the layers of `names`, and `make_base(layer)` in place of every linear layer.
 
@@ -51,7 +33,7 @@ def insert_lora(
         rank: r.
         alpha: α.
         rng: draws the first factors.
-        make_base: returns the layer that computes W x.
+        make_base: returns the layer that computes W x; None leaves every layer as it is.
 
     Raises:
         ValueError: no layer has one of the names, or r is more than a layer's smaller side.
@@ -62,16 +44,41 @@ def insert_lora(
     for name, layer in linears(model):
         if name.rpartition(".")[2] in names and rank > min(layer.weight.shape):
             raise ValueError(f"rank must be at most {min(layer.weight.shape)}, the smaller side of {name}; got {rank}")
-
-    def make(name: str, layer: nn.Linear) -> nn.Module:
-        if name.rpartition(".")[2] not in names:
-            return make_base(layer)
-        return LoraLinear(make_base(layer), layer.weight, rank, alpha, rng)
-
-    replace(model, make)
+    if make_base is not None:
+        replace(model, lambda name, layer: make_base(layer))
+    add_low_rank(model, names, rank, alpha, rng)
 
 
-def replace_kind(model: PreTrainedModel, kind: type[ModuleT], make: Callable[[ModuleT], nn.Module]) -> None:
+def add_low_rank(model: nn.Module, names: Sequence[str], rank: int, alpha: float, rng: torch.Generator) -> None:
+    """Put `peft`'s low-rank part beside each module of `names`, in place; see `insert_lora`."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import Linear
+
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(names))
+    wrapped = {type(module) for name, module in model.named_modules() if name.rpartition(".")[2] in names}
+    # A layer that keeps its weight in another form multiplies like any linear layer, which peft can't know.
+    config._register_custom_module({kind: Linear for kind in wrapped if not issubclass(kind, nn.Linear)})
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)
+        torch.manual_seed(int(torch.randint(2**31, (1,), generator=rng)))
+        inject_adapter_in_model(config, model, _NAME)
+
+
+def take_out(model: nn.Module) -> None:
+    """Add each product to its matrix in float64, round once, and put a plain linear layer in its place."""
+    from peft.tuners.lora import Linear
+
+    def plain(module: Any) -> nn.Linear:
+        base, low, high = module.base_layer, module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
+        added = module.scaling[_NAME] * (high.detach().double() @ low.detach().double())
+        return plain_linear((base.weight.double() + added).to(base.weight.dtype), base.bias)
+
+    replace_kind(model, Linear, plain)
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def replace_kind(model: nn.Module, kind: type[ModuleT], make: Callable[[ModuleT], nn.Module]) -> None:
     """Put `make(module)` in place of each module of a kind."""
     for name, module in list(model.named_modules()):
         if isinstance(module, kind):
@@ -79,13 +86,9 @@ def replace_kind(model: PreTrainedModel, kind: type[ModuleT], make: Callable[[Mo
             setattr(model.get_submodule(parent), leaf, make(module))
 
 
-@torch.no_grad()
-def plain_linear(weight: Tensor, bias: Tensor | None, added: LoraLinear | None) -> nn.Linear:
-    """Return a linear layer of `weight` [O, I] with a low-rank part added to it in float64 and rounded once."""
-    if added is not None:
-        product = added.scale * (added.lora_b.double() @ added.lora_a.double())
-        weight = (weight.double() + product).to(weight.dtype)
+def plain_linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
+    """Return a linear layer of `weight` [O, I]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight)
+    layer.weight = nn.Parameter(weight.detach())
     layer.bias = bias
     return layer

@@ -8,16 +8,21 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from models import adapters
 from models.adapters import lora
-from models.layers.lora import LoraLinear
+from models.layers.lora import add_low_rank, take_out
 
 
 def test_a_layer_by_hand() -> None:
-    base = nn.Linear(2, 2, bias=False)
-    base.weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    layer = LoraLinear(base, base.weight, rank=1, alpha=3.0, rng=torch.Generator())
-    layer.lora_a.data, layer.lora_b.data = torch.tensor([[1.0, -1.0]]), torch.tensor([[2.0], [0.5]])
+    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2, bias=False)})
+    model.q_proj.weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    add_low_rank(model, ["q_proj"], rank=1, alpha=3.0, rng=torch.Generator())
+    model.q_proj.lora_A["default"].weight.data = torch.tensor([[1.0, -1.0]])
+    model.q_proj.lora_B["default"].weight.data = torch.tensor([[2.0], [0.5]])
     # W x = (5, 4); A x = 3; B A x = (6, 1.5), times 3 / 1.
-    assert layer(torch.tensor([5.0, 2.0])).tolist() == [5 + 18, 4 + 4.5]
+    wanted = [5 + 18, 4 + 4.5]
+    assert model.q_proj(torch.tensor([5.0, 2.0])).tolist() == wanted
+    take_out(model)
+    assert type(model.q_proj) is nn.Linear
+    assert model.q_proj(torch.tensor([5.0, 2.0])).tolist() == wanted
 
 
 def test_the_factors_cost_6BLrE_and_the_matrix_itself_3BLE2() -> None:
@@ -29,11 +34,11 @@ def test_the_factors_cost_6BLrE_and_the_matrix_itself_3BLE2() -> None:
             layer(inputs).sum().backward()
         return counter.get_total_flops() // 2
 
-    full = nn.Linear(width, width, bias=False)
-    assert multiplications(full) == 3 * num_sequences * length * width**2
-    low = LoraLinear(full.requires_grad_(False), full.weight, rank, 1.0, torch.Generator())
+    model = nn.ModuleDict({"q_proj": nn.Linear(width, width, bias=False)})
+    assert multiplications(model.q_proj) == 3 * num_sequences * length * width**2
+    add_low_rank(model, ["q_proj"], rank, 1.0, torch.Generator())
     passes_through_base = 2 * num_sequences * length * width**2
-    assert multiplications(low) == passes_through_base + 6 * num_sequences * length * rank * width
+    assert multiplications(model.q_proj) == passes_through_base + 6 * num_sequences * length * rank * width
 
 
 def test_in_double_precision_a_merge_moves_logits_by_rounding_alone(base: PreTrainedModel) -> None:

@@ -54,4 +54,4 @@ def test_gradients_reach_the_first_layer_through_a_quantized_base(base: PreTrain
     adapted = adapters.attach(base, qlora.Params(rank=4), torch.Generator().manual_seed(0))
     base(TOKEN_IDS, labels=TOKEN_IDS).loss.backward()
     # A's gradient is B times something, and B starts at zero.
-    assert all((p.grad.norm() > 0) == ("lora_b" in name) for name, p in adapted.trained.items())
+    assert all((p.grad.norm() > 0) == ("lora_B" in name) for name, p in adapted.trained.items())
