@@ -67,6 +67,9 @@ def calibrate(
     """
     if not documents or min(map(len, documents)) < 1:
         raise ValueError(f"calibration takes documents of at least one token; got {len(documents)}")
+    kinds = sorted(set(getattr(model.config, "layer_types", None) or ()))
+    if len(kinds) > 1:  # the first block's mask would serve them all
+        raise ValueError(f"calibration handles blocks that attend in one way; this model's are {', '.join(kinds)}")
     by_block: dict[int, list[tuple[str, nn.Linear]]] = {}
     for name, layer in linears(model):
         by_block.setdefault(int(name.split(".")[2]), []).append((name, layer))

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from models.layers.hessian import inverse_factor
 from models.params import BaseParams
 from models.prune import Pattern, require_inputs
 
@@ -55,25 +56,15 @@ def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> T
     if pattern.group is not None and params.block_size % pattern.group:
         raise ValueError(f"block_size is {params.block_size}, which {pattern.group} of {pattern} does not divide")
     pruned = weight.float()
-    factor, dead = _inverse_factor(inputs.float(), params.dampening)
-    pruned = pruned.masked_fill(dead, 0)
+    hessian = inputs.float().T @ inputs.float()
+    factor = inverse_factor(hessian, params.dampening)
+    pruned = pruned.masked_fill(hessian.diagonal() == 0, 0)
     for start in range(0, pruned.shape[1], params.block_size):
         stop = min(start + params.block_size, pruned.shape[1])
         block, errors = _prune_block(pruned[:, start:stop], factor[start:stop, start:stop], pattern)
         pruned[:, start:stop] = block
         pruned[:, stop:] -= errors @ factor[start:stop, stop:]
     return pruned.to(weight.dtype)
-
-
-def _inverse_factor(inputs: Tensor, dampening: float) -> tuple[Tensor, Tensor]:
-    """Return U [I, I] and which features [I] were always zero."""
-    hessian = inputs.T @ inputs
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    diagonal[dead] = 1
-    diagonal += dampening * diagonal.mean()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True), dead
 
 
 def _prune_block(block: Tensor, factor: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from models import compressed
 from models.layers import integers
+from models.layers.hessian import inverse_factor
 from models.layers.integers import Integers
 from models.layers.linears import calibrate
 from models.params import BaseParams
@@ -89,7 +90,7 @@ def solve(weight: Tensor, inputs: Tensor, params: Params) -> Integers:
     hessian = 2 * inputs.float().T @ inputs.float()
     seen = hessian.diagonal()
     order = seen.argsort(descending=True) if params.act_order else torch.arange(width, device=weight.device)
-    factor = _factor(hessian[order][:, order], params.damping)
+    factor = inverse_factor(hessian[order][:, order], params.damping)
     left = weight.detach().float()[:, order]
     scales, zeros = integers.fit(weight, params.bits, size, params.symmetric, torch.bfloat16)
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -113,13 +114,3 @@ def solve(weight: Tensor, inputs: Tensor, params: Params) -> Integers:
             errors[:, place - start] = error
         left[:, stop:] -= errors @ factor[start:stop, stop:]
     return Integers(values, scales, zeros)
-
-
-def _factor(hessian: Tensor, damping: float) -> Tensor:
-    """[I, I], the upper Cholesky factor of the inverse."""
-    diagonal = hessian.diagonal()
-    mean = diagonal.mean()
-    # A feature that was never seen has a row of zeros: any positive number leaves it by itself.
-    hessian = hessian + torch.diag(torch.where(diagonal > 0, damping * mean, mean.clamp(min=1e-6)))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)
