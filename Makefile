@@ -33,7 +33,7 @@ test: test-fast
 	$(BIN)/python -m pytest $(OUTSIDE) -m engine
 
 test-fast: install
-	$(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
 
 drills: install
 	$(BIN)/python -m pytest tests/drills
