@@ -55,7 +55,7 @@ class Params(BaseParams):
     bits: int = Field(4, ge=2, le=8)
     group_size: Literal[32, 64, 128] = 128
     symmetric: bool = False
-    search_tokens: int = Field(512, ge=1)
+    search_tokens: int = Field(128, ge=1)
     clip: bool = True
 
 
