@@ -33,6 +33,7 @@ COLUMNS = {
     "ms_per_token": "simulated forward pass, ms a token (lower is better)",
     "context_tokens": "tokens whose keys and values fit 1 GiB (higher is better)",
 }
+NUM_CALIBRATION, NUM_HELD_OUT = 6, 24  # documents
 MAX_LENGTH = 64
 GROUP_SIZE = 64
 # Features of a block's two norms that are scaled up, and how far: they carry magnitudes of some hundreds then.
@@ -72,8 +73,10 @@ def rows(budget: float) -> list[Row]:
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.comparisons`."""
     rng, settings = Random(seed), row.settings
-    num_documents = max(2, round(6 * bench.budget))
-    train, held_out = (_draw(documents, num_documents, rng) for documents in (bench.train, bench.held_out))
+    train, held_out = (
+        _draw(documents, max(2, round(count * bench.budget)), rng)
+        for documents, count in ((bench.train, NUM_CALIBRATION), (bench.held_out, NUM_HELD_OUT))
+    )
     model = MODELS[settings["model"]](bench, seed)
     quantized = _quantize(model, bench, settings, train, seed)
     started = time.perf_counter()
