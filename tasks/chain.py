@@ -7,7 +7,7 @@ work is refused here, before the first stage has computed for hours.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from models import catalog, prune, training
 from models.params import BaseParams, Frozen, did_you_mean
@@ -81,10 +81,6 @@ class Shrink(Trained):
     method: catalog.method_of("shrink")
 
 
-def _parse_pattern(value: object) -> object:
-    return value if isinstance(value, Frozen) else prune.Pattern.model_validate(value)
-
-
 class Prune(Frozen):
     """Zero weights of the target.
 
@@ -95,7 +91,7 @@ class Prune(Frozen):
     """
 
     method: catalog.method_of("prune")
-    pattern: Annotated[SerializeAsAny[Frozen], BeforeValidator(_parse_pattern)]
+    pattern: prune.Pattern
     num_documents: int = Field(32, ge=1)
     max_length: int = Field(256, ge=2)
 

@@ -33,7 +33,7 @@ from models.params import BaseParams
 from models.regimes import Regime
 
 PAPER = "arXiv:1606.06160, sections 2.3 to 2.5"
-CHANGES = frozenset({"products"})
+CHANGES = ("products",)
 OFF = 32
 MOST = 16  # more would not be exact in float32
 

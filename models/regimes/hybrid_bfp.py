@@ -29,7 +29,7 @@ from models.params import BaseParams
 from models.regimes import Plan, Regime
 
 PAPER = "arXiv:1804.01526, sections 4 and 5"
-CHANGES = frozenset({"products"})
+CHANGES = ("products",)
 
 
 class Params(BaseParams):

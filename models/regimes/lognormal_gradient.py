@@ -33,7 +33,7 @@ from models.params import BaseParams
 from models.regimes import Regime
 
 PAPER = "arXiv:2006.08173, sections 4 and 5; the expected maximum by Blom, 1958"
-CHANGES = frozenset({"products"})
+CHANGES = ("products",)
 OFF = 32
 NORMAL = NormalDist()
 LN2 = math.log(2)

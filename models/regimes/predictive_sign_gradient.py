@@ -26,7 +26,7 @@ from models.params import BaseParams
 from models.regimes import Regime
 
 PAPER = "arXiv:1910.13349, section 3.3"
-CHANGES = frozenset({"products"})
+CHANGES = ("products",)
 
 
 class Params(BaseParams):

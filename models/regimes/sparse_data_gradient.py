@@ -23,7 +23,7 @@ from models.params import BaseParams
 from models.regimes import Regime
 
 PAPER = "arXiv:2202.00774"
-CHANGES = frozenset({"products"})
+CHANGES = ("products",)
 GROUP, KEPT = 4, 2
 
 

@@ -1,7 +1,6 @@
 """Every stage of flow `build` once, by the command line, and the target and draft of it served and answering."""
 
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +9,11 @@ import openai
 import pytest
 import torch
 
-from flows.recipe import shipped_recipes
 from flows.serving import config_path
 from infra.processes import wait_until
 from infra.settings import load_settings
 from models.checkpoint import read_tensors
 from models.loading import load_model
-from tasks.recipe import parse_recipe
 from tests.flows.conftest import Cli, registry_of
 
 pytestmark = pytest.mark.engine
@@ -109,27 +106,3 @@ def test_the_chains_target_and_draft_are_served_and_answer(service: str) -> None
     answer = client.chat.completions.create(model="target", messages=messages, max_tokens=16, temperature=0)
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage.model_extra["redraft"]["drafted"] > 0
-
-
-@pytest.fixture
-def tables() -> dict:
-    return {"name": "r", **tomllib.loads(shipped_recipes()["full-chain-tiny"].read_text())}
-
-
-@pytest.mark.parametrize(
-    ("table", "key", "value", "message"),
-    [
-        ("quantize", "method", {"name": "nf4"}, '"nf4" is a form that no engine serves; these are: .*int8'),
-        ("finetune", "method", {"name": "bottleneck"}, '"bottleneck" can\'t be merged .*these can: .*lora'),
-        ("finetune", "domain", "cod", r'key "domain": no \[text.cod\] \(did you mean "code"\?\)'),
-        ("select", "num_documents", 500, r'key "num_documents" is 500, the pool of \[text\] has 120'),
-        ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
-        ("prune", "pattern", "4:2", "4:2 would keep all weights"),
-        ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
-        ("pretrain", "regimes", [{"name": "blockwise_local"}, {"name": "packing"}], '"blockwise_local" is a loop'),
-    ],
-)
-def test_what_can_not_work_is_refused_before_the_first_stage(tables, table, key, value, message) -> None:
-    tables[table][key] = value
-    with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
-        parse_recipe(tables, "r")

@@ -62,3 +62,28 @@ def test_a_stage_without_text_is_refused(tables) -> None:
     del tables["text"]
     with pytest.raises(ValueError, match=r"\[pretrain\] works on text, so the recipe needs a table \[text.DOMAIN\]"):
         parse_recipe({**tables, "pretrain": {}}, "r")
+
+
+@pytest.fixture
+def full() -> dict:
+    """Return the tables of a recipe with every stage."""
+    return {"name": "r", **tomllib.loads(shipped_recipes()["full-chain-tiny"].read_text())}
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "message"),
+    [
+        ("quantize", "method", {"name": "nf4"}, '"nf4" is a form that no engine serves; these are: .*int8'),
+        ("finetune", "method", {"name": "bottleneck"}, '"bottleneck" can\'t be merged .*choose one of: .*lora'),
+        ("finetune", "domain", "cod", r'key "domain": no \[text.cod\] \(did you mean "code"\?\)'),
+        ("select", "num_documents", 500, r'key "num_documents" is 500, the pool of \[text\] has 120'),
+        ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
+        ("prune", "pattern", "4:2", "4:2 would keep all weights"),
+        ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
+        ("pretrain", "regimes", [{"name": "iterative_magnitude"}, {"name": "packing"}], "is a loop of its own"),
+    ],
+)
+def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, value, message) -> None:
+    full[table][key] = value
+    with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
+        parse_recipe(full, "r")
