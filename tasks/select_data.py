@@ -8,7 +8,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
 from models import catalog
-from models.sources import Prompt, sample, split
+from models.sources import Prompt, draw_parts
 from tasks.recipe import Traffic
 from tasks.stages import local_content, produce
 
@@ -43,16 +43,8 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
     Raises:
         ValueError: the source has too few prompts.
     """
-    sizes = traffic.sizes()
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
-    parts = split(prompts, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
-    for part, size in sizes.items():
-        if len(parts[part]) < size:
-            raise ValueError(f'domain "{domain}" has {len(parts[part])} prompts for {part}, the recipe wants {size}')
-    return {
-        part: [prompt.model_copy(update={"domain": domain}) for prompt in sample(parts[part], size, seed)]
-        for part, size in sizes.items()
-    }
+    return draw_parts(prompts, traffic.sizes(), domain, seed)
 
 
 def read_prompts(directory: Path, part: str) -> list[Prompt]:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact
 from models import catalog
-from models.sources import Document, sample, split
+from models.sources import Document, draw_parts
 from models.tokens import encode_document
 from tasks.chain import Text
 from tasks.stages import local_content, produce
@@ -48,16 +48,8 @@ def choose_documents(domain: str, text: Text, seed: int) -> dict[Part, list[Docu
     Raises:
         ValueError: the source has too few documents.
     """
-    sizes = text.sizes()
     documents = catalog.load("sources", text.source.name).documents(text.source)
-    parts = split(documents, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
-    for part, size in sizes.items():
-        if len(parts[part]) < size:
-            raise ValueError(f'domain "{domain}" has {len(parts[part])} documents for {part}, the recipe wants {size}')
-    return {
-        part: [document.model_copy(update={"domain": domain}) for document in sample(parts[part], sizes[part], seed)]
-        for part in PARTS
-    }
+    return draw_parts(documents, text.sizes(), domain, seed)
 
 
 def write_documents(directory: Path, part: Part, documents: Iterable[Document]) -> None:

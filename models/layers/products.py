@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from models.layers.linears import linears, replace
 from models.regimes import Plan, Regime
 
 Change = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class ProductLinear(nn.Linear):
@@ -24,7 +26,7 @@ class ProductLinear(nn.Linear):
     share a scale, and would use up random numbers.
     """
 
-    def __init__(self, layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, layer: nn.Linear, multiply: Product) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         self.weight, self.bias, self.multiply = layer.weight, layer.bias, multiply
 
@@ -104,6 +106,43 @@ def on_gradient(values: Tensor, change: Change) -> Tensor:
     """Return `values`, whose gradient is changed on its way back."""
     same: Tensor = _OnGradient.apply(values, change)
     return same
+
+
+def linear(inputs: Tensor, weight: Tensor, data_gradient: Product, weight_gradient: Product) -> Tensor:
+    """Return the plain product, whose backward pass is given.
+
+    Args:
+        inputs: [..., I].
+        weight: [O, I].
+        data_gradient: (gradient [..., O], weight) → [..., I]; not asked where the inputs need none.
+        weight_gradient: (inputs [N, I], gradient [N, O]) → [O, I]; likewise.
+    """
+    output: Tensor = _Linear.apply(inputs, weight, data_gradient, weight_gradient)
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: "torch.autograd.function.FunctionCtx",
+        inputs: Tensor,
+        weight: Tensor,
+        data_gradient: Product,
+        weight_gradient: Product,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.gradients = data_gradient, weight_gradient
+        return functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(
+        ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        inputs, weight = ctx.saved_tensors
+        of_data, of_weight = ctx.gradients
+        data = of_data(gradient, weight) if ctx.needs_input_grad[0] else None
+        rows = inputs.flatten(0, -2), gradient.flatten(0, -2)
+        return data, of_weight(*rows) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -19,9 +19,8 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn import functional
 
-from models.layers.products import ProductRegime
+from models.layers.products import ProductRegime, linear
 from models.params import BaseParams
 from models.regimes import Regime
 
@@ -67,8 +66,7 @@ class _PredictiveSign(ProductRegime):
         self.params = params
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = _SignOfWeightGradient.apply(inputs, weight, self)
-        return output
+        return linear(inputs, weight, torch.matmul, self.weight_gradient)
 
     def weight_gradient(self, inputs: Tensor, gradient: Tensor) -> Tensor:
         """[N, I] and [N, O] → [O, I]."""
@@ -79,26 +77,6 @@ class _PredictiveSign(ProductRegime):
         self.count("predicted_share", predicted.sum(), predicted.numel())
         self.count("sign_agreement", (signs == (gradient.T @ inputs).sign()).sum(), signs.numel())
         return signs / signs.numel() ** 0.5
-
-
-class _SignOfWeightGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: "torch.autograd.function.FunctionCtx", inputs: Tensor, weight: Tensor, owner: _PredictiveSign
-    ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.owner = owner
-        return functional.linear(inputs, weight)
-
-    @staticmethod
-    def backward(
-        ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        inputs, weight = ctx.saved_tensors
-        data = gradient @ weight if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return data, None, None
-        return data, ctx.owner.weight_gradient(inputs.flatten(0, -2), gradient.flatten(0, -2)), None
 
 
 def most_significant(values: Tensor, num_bits: int, num_high: int) -> tuple[Tensor, Tensor]:

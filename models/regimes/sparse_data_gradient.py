@@ -16,9 +16,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from models.layers.products import ProductRegime
+from models.layers.products import ProductRegime, linear
 from models.params import BaseParams
 from models.regimes import Regime
 
@@ -53,34 +52,13 @@ class _SparseDataGradient(ProductRegime):
             raise ValueError(f"layer {name} has {layer.out_features} outputs; 2:4 sparsity takes a multiple of {GROUP}")
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = _SparseProduct.apply(inputs, weight, self)
-        return output
+        return linear(inputs, weight, self.data_gradient, lambda inputs, gradient: gradient.T @ inputs)
 
-    def sparse(self, gradient: Tensor) -> Tensor:
-        """[..., O] → [..., O]."""
+    def data_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """[..., O] and [O, I] → [..., I]."""
         kept = keep_two_of_four(gradient)
         self.count("kept_l1", kept.abs().sum(), float(gradient.abs().sum()))
-        return preserve_l1(gradient, kept) if self.params.preserve_l1 else kept
-
-
-class _SparseProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: "torch.autograd.function.FunctionCtx", inputs: Tensor, weight: Tensor, owner: _SparseDataGradient
-    ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.owner = owner
-        return functional.linear(inputs, weight)
-
-    @staticmethod
-    def backward(
-        ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        inputs, weight = ctx.saved_tensors
-        data = ctx.owner.sparse(gradient) @ weight if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return data, None, None
-        return data, gradient.flatten(0, -2).T @ inputs.flatten(0, -2), None
+        return (preserve_l1(gradient, kept) if self.params.preserve_l1 else kept) @ weight
 
 
 def keep_two_of_four(gradient: Tensor) -> Tensor:

@@ -200,5 +200,28 @@ def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
     return sorted(items, key=lambda item: _digest(f"{seed}:{item.id}"))[:count]
 
 
+def draw_parts(items: Sequence[ItemT], sizes: Mapping[str, int], domain: str, seed: int) -> dict[str, list[ItemT]]:
+    """Draw each part's items out of groups of its own, and give them the recipe's name of their domain.
+
+    Args:
+        items: prompts or documents.
+        sizes: part to its number of items.
+        domain: the name.
+        seed: another seed draws others.
+
+    Raises:
+        ValueError: there are too few items.
+    """
+    parts = split(items, {part: size / sum(sizes.values()) for part, size in sizes.items()}, seed)
+    for part, size in sizes.items():
+        if len(parts[part]) < size:
+            kind = f"{type(items[0]).__name__.lower()}s"
+            raise ValueError(f'domain "{domain}" has {len(parts[part])} {kind} for {part}, the recipe wants {size}')
+    return {
+        part: [item.model_copy(update={"domain": domain}) for item in sample(parts[part], size, seed)]
+        for part, size in sizes.items()
+    }
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
