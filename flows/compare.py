@@ -96,7 +96,8 @@ def _measure(
             bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
             found = cells.keep(_cell(row, seed), lambda row=row, seed=seed: measure_cell(comparison, bench, row, seed))
             said = ", ".join(f"{name} {_number(value)}" for name, value in found["metrics"].items())
-            out.print(f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)", markup=False, highlight=False)
+            told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
+            out.print(told, markup=False, highlight=False, soft_wrap=True)
             bar.advance(bar.task_ids[0])
 
 
