@@ -33,6 +33,7 @@ class Load:
             "wrong": another text;
             "shapeless": an error that is not in OpenAI's shape;
             "no connection": nobody listened.
+        streaming: the clients that have the first part of a stream and not its last one.
     """
 
     def __init__(self, url: str, wanted: Mapping[str, str], num_clients: int) -> None:
@@ -44,6 +45,7 @@ class Load:
             num_clients: how many ask at once.
         """
         self.outcomes: Counter[str] = Counter()
+        self.streaming: set[int] = set()
         self._url, self._wanted = f"{url}/v1/chat/completions", wanted
         self._ended = threading.Event()
         self._clients = [threading.Thread(target=self._work, args=(number,)) for number in range(num_clients)]
@@ -63,12 +65,13 @@ class Load:
             if self._ended.is_set():
                 return
             prompt = PROMPTS[count // 2 % len(PROMPTS)]
-            outcome = self._ask(prompt, stream=count % 2 == 0)
+            outcome = self._ask(number, prompt, stream=count % 2 == 0)
+            self.streaming.discard(number)
             self.outcomes[outcome] += 1
             if outcome != "ok":
                 self._ended.wait(0.2)
 
-    def _ask(self, prompt: str, stream: bool) -> str:
+    def _ask(self, number: int, prompt: str, stream: bool) -> str:
         body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": stream}
         body |= {"max_tokens": MAX_TOKENS, "temperature": 0}
         headers = {"Authorization": f"Bearer {KEY}", "X-Redraft-Log": "full"}
@@ -80,6 +83,10 @@ class Load:
             ):
                 for part in answer.iter_bytes():
                     received += part
+                    if stream and b"[DONE]" not in part:
+                        self.streaming.add(number)
+                    else:
+                        self.streaming.discard(number)
         except httpx.ConnectError:
             return "no connection"
         except httpx.TransportError:
