@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.checkpoint import output_embedding, read_tensor, read_tensors
+from models.checkpoint import output_embedding, read_stored, read_tensor
 from models.drafts import Shapes, check_config, check_made_for, made_for, read_config, read_json, require_tensors
 from models.drafts.eagle3.head import Eagle3, is_subset
 from models.drafts.eagle3.layouts import read_published
@@ -128,7 +128,7 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
             f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
         )
     check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
-    _require_fit(read_tensors(directory), config)
+    _require_fit(read_stored(directory), config)
 
 
 def adopt(directory: Path, target_dir: Path) -> Eagle3:
@@ -149,7 +149,7 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
     published = read_json(directory / "config.json")
     target, source = describe(target_dir), AutoConfig.from_pretrained(target_dir)
     check_made_for(published, directory, target)
-    head = read_published(published, read_tensors(directory), target.num_layers)
+    head = read_published(published, read_stored(directory), target.num_layers)
     for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if (got := getattr(head.layer, key)) != wanted:
             raise ValueError(f"the head has {key} {got}, the target has {wanted}")

@@ -59,7 +59,7 @@ def test_a_way_of_drafting_that_is_the_engines_own_goes_with_no_draft_of_ours() 
 
 
 def recipe_with(**tables: dict[str, object]) -> dict[str, object]:
-    recipe = load_recipe("tiny").model_dump(mode="json")
+    recipe = load_recipe("tiny").model_dump(mode="json", exclude_none=True)
     return {**recipe, **{name: {**recipe[name], **table} for name, table in tables.items()}}
 
 
