@@ -107,6 +107,16 @@ def judge(gains: dict[str, float], test_index: int = 1, unjudged: tuple[str, ...
 
 
 @pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty registry's database. Its tables take seconds to make; a copy of it is a fresh registry."""
+    from infra.registry import Registry
+
+    home = tmp_path_factory.mktemp("store")
+    Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
+    return home / "mlflow.db"
+
+
+@pytest.fixture(scope="session")
 def browser() -> str:
     """A Chromium to open pages in; without one the test is skipped."""
     found = _BROWSER or next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -20,14 +20,6 @@ from infra.registry import (
 LINEAGE = dict.fromkeys(LINEAGE_TAGS, "")
 
 
-@pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with its tables made; a copy of it is a fresh store."""
-    home = tmp_path_factory.mktemp("store")
-    Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
-    return home / "mlflow.db"
-
-
 @pytest.fixture
 def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     monkeypatch.chdir(tmp_path)

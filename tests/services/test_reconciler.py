@@ -144,13 +144,6 @@ class World:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("store")
-    Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts").versions("draft")
-    return home / "mlflow.db"
-
-
-@pytest.fixture(scope="session")
 def goldens(tiny_target: Path) -> list[Golden]:
     async def ask() -> list[Golden]:
         engine = await TorchEngine.start(tiny_target, None, Params())

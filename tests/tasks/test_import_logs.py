@@ -30,11 +30,12 @@ def encode(text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def home(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(store: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home whose registry has a champion target; tests copy it."""
     from models.targets import describe
 
     home = tmp_path_factory.mktemp("home")
+    shutil.copy(store, home)
     registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
     with staged(home / "target") as directory:
         shutil.copytree(tiny_target, directory, dirs_exist_ok=True)

@@ -16,19 +16,11 @@ FILES = Artifact(uri="file:///nowhere", sha256="0" * 64, kind="draft")
 WINDOW = Window(first_seq=1, last_seq=9, num_rows=9, sha256="w1", owner="anyone")
 
 
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> Path:
-    """Return an empty store; making its tables takes seconds."""
-    home = tmp_path_factory.mktemp("store")
-    assert Registry(f"sqlite:///{home / 'mlflow.db'}", home).champion("draft") is None
-    return home / "mlflow.db"
-
-
 @pytest.fixture
-def registry(tables, tmp_path, monkeypatch) -> Registry:
+def registry(store, tmp_path, monkeypatch) -> Registry:
     """Return the registry of a fresh home."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
-    shutil.copy(tables, tmp_path / "mlflow.db")
+    shutil.copy(store, tmp_path / "mlflow.db")
     return open_registry()
 
 

@@ -1,5 +1,6 @@
 """Promotion by hand, against a real registry."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,12 @@ Register = Callable[..., Version]
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    return Registry(f"sqlite:///{tmp_path}/home/mlflow.db", tmp_path / "home" / "artifacts" / "mlflow")
+def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(store, home)
+    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    return Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ RECIPE = load_recipe("tiny")
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    (tmp_path / "home").mkdir()
+    shutil.copy(store, tmp_path / "home")
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     return open_registry()
 
