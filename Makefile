@@ -27,13 +27,14 @@ endif
 demo: install
 	$(BIN)/redraft demo
 
-test: test-fast
+test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
 	$(BIN)/python -m pytest $(OUTSIDE) -m engine
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
 
 drills: install
 	$(BIN)/python -m pytest tests/drills

@@ -13,6 +13,8 @@ from flows import cli
 from tasks import comparisons
 from tests.flows.conftest import registry_of
 
+pytestmark = pytest.mark.slow
+
 # How much of the text a unigram model of the training part explains; a row that names a file is interrupted by it.
 SOURCE = '''
 """Unigrams against a uniform guess."""

@@ -20,6 +20,8 @@ from tasks.compare_traffic import compare_acceptance
 from tasks.gate_report import GateReport, first_report, headline, judged_report, write_files
 from tests.conftest import judge
 
+pytestmark = pytest.mark.slow
+
 PARAMS = Params(num_resamples=200)
 WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 ATTACK = '<script>document.title = "taken"</script>'

@@ -11,6 +11,8 @@ from models import distill, scoring
 from models.drafts import eagle3
 from models.hidden import HiddenStates, Sample, length_buckets
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:

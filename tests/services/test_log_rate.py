@@ -9,6 +9,8 @@ from infra.querylog import QueryLog
 from models.targets.random import byte_tokenizer
 from services import log_rate
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = byte_tokenizer()
 
 

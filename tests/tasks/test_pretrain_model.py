@@ -17,6 +17,8 @@ from tasks.pretrain_model import pretrain_model
 from tasks.recipe import Recipe, parse_recipe
 from tasks.text import prepare_text, read_documents, tokenise
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:

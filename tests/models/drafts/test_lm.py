@@ -12,6 +12,8 @@ from models.hidden import Sample
 from models.scoring import score
 from models.targets import describe, random
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,6 +19,8 @@ from models.hidden import Sample
 from models.scoring import score
 from tests.conftest import make_draft
 
+pytestmark = pytest.mark.slow
+
 NUM_DRAWS, NUM_TOKENS = 120, 17
 P_VALUE = 1e-4
 T = TypeVar("T")

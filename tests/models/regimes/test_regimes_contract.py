@@ -57,6 +57,7 @@ class _Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(
     name: str, trained: dict, tiny_target: Path, tmp_path: Path
@@ -96,6 +97,7 @@ def test_two_regimes_that_change_the_same_part_are_refused_by_name() -> None:
         training.require_compatible(defaults("packing", "iterative_magnitude"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", NAMES)
 def test_regimes_of_different_parts_train_together(first: str, tiny_target: Path) -> None:
     chosen = defaults(first)

@@ -14,6 +14,8 @@ from models.regimes import Regime
 from models.shrink import Shape, sheared
 from models.training import Progress
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "num_layers": 1}
 
 

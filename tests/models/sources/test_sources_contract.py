@@ -50,6 +50,7 @@ def test_every_prompt_ends_on_a_user_who_says_something(stream: list[Prompt]) ->
         assert all(message.content.strip() for message in prompt.messages)
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_same_in_another_process(name: str, stream: list[Prompt]) -> None:
     code = (
         f"from models import catalog; source = catalog.load('sources', '{name}')\n"

@@ -7,6 +7,8 @@ import pytest
 
 from tasks.comparisons import Bench, Row, adapters
 
+pytestmark = pytest.mark.slow
+
 
 def counting(step: int, count: int) -> list[list[int]]:
     return [[3 + (start + step * place) % 60 for place in range(24)] for start in range(count)]

@@ -8,6 +8,8 @@ from models import catalog
 from tasks.comparisons import Bench, Row
 from tasks.comparisons.arithmetic import BASELINE, COLUMNS, _float32, measure, rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:

@@ -1,9 +1,12 @@
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from tasks.comparisons import Bench, prune
+
+pytestmark = pytest.mark.slow
 
 
 def texts(count: int, seed: int) -> dict[str, list[list[int]]]:

@@ -10,6 +10,8 @@ from models import catalog
 from tasks.comparisons import Bench, Row
 from tasks.comparisons import quantize as comparison
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0))
 
 

@@ -8,6 +8,8 @@ import pytest
 from models import catalog
 from tasks.comparisons import Bench, regimes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bench(tiny_target: Path, tmp_path: Path) -> Bench:

@@ -8,6 +8,8 @@ import torch
 
 from tasks.comparisons import Bench, Row, select
 
+pytestmark = pytest.mark.slow
+
 
 def counting(step: int, count: int) -> list[list[int]]:
     return [[3 + (start + step * place) % 60 for place in range(16)] for start in range(count)]

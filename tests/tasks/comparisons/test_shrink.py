@@ -7,6 +7,8 @@ import torch
 from models import catalog
 from tasks.comparisons import Bench, Row, shrink
 
+pytestmark = pytest.mark.slow
+
 ROWS = {row.name: row for row in shrink.rows(0.05)}
 
 
