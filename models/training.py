@@ -46,7 +46,7 @@ class Params(Frozen):
 
 
 class Progress(NamedTuple):
-    """How far training is, in tokens; `loss` is a running mean in nats a token."""
+    """How far training is, in tokens, those of steps left out too; `loss` is a running mean in nats a token."""
 
     done: int
     total: int
@@ -227,7 +227,8 @@ class _Loop:
             if now - shown > 0.5 or self.step == self.total:
                 shown = now
                 loss = self.losses[-1][1] if self.losses else None
-                report(Progress(self.num_tokens, all_tokens, loss, self.num_tokens / self.seconds))
+                done = all_tokens * self.step // self.total
+                report(Progress(done, all_tokens, loss, self.num_tokens / self.seconds))
             if self.work_dir is not None and self.losses and now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()

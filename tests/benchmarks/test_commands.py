@@ -12,15 +12,16 @@ import pytest
 from infra.registry import OWN_TAGS, Registry
 from tests.flows.conftest import Cli
 
-pytestmark = pytest.mark.engine
+TIMEOUT_S = 1200  # each starts the service several times
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
 def run(cli: Cli, name: str, output: Path, *options: str) -> dict[str, Any]:
     """Run a benchmark twice and return its figures; the second run must find every cell."""
     arguments = ("bench", name, "--recipe", "tiny", "--output", str(output), *options)
-    first = _last_object(cli.run(*arguments))
+    first = _last_object(cli.run(*arguments, timeout_s=TIMEOUT_S))
     before = _changed_at(output)
-    assert _last_object(cli.run(*arguments)) == first
+    assert _last_object(cli.run(*arguments, timeout_s=TIMEOUT_S)) == first
     assert _changed_at(output) == before
     assert json.loads((output / "result.json").read_text()) == first
     assert (output / "RESULTS.md").read_text().startswith("## ")

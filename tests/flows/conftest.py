@@ -51,10 +51,10 @@ class Cli:
             stderr=subprocess.STDOUT,
         )
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
         """Run a command that must succeed, and return its output."""
         with self.start(*arguments) as process:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
+            output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, output
         return output
 
