@@ -93,6 +93,9 @@ class _Tap:
             self.first_token = self.first_token or self.last_token
         if answer.finish_reason is not None:
             self.finish_reason = answer.finish_reason
+            if (stats := output.metrics) is not None:  # an answer that comes whole is seen when its last token is there
+                self.first_token = self.started + stats.first_token_latency
+                self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
             transfer = output.kv_transfer_params or {}
             self.steps = transfer.pop(STEPS, [])
             output.kv_transfer_params = transfer or None

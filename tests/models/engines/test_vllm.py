@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from models import scoring
 from models.drafts import Rows, eagle3
@@ -94,6 +95,22 @@ def test_every_step_is_counted_and_its_tokens_add_up(
         assert position - 1 <= len(output.token_ids) <= position
         trace = output.trace("tiny")
         assert trace.accepted == output.accepted
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_answer_tells_when_its_tokens_came_also_one_that_comes_whole(
+    engine: VllmEngine, loop: Loop, kind: RequestOutputKind
+) -> None:
+    async def run() -> Completion:
+        wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, output_kind=kind)
+        async for output in engine.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, f"timed-{kind}"):
+            last = output
+        completion: Completion = last.completion
+        return completion
+
+    completion = loop.run_until_complete(run())
+    assert completion.first_token_ms > 0
+    assert completion.per_token_ms > 0
 
 
 def test_speculation_off_drafts_nothing_and_on_again_drafts(
