@@ -1,8 +1,8 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
 Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started
-again, after a pause that doubles while it keeps failing. All of them die with the supervisor, however it ends
-(infra/processes.py).
+again once its port is free, after a pause that doubles while it keeps failing. All of them die with the supervisor,
+however it ends (infra/processes.py).
 """
 
 import json
@@ -14,15 +14,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.processes import Child, answers, process_identity
+from infra.processes import Child, answers, process_identity, require_port_free
 
 STATE = "up.json"
 POLL_S = 0.5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 STEADY_S = 60.0  # a program that ran this long did not fail at its start
+HELD_S = 60.0  # how long what is left of a killed program may hold its port before the next one is to fail on it
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ class Supervisor:
             self._ready.discard(name)
             log.warning("%s ended with %s; again in %g s", name, code, self._pause_s[name])
             self._write()
-        elif now_s >= self._due_s[name]:
+        elif now_s >= self._due_s[name] and (now_s >= self._due_s[name] + HELD_S or not _port_held(program)):
             del self._due_s[name]
             self._restarts[name] += 1
             self._start(program)
@@ -192,3 +194,16 @@ class Supervisor:
         temporary = file.with_name(f".{STATE}.{pid}")
         temporary.write_text(json.dumps(state.model_dump(), indent=1) + "\n")
         temporary.replace(file)
+
+
+def _port_held(program: Program) -> bool:
+    """Return whether something still listens where the program is to be found: it would also answer for it."""
+    if not program.url:
+        return False
+    address = urlsplit(program.url)
+    assert address.hostname is not None and address.port is not None
+    try:
+        require_port_free(address.hostname, address.port)
+    except ValueError:
+        return True
+    return False

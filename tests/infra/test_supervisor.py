@@ -86,6 +86,34 @@ def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> N
     assert answers(f"http://127.0.0.1:{port}")
 
 
+def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Start, tmp_path: Path) -> None:
+    port = free_port()
+    script = (
+        "import http.server, os, time\n"
+        f"served = http.server.HTTPServer(('127.0.0.1', {port}), http.server.SimpleHTTPRequestHandler)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    time.sleep(4)\n"
+        "    os._exit(0)\n"
+        "served.serve_forever()\n"
+    )
+    url = f"http://127.0.0.1:{port}"
+    start(f"Program('web', {[sys.executable, '-c', script]!r}, url={url!r}, health={url!r}, start_timeout_s=20)")
+    pid = wait_ready(tmp_path).programs[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+    def again() -> bool:
+        state = read_state(tmp_path)
+        return state is not None and state.ready and state.programs[0].restarts > 0
+
+    wait_until(again, 30, None, "the second start")
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.programs[0].restarts == 1
+    assert "in use" not in Path(state.programs[0].log).read_text()
+
+
 def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tmp_path: Path) -> None:
     process = start(
         "Program('idle', ['sleep', '60'])",
