@@ -1,4 +1,8 @@
-"""What tests share: a two-layer target and a draft for it, made once, and one engine for the whole session."""
+"""What tests share: a two-layer target and a draft for it, made once, and one engine for the whole session.
+
+Where pytest runs as several workers, each keeps to a core of its own, and so do the engines and services that it
+starts: two engines of two threads each, which wait for each other, are far slower than two of one.
+"""
 
 import asyncio
 import os
@@ -18,11 +22,25 @@ if TYPE_CHECKING:
 
     from tasks.gate_draft import Judged
 
+if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
+    _CORES = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {_CORES[int(_WORKER) % len(_CORES)]})
+# What takes a minute to start or to build is made by one worker, which gets all tests that want it.
+DEAR = ("built", "world")
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
 _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CHROMIUM", "SCREENSHOTS"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together what shares an engine, a service or a build (`--dist loadgroup`)."""
+    for item in items:
+        if item.get_closest_marker("engine"):
+            wanted = [name for name in DEAR if name in getattr(item, "fixturenames", ())]
+            item.add_marker(pytest.mark.xdist_group(wanted[0] if wanted else item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)
