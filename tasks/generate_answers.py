@@ -74,14 +74,15 @@ async def _run_engine(
     directory: Path,
 ) -> dict[str, Sample]:
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    async with _engine(target_dir, recipe.engine) as engine:
+    async with open_engine(target_dir, recipe.engine) as engine:
         golden, threshold = await _reference(engine, tokenizer, golden_prompts, recipe.generate)
         save_golden(directory, golden, threshold)
         return await _answers(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
 
 
 @asynccontextmanager
-async def _engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Engine]:
+async def open_engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Engine]:
+    """Start an engine without a draft, and close it at the end."""
     engine = await _start(target_dir, params)
     try:
         yield engine
