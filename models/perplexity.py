@@ -47,6 +47,11 @@ def score(
     return [Likelihood(*one) for one in zip(nats, counts, strict=True)]
 
 
+def nats_per_token(scores: Sequence[Likelihood]) -> float:
+    """Return the mean over all tokens, so that a long document counts for more."""
+    return sum(one.nats for one in scores) / sum(one.num_tokens for one in scores)
+
+
 def perplexity(scores: Sequence[Likelihood]) -> float:
     """Return e to the mean nats a token."""
-    return math.exp(sum(one.nats for one in scores) / sum(one.num_tokens for one in scores))
+    return math.exp(nats_per_token(scores))

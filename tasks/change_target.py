@@ -127,8 +127,6 @@ def training_metrics(trained: training.Trained) -> dict[str, float]:
 
 def held_out_losses(model: PreTrainedModel, documents: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
     """Return domain to nats a token."""
-    found = {}
-    for domain, of_domain in documents.items():
-        scores = perplexity.score(model, of_domain)
-        found[domain] = sum(one.nats for one in scores) / sum(one.num_tokens for one in scores)
-    return found
+    return {
+        domain: perplexity.nats_per_token(perplexity.score(model, of_domain)) for domain, of_domain in documents.items()
+    }

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog
 from models.counting import held_bytes
-from models.perplexity import score
+from models.perplexity import nats_per_token, score
 from models.training import Params, pad, train
 from tasks.comparisons import Bench, Row
 
@@ -106,8 +106,7 @@ def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
 
 
 def _loss(model: PreTrainedModel, documents: list[list[int]]) -> float:
-    scores = score(model, [document[:LENGTH] for document in documents], max_length=LENGTH)
-    return sum(one.nats for one in scores) / sum(one.num_tokens for one in scores)
+    return nats_per_token(score(model, [document[:LENGTH] for document in documents], max_length=LENGTH))
 
 
 def _num_bytes(model: PreTrainedModel) -> int:

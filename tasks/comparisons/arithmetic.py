@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import catalog
-from models.perplexity import score
+from models.perplexity import nats_per_token, score
 from models.training import Params, train_by_name
 from tasks.comparisons import Bench, Row
 
@@ -96,8 +96,8 @@ def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None) -> 
     methods = [] if method is None else [catalog.parse("regimes", method)]
     model = _model(width, seed)
     trained = train_by_name(model, texts.train, TRAINING, methods, seed)
-    scores = score(model, texts.held_out, max_length=LENGTH)
-    return Outcome(sum(one.nats for one in scores) / sum(one.num_tokens for one in scores), trained.seconds)
+    loss = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
+    return Outcome(loss, trained.seconds)
 
 
 def _model(width: int, seed: int) -> LlamaForCausalLM:

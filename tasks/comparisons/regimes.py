@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from models import catalog
 from models.counting import counted
 from models.layers.linears import linears
-from models.perplexity import score
+from models.perplexity import nats_per_token, score
 from models.training import Params, pad, train, train_by_name
 from tasks.comparisons import Bench, Row
 
@@ -65,11 +65,10 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     plain_model = _scratch(model.config.vocab_size, seed)
     with counted(plain_model) as plain_epoch:
         train(plain_model, documents, settings.model_copy(update={"num_epochs": 1}), seed=seed)
-    scores = score(model, held_out, LENGTH)
     weights = [layer.weight for _, layer in linears(model)]
     flops = cost.flops * trained.figures.get("flops_share", 1.0)
     return {
-        "loss": sum(one.nats for one in scores) / sum(one.num_tokens for one in scores),
+        "loss": nats_per_token(score(model, held_out, LENGTH)),
         "seconds": trained.seconds,
         "steps": float(trained.num_steps),
         "skipped_steps": float(trained.num_skipped),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
 from models.drafts import lm
-from models.perplexity import score
+from models.perplexity import nats_per_token, score
 from models.select import Sources, acceptance, select
 from models.training import Params, train
 from tasks.comparisons import Bench, Row
@@ -117,5 +117,4 @@ def _cut(target_dir: Path, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
 
 
 def _loss(model: PreTrainedModel, documents: list[list[int]]) -> float:
-    scores = score(model, documents, max_length=LENGTH)
-    return sum(one.nats for one in scores) / sum(one.num_tokens for one in scores)
+    return nats_per_token(score(model, documents, max_length=LENGTH))
