@@ -11,14 +11,20 @@ A file has
   that makes no sense for a row is NaN.
 
 Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments
-alone.
+alone. What they draw from is said here once; torch is not imported, because listing the comparisons imports this.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+ItemT = TypeVar("ItemT")
 
 
 class Row(NamedTuple):
@@ -64,9 +70,8 @@ def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_leng
         ValueError: there is no document of two tokens.
     """
     rng = random.Random(seed)
-    shuffled = [rng.sample(documents[domain], len(documents[domain])) for domain in sorted(documents)]
     drawn: list[list[int]] = []
-    for document in filter(None, chain.from_iterable(zip_longest(*shuffled))):
+    for document in in_turn(rng.sample(documents[domain], len(documents[domain])) for domain in sorted(documents)):
         piece = document[: min(max_length, num_tokens)]
         if len(piece) > 1:
             drawn.append(piece)
@@ -74,3 +79,43 @@ def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_leng
     if not drawn:
         raise ValueError(f"no document of two tokens in {len(documents)} domains, or num_tokens is below 2")
     return drawn
+
+
+def shuffled(items: Sequence[ItemT], rng: "torch.Generator") -> list[ItemT]:
+    """Return all items in an order of the generator's."""
+    import torch
+
+    return [items[place] for place in torch.randperm(len(items), generator=rng).tolist()]
+
+
+def in_turn(domains: Iterable[Sequence[list[int]]]) -> Iterator[list[int]]:
+    """Yield the first document of each domain, then the second of each, and so on; empty ones are left out."""
+    return filter(None, chain.from_iterable(zip_longest(*domains)))
+
+
+def up_to(documents: Iterable[list[int]], num_tokens: float) -> list[list[int]]:
+    """Return the first documents, all of them whole: the last is the one that reaches `num_tokens`."""
+    taken: list[list[int]] = []
+    for document in documents:
+        if num_tokens <= 0:
+            break
+        taken.append(document)
+        num_tokens -= len(document)
+    return taken
+
+
+def first_by_domain(
+    domains: Mapping[str, Sequence[list[int]]], num_documents: int, max_length: int, min_length: int = 2
+) -> dict[str, list[list[int]]]:
+    """Return domain to its share of `num_documents`, at least one, cut to `max_length`; the same under every seed."""
+    share = max(1, num_documents // len(domains))
+    return {
+        domain: [document[:max_length] for document in domains[domain] if len(document) >= min_length][:share]
+        for domain in sorted(domains)
+    }
+
+
+def commonest(domains: Mapping[str, Sequence[list[int]]], num_tokens: int) -> list[int]:
+    """Return the most frequent token ids; of equally frequent ones those that come first, domains in order of name."""
+    counts = Counter(token for domain in sorted(domains) for document in domains[domain] for token in document)
+    return [token for token, _ in counts.most_common(num_tokens)]

@@ -14,7 +14,7 @@ from models import adapters, catalog
 from models.counting import held_bytes
 from models.perplexity import nats_per_token, score
 from models.training import Params, pad, train
-from tasks.comparisons import Bench, Row
+from tasks.comparisons import Bench, Row, shuffled
 
 QUESTION = "What does a domain cost to learn when few parameters are trained, and what is forgotten?"
 BASELINE = "base"
@@ -56,7 +56,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
     """Train in place and say what it took."""
     rng = torch.Generator().manual_seed(seed)
-    documents = _documents(bench, rng)
+    pool = shuffled(bench.train[min(bench.train)], rng)
+    documents = [document[:LENGTH] for document in pool[: max(1, round(16 * bench.budget))]]
     num_base, adapted = model.num_parameters(), None
     if row.settings["adapter"] is not None:
         adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
@@ -83,12 +84,6 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         "state_mib": (_num_bytes(model) + 12 * num_trained) / _MIB,
         "train_s": trained.seconds,
     }
-
-
-def _documents(bench: Bench, rng: torch.Generator) -> list[list[int]]:
-    pool = bench.train[min(bench.train)]
-    order = torch.randperm(len(pool), generator=rng).tolist()
-    return [pool[place][:LENGTH] for place in order[: max(1, round(16 * bench.budget))]]
 
 
 def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:

@@ -8,8 +8,8 @@ training text and one for all others: most of a small model's time would go into
 touches. Formats are simulated in float32, so the seconds say what a simulation costs, not what hardware would save.
 """
 
-from collections import Counter
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from models import catalog
 from models.perplexity import nats_per_token, score
 from models.training import Params, train_by_name
-from tasks.comparisons import Bench, Row
+from tasks.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
 
 QUESTION = "How few bits, or how much of the gradient, does training get by with?"
 BASELINE = "float32"
@@ -118,32 +118,16 @@ def _model(width: int, seed: int) -> LlamaForCausalLM:
 
 def _texts(bench: Bench, seed: int) -> Texts:
     """Draw pieces of training text up to the budget, by seed; held-out text is the same for all, of each domain."""
-    known = _most_frequent(bench.train)
+    known = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1))}
     pieces = [
         document[start : start + LENGTH]
         for _, documents in sorted(bench.train.items())
         for document in documents
         for start in range(0, len(document) - 1, LENGTH)
     ]
-    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed)).tolist()
-    wanted, chosen = NUM_TOKENS * bench.budget, []
-    for place in order:
-        if wanted <= 0:
-            break
-        chosen.append(pieces[place])
-        wanted -= len(pieces[place])
-    per_domain = max(1, NUM_HELD_OUT // len(bench.held_out))
-    held_out = [
-        document[:LENGTH]
-        for _, documents in sorted(bench.held_out.items())
-        for document in [one for one in documents if len(one) > 1][:per_domain]
-    ]
+    chosen = up_to(shuffled(pieces, torch.Generator().manual_seed(seed)), NUM_TOKENS * bench.budget)
+    held_out = chain.from_iterable(first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH).values())
     return Texts(*(tuple(_renumbered(one, known) for one in documents) for documents in (chosen, held_out)))
-
-
-def _most_frequent(train: dict[str, list[list[int]]]) -> dict[int, int]:
-    counts = Counter(token for _, documents in sorted(train.items()) for document in documents for token in document)
-    return {token: number for number, (token, _) in enumerate(counts.most_common(VOCABULARY - 1))}
 
 
 def _renumbered(document: list[int], known: dict[int, int]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from models import catalog, quantize, training
 from models.layers.linears import blocks
 from models.perplexity import perplexity, score
 from models.quantize import Quantized
-from tasks.comparisons import Bench, Row
+from tasks.comparisons import Bench, Row, up_to
 
 QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
 BASELINE = "float"
@@ -74,7 +74,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.comparisons`."""
     rng, settings = Random(seed), row.settings
     train, held_out = (
-        _draw(documents, max(2, round(count * bench.budget)), rng)
+        _sample(documents, max(2, round(count * bench.budget)), rng)
         for documents, count in ((bench.train, NUM_CALIBRATION), (bench.held_out, NUM_HELD_OUT))
     )
     model = MODELS[settings["model"]](bench, seed)
@@ -125,7 +125,7 @@ def _quantize(
     model: PreTrainedModel, bench: Bench, settings: dict[str, Any], train: list[list[int]], seed: int
 ) -> Quantized:
     def text() -> list[list[int]]:
-        return _cut(_draw(bench.train, 10**6, Random(seed)), settings["num_tokens"])
+        return up_to(_sample(bench.train, 10**6, Random(seed)), settings["num_tokens"])
 
     loop = training.Params(
         learning_rate=3e-3 if settings["model"] == "scratch" else 2e-5, batch_tokens=512, max_length=MAX_LENGTH
@@ -141,21 +141,11 @@ def _quantize(
     return quantized
 
 
-def _draw(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:
-    """Take documents of all domains, cut to MAX_LENGTH tokens."""
+def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:
+    """Draw documents of all domains together, each as likely as any other, cut to MAX_LENGTH tokens."""
     whole = [document for domain in sorted(documents) for document in documents[domain] if len(document) > 1]
     pool = [document[:MAX_LENGTH] for document in whole]
     return rng.sample(pool, min(count, len(pool)))
-
-
-def _cut(documents: list[list[int]], num_tokens: int) -> list[list[int]]:
-    taken, total = [], 0
-    for document in documents:
-        if total >= num_tokens:
-            break
-        taken.append(document)
-        total += len(document)
-    return taken
 
 
 def _target(bench: Bench, seed: int) -> PreTrainedModel:

@@ -10,8 +10,6 @@ of methods that simulate another arithmetic are those of what ran, scaled by the
 does. `half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
 """
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -21,7 +19,7 @@ from models.counting import counted
 from models.layers.linears import linears
 from models.perplexity import nats_per_token, score
 from models.training import Params, pad, train, train_by_name
-from tasks.comparisons import Bench, Row
+from tasks.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
 
 QUESTION = "What does each training regime save, and what does it cost in loss, against plain training?"
 BASELINE = "plain"
@@ -53,7 +51,8 @@ def rows(budget: float) -> list[Row]:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train and measure one row; see `tasks.comparisons`."""
-    ids = _vocabulary(bench)
+    # The small model's ids: 0 is left for all other tokens.
+    ids = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1), start=1)}
     documents = _draw(bench.train, ids, max(2 * LENGTH, round(EPOCH_TOKENS * bench.budget)), seed)
     held_out = _draw(bench.held_out, ids, HELD_OUT_TOKENS, seed)
     settings = Params(num_epochs=row.settings["num_epochs"], batch_tokens=512, max_length=LENGTH, learning_rate=2e-3)
@@ -96,23 +95,12 @@ def _scratch(vocab_size: int, seed: int) -> PreTrainedModel:
         return LlamaForCausalLM(config)
 
 
-def _vocabulary(bench: Bench) -> dict[int, int]:
-    """Return the small model's ids of the commonest tokens; 0 is left for all others."""
-    counts = Counter(token for _, documents in sorted(bench.train.items()) for one in documents for token in one)
-    return {token: number for number, (token, _) in enumerate(counts.most_common(VOCABULARY - 1), start=1)}
-
-
 def _draw(domains: dict[str, list[list[int]]], ids: dict[int, int], num_tokens: int, seed: int) -> list[list[int]]:
     """Take documents of each domain in turn, cut to one piece each, up to `num_tokens`."""
     rng = torch.Generator().manual_seed(seed)
-    orders = {name: torch.randperm(len(documents), generator=rng).tolist() for name, documents in domains.items()}
-    taken: list[list[int]] = []
-    for turn in range(max(map(len, orders.values()))):
-        for name, order in orders.items():
-            piece = [ids.get(token, 0) for token in domains[name][order[turn]][:LENGTH]] if turn < len(order) else []
-            if len(piece) > 1 and sum(map(len, taken)) < num_tokens:
-                taken.append(piece)
-    return taken
+    documents = in_turn(shuffled(documents, rng) for documents in domains.values())
+    pieces = ([ids.get(token, 0) for token in document[:LENGTH]] for document in documents if len(document) > 1)
+    return up_to(pieces, num_tokens)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from models.drafts import lm
 from models.perplexity import nats_per_token, score
 from models.select import Sources, acceptance, select
 from models.training import Params, train
-from tasks.comparisons import Bench, Row
+from tasks.comparisons import Bench, Row, first_by_domain, shuffled
 
 QUESTION = "Which documents of a pool teach a small model most, at an equal number of documents?"
 BASELINE = "random"
@@ -32,7 +32,7 @@ COLUMNS = {
     "tokens": "tokens chosen ↓",
     "select_s": "selecting, s ↓",
 }
-LENGTH, NUM_POOL, NUM_CHOSEN, NUM_ROUNDS, NUM_HELD_OUT = 64, 96, 24, 3, 24
+LENGTH, SHORTEST, NUM_POOL, NUM_CHOSEN, NUM_ROUNDS, NUM_HELD_OUT = 64, 4, 96, 24, 3, 24
 
 
 def rows(budget: float) -> list[Row]:
@@ -65,7 +65,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     chosen = select(pool, num_chosen, NUM_ROUNDS, catalog.parse("select", row.settings["method"]), sources, rng)
     select_s = time.perf_counter() - started
     draft, model = trained(row.settings["model_layers"], chosen)
-    held_out = _held_out(bench)
+    held_out = first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH, SHORTEST)
     everything = [document for documents in held_out.values() for document in documents]
     uncommon = [
         document for domain, documents in held_out.items() if domain != min(bench.train) for document in documents
@@ -89,22 +89,13 @@ def _pool(bench: Bench, rng: torch.Generator) -> tuple[list[list[int]], set[int]
     drawn = [(document, False) for document in _draw(bench.train[common], size - per_rare * len(others), rng)]
     for domain in others:
         drawn += [(document, True) for document in _draw(bench.train[domain], per_rare, rng)]
-    order = torch.randperm(len(drawn), generator=rng).tolist()
-    rare = {place for place, number in enumerate(order) if drawn[number][1]}
-    return [drawn[number][0] for number in order], rare
+    drawn = shuffled(drawn, rng)
+    return [document for document, _ in drawn], {place for place, (_, rare) in enumerate(drawn) if rare}
 
 
 def _draw(documents: list[list[int]], num_wanted: int, rng: torch.Generator) -> list[list[int]]:
-    long_enough = [document[:LENGTH] for document in documents if len(document) >= 4]
-    return [long_enough[place] for place in torch.randperm(len(long_enough), generator=rng).tolist()[:num_wanted]]
-
-
-def _held_out(bench: Bench) -> dict[str, list[list[int]]]:
-    per_domain = max(1, NUM_HELD_OUT // len(bench.held_out))
-    return {
-        domain: [document[:LENGTH] for document in documents if len(document) >= 4][:per_domain]
-        for domain, documents in sorted(bench.held_out.items())
-    }
+    long_enough = [document[:LENGTH] for document in documents if len(document) >= SHORTEST]
+    return shuffled(long_enough, rng)[:num_wanted]
 
 
 def _cut(target_dir: Path, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
