@@ -28,6 +28,8 @@ from tasks.text import prepare_text, read_documents, tokenise
 
 # metric → its value; None where it makes no sense for the row.
 Metrics = dict[str, float | None]
+# What comparisons of all families draw, train and score with.
+SHARED = ("tasks.comparisons", "models.training", "models.perplexity")
 
 
 class Figure(Frozen):
@@ -81,7 +83,7 @@ def choose_rows(comparison: ModuleType, budget: float) -> list[Row]:
 def comparison_code(comparison: ModuleType, family: str) -> str:
     """Return a hash of what is compared and how, so that figures of other code are not mixed in."""
     methods = [f"models.{family}.{name}" for name in catalog.names(family)] if _is_family(family) else []
-    return f"{file_sha256(Path(str(comparison.__file__)))[:16]}-{code_version('models.training', *methods)[:16]}"
+    return f"{file_sha256(Path(str(comparison.__file__)))[:16]}-{code_version(*SHARED, *methods)[:16]}"
 
 
 def _is_family(name: str) -> bool:
