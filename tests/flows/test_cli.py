@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows import cli
+from infra.settings import Settings
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
@@ -19,7 +20,7 @@ def run(tmp_path, monkeypatch):
     """Return what runs a command in a fresh home."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     # What a command puts into the environment must not reach the other tests.
-    monkeypatch.setattr(cli, "_settings", cli.load_settings)
+    monkeypatch.setattr(Settings, "prepare_environment", lambda self: None)
     return lambda *arguments: CliRunner().invoke(cli.app, arguments)
 
 

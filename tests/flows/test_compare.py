@@ -10,6 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows import cli
+from infra.settings import Settings
 from tasks import comparisons
 from tests.flows.conftest import registry_of
 
@@ -59,7 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     (tmp_path / "files" / "unigrams.py").write_text(source)
     monkeypatch.setattr(comparisons, "__path__", [*comparisons.__path__, str(tmp_path / "files")])
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(cli, "_settings", cli.load_settings)  # what it puts into the environment must not stay
+    # What a command puts into the environment must not reach the other tests.
+    monkeypatch.setattr(Settings, "prepare_environment", lambda self: None)
     yield lambda *arguments: CliRunner().invoke(cli.app, ["compare", *arguments, "--recipe", "tiny"])
     sys.modules.pop("tasks.comparisons.unigrams", None)
 
