@@ -35,12 +35,15 @@ class Timed(NamedTuple):
         arrival_ms: when each token came, from the start; empty where only the ends are known.
         first_token_ms: when the first one came.
         seconds: until the last one.
+        drafted_per_step, accepted_per_step: as the engine counted them; None where it did not.
     """
 
     token_ids: tuple[int, ...]
     arrival_ms: tuple[float, ...]
     first_token_ms: float
     seconds: float
+    drafted_per_step: tuple[int, ...] | None = None
+    accepted_per_step: tuple[int, ...] | None = None
 
 
 # (prompt's token ids, most tokens of the answer) → the answer.
@@ -141,6 +144,9 @@ def _reference(target_dir: Path, draft_dir: Path, params: BaseParams) -> Peer:
         started_s = time.monotonic()
         completion = asyncio.run(engine.generate(prompt_ids, Sampling(max_tokens=max_tokens), "peer"))
         # The engine tells when its first token came, not when each did.
-        return Timed(completion.token_ids, (), completion.first_token_ms, time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        return Timed(
+            completion.token_ids, (), completion.first_token_ms, seconds, completion.drafted, completion.accepted
+        )
 
     return answer

@@ -72,6 +72,7 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
         assert side["tokens_per_s"]["median"] > 0
     assert sides["served pair"]["tau"] > 1
     assert sides["served pair, speculation off"]["tau"] == 1
+    assert sides["reference engine"]["tau"] > 1
     assert sides["vLLM without a draft"]["over_alone"]["overall"]["value"] == 1
     assert (tmp_path / "speed" / "speed.png").read_bytes().startswith(b"\x89PNG")
     with closing(sqlite3.connect(cli.home / "mlflow.db")) as db:

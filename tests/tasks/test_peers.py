@@ -39,6 +39,12 @@ def test_prompt_lookup_hands_over_several_tokens_at_once(peers: Mapping[str, Pee
     assert len(set(answer.arrival_ms)) < len(answer.token_ids)
 
 
+def test_the_reference_engine_counts_its_steps(peers: Mapping[str, Peer]) -> None:
+    answer = peers["reference engine"]([7, 30, 12, 7, 30, 12], NUM_TOKENS)
+    assert sum(answer.drafted_per_step or ()) > 0
+    assert len(answer.accepted_per_step or ()) == len(answer.drafted_per_step or ())
+
+
 def test_the_engines_number_format_is_told_by_name() -> None:
     assert engine_dtype(Params(dtype="bfloat16"), "cpu") == "bfloat16"
     assert engine_dtype(Params(), "cpu") in ("float32", "bfloat16")
