@@ -2,7 +2,8 @@
 
 All of them answer one prompt at a time and greedily, with the target's own weights, in the engine's number format and
 with as many threads as this process may use cores. Assisted generation is transformers' model-free kind, prompt lookup:
-a small model with the target's tokenizer to assist it is not at hand.
+a small model with the target's tokenizer to assist it is not at hand. The reference engine is there with the draft and,
+to hold its forward pass to vLLM's, started without one.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from models.params import BaseParams
 from models.precision import fast_dtype
 from models.sources import Prompt
 from models.tokens import encode_chat
+
+UNDRAFTED = "reference engine without a draft"
 
 
 class Timed(NamedTuple):
@@ -74,7 +77,7 @@ def open_peers(
 
     Args:
         target_dir: a Hugging Face directory.
-        draft_dir: the draft of the reference engine.
+        draft_dir: the draft of the reference engine where it has one.
         dtype: as torch names it.
         num_draft_tokens: K, also of the prompt lookup.
         max_model_len: longest sequence, prompt included.
@@ -89,6 +92,7 @@ def open_peers(
         "transformers": _generating(model, {}),
         "transformers, prompt lookup": _generating(model, {"prompt_lookup_num_tokens": num_draft_tokens}),
         "reference engine": _reference(target_dir, draft_dir, engine_params),
+        UNDRAFTED: _reference(target_dir, None, engine_params),
     }
 
 
@@ -137,7 +141,7 @@ def _generating(model: Any, options: Mapping[str, Any]) -> Peer:
     return answer
 
 
-def _reference(target_dir: Path, draft_dir: Path, params: BaseParams) -> Peer:
+def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> Peer:
     engine = asyncio.run(catalog.load("engines", params.name).start(target_dir, draft_dir, params))
 
     def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
