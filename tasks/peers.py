@@ -2,7 +2,8 @@
 
 All of them answer one prompt at a time and greedily, with the target's own weights, in the engine's number format and
 with as many threads as this process may use cores. Assisted generation is transformers' model-free kind, prompt lookup:
-a small model with the target's tokenizer to assist it is not at hand.
+a small model with the target's tokenizer to assist it is not at hand. The reference engine is there with the draft and,
+to hold its forward pass to vLLM's, started without one.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ from models.precision import fast_dtype
 from models.sources import Prompt
 from models.tokens import encode_chat
 
+UNDRAFTED = "reference engine without a draft"
+
 
 class Timed(NamedTuple):
     """One answer.
@@ -35,12 +38,15 @@ class Timed(NamedTuple):
         arrival_ms: when each token came, from the start; empty where only the ends are known.
         first_token_ms: when the first one came.
         seconds: until the last one.
+        drafted_per_step, accepted_per_step: as the engine counted them; None where it did not.
     """
 
     token_ids: tuple[int, ...]
     arrival_ms: tuple[float, ...]
     first_token_ms: float
     seconds: float
+    drafted_per_step: tuple[int, ...] | None = None
+    accepted_per_step: tuple[int, ...] | None = None
 
 
 # (prompt's token ids, most tokens of the answer) → the answer.
@@ -71,7 +77,7 @@ def open_peers(
 
     Args:
         target_dir: a Hugging Face directory.
-        draft_dir: the draft of the reference engine.
+        draft_dir: the draft of the reference engine where it has one.
         dtype: as torch names it.
         num_draft_tokens: K, also of the prompt lookup.
         max_model_len: longest sequence, prompt included.
@@ -86,6 +92,7 @@ def open_peers(
         "transformers": _generating(model, {}),
         "transformers, prompt lookup": _generating(model, {"prompt_lookup_num_tokens": num_draft_tokens}),
         "reference engine": _reference(target_dir, draft_dir, engine_params),
+        UNDRAFTED: _reference(target_dir, None, engine_params),
     }
 
 
@@ -134,13 +141,16 @@ def _generating(model: Any, options: Mapping[str, Any]) -> Peer:
     return answer
 
 
-def _reference(target_dir: Path, draft_dir: Path, params: BaseParams) -> Peer:
+def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> Peer:
     engine = asyncio.run(catalog.load("engines", params.name).start(target_dir, draft_dir, params))
 
     def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
         started_s = time.monotonic()
         completion = asyncio.run(engine.generate(prompt_ids, Sampling(max_tokens=max_tokens), "peer"))
         # The engine tells when its first token came, not when each did.
-        return Timed(completion.token_ids, (), completion.first_token_ms, time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        return Timed(
+            completion.token_ids, (), completion.first_token_ms, seconds, completion.drafted, completion.accepted
+        )
 
     return answer

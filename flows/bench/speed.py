@@ -3,7 +3,8 @@
 The endpoints (the pair, vLLM without a draft, vLLM's own prompt lookup) and the process of the offline peers follow
 each other in rounds, every other round in reverse. Within the pair's endpoint speculation is switched on and off prompt
 by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The offline peers have no HTTP
-on their way, which is to their advantage.
+on their way, which is to their advantage. The reference engine without a draft is among them, so that its distance to
+vLLM without a draft is known, whatever drafting does for either.
 
 The speed of decoding leaves the first token out, and so trusts the moment at which it came. On few cores tokens can be
 held up on their way and come in a bunch, which makes decoding look faster than it was; so whole requests are compared
@@ -24,7 +25,7 @@ from tasks.compare_traffic import judge_outputs
 from tasks.figures import draw_speeds
 from tasks.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from tasks.latency import spread as spread_of
-from tasks.peers import engine_dtype, ngram_speculation
+from tasks.peers import UNDRAFTED, engine_dtype, ngram_speculation
 from tasks.promote import open_champions
 from tasks.select_data import Prompt
 
@@ -168,7 +169,7 @@ HOSTS: Mapping[str, tuple[Callable[[Stage], list[Row]], int]] = {
     "pair": (_pair, 3),
     "alone": (_alone, 2),
     "ngram": (_ngram, 1),
-    "offline": (_offline, 3),
+    "offline": (_offline, 4),
 }
 
 
@@ -213,7 +214,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
         notes=notes,
-        verdict=_verdict(figures),
+        verdict=judge(figures),
         failures=failures,
         picture=picture,
     )
@@ -309,7 +310,12 @@ def _outputs(figures: Row) -> str:
     )
 
 
-def _verdict(figures: Mapping[str, Mapping[str, Row]]) -> str:
+def judge(figures: Mapping[str, Mapping[str, Row]]) -> str:
+    """Say how the pair, and the reference engine without a draft, stand to vLLM without a draft.
+
+    Args:
+        figures: domain to side to what `_Side.figures` gave.
+    """
     parts = []
     for domain, sides in figures.items():
         own, request = (sides[PAIR][name] for name in OVER_ALONE)
@@ -326,4 +332,8 @@ def _verdict(figures: Mapping[str, Mapping[str, Row]]) -> str:
             f"{request['overall']['value']:.2f}× over whole requests, "
             + (f"behind {', '.join(behind)}" if behind else "ahead of every peer")
         )
+    for domain, sides in figures.items():
+        ratio = sides[UNDRAFTED]["over_alone"]
+        found = f"{interval(ratio['overall'])} of vLLM's speed" if ratio else "no output could be compared"
+        parts.append(f"{domain}, {UNDRAFTED}: {found}")
     return "; ".join(parts) + "."

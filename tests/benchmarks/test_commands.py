@@ -65,13 +65,16 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
         "transformers",
         "transformers, prompt lookup",
         "reference engine",
+        "reference engine without a draft",
     }
     for side in sides.values():
         assert side["outputs"].get("different", 0) == 0
         assert side["num_prompts"] == 3
         assert side["tokens_per_s"]["median"] > 0
     assert sides["served pair"]["tau"] > 1
-    assert sides["served pair, speculation off"]["tau"] == 1
+    assert sides["served pair, speculation off"]["tau"] == sides["reference engine without a draft"]["tau"] == 1
+    assert sides["reference engine"]["tau"] > 1
+    assert sides["reference engine without a draft"]["over_alone"]["overall"]["value"] > 0
     assert sides["vLLM without a draft"]["over_alone"]["overall"]["value"] == 1
     assert (tmp_path / "speed" / "speed.png").read_bytes().startswith(b"\x89PNG")
     with closing(sqlite3.connect(cli.home / "mlflow.db")) as db:

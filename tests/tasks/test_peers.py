@@ -21,6 +21,7 @@ def test_every_peer_gives_the_targets_own_output(peers: Mapping[str, Peer], tiny
     prompt = Prompt(messages=(Message(role="user", content="what is 3 times 4?"),), domain="chat", group="g")
     ids = encoder(tiny_target)(prompt)
     answers = {name: peer(ids, NUM_TOKENS) for name, peer in peers.items()}
+    assert "reference engine without a draft" in answers
     assert len({answer.token_ids for answer in answers.values()}) == 1
     assert 0 < len(answers["transformers"].token_ids) <= NUM_TOKENS
 
@@ -37,6 +38,16 @@ def test_arrivals_are_one_a_token_and_in_order(peers: Mapping[str, Peer]) -> Non
 def test_prompt_lookup_hands_over_several_tokens_at_once(peers: Mapping[str, Peer]) -> None:
     answer = peers["transformers, prompt lookup"]([7, 30, 12] * 8, NUM_TOKENS)
     assert len(set(answer.arrival_ms)) < len(answer.token_ids)
+
+
+def test_the_reference_engine_counts_its_steps_and_drafts_in_none_without_a_draft(peers: Mapping[str, Peer]) -> None:
+    with_draft, without = (
+        peers[name]([7, 30, 12, 7, 30, 12], NUM_TOKENS)
+        for name in ("reference engine", "reference engine without a draft")
+    )
+    assert sum(with_draft.drafted_per_step or ()) > 0
+    assert without.drafted_per_step == without.accepted_per_step == (0,) * (len(without.token_ids) - 1)
+    assert 0 < without.first_token_ms < 1000 * without.seconds
 
 
 def test_the_engines_number_format_is_told_by_name() -> None:

@@ -1,8 +1,11 @@
-"""What benchmarks conclude from cells, by hand: windows of a swap, the outage of a restart, the stages of the demo."""
+"""What benchmarks conclude from cells, by hand: windows of a swap, the outage of a restart, the stages of the demo, and
+how speeds stand to vLLM's.
+"""
 
 import pytest
 
 from flows.bench.demo import report as demo_report
+from flows.bench.speed import judge
 from flows.bench.swap import windows
 
 SWAP = {"quiet_s": 10.0, "unseen_s": 12.0, "seen_s": 12.1, "proven_s": 15.0, "swap_ms": 50.0}
@@ -34,3 +37,21 @@ def test_the_demos_stages_and_the_rest_sum_to_its_wall_time():
     ]
     assert found.verdict.startswith("meets the bar of 15 minutes")
     assert demo_report({"wall_s": 901.0, "stages": {}}, second).verdict.startswith("misses")
+
+
+def ratio(value):
+    return {"overall": {"value": value, "low": value - 0.1, "high": value + 0.1}}
+
+
+def test_the_verdict_tells_how_far_the_reference_engines_own_forward_pass_is_from_vllms():
+    sides = {
+        "served pair": {"over_alone": ratio(1.5), "request_over_alone": ratio(1.4), "pair_over_it": ratio(1.0)},
+        "reference engine without a draft": {"over_alone": ratio(0.8), "pair_over_it": ratio(1.9)},
+    }
+    undrafted = "chat, reference engine without a draft: "
+    assert judge({"chat": sides}) == (
+        "chat: 1.50× vLLM without a draft (aim 2), 1.40× over whole requests, ahead of every peer; "
+        f"{undrafted}0.80 (0.70 to 0.90) of vLLM's speed."
+    )
+    sides["reference engine without a draft"] = {"over_alone": None, "pair_over_it": None}
+    assert judge({"chat": sides}).endswith(f"{undrafted}no output could be compared.")
