@@ -58,6 +58,11 @@ class Pattern(Frozen):
     def __str__(self) -> str:
         return f"{self.kept}:{self.group}" if self.sparsity is None else f"{self.sparsity:g}"
 
+    @property
+    def zeroes(self) -> float:
+        """The share of zeroes."""
+        return self.sparsity if self.sparsity is not None else 1 - (self.kept or 0) / (self.group or 1)
+
     def keep(self, scores: Tensor, over: Literal["row", "layer"]) -> Tensor:
         """Choose the weights that stay, the highest scores first.
 

@@ -21,5 +21,6 @@ def test_every_row_has_all_columns_and_the_sparsity_that_was_asked_for(tiny_targ
     for name, row in rows.items():
         figures = prune.measure(bench, row, seed=0)
         assert figures.keys() == prune.COLUMNS.keys()
-        assert figures["sparsity_half"] == figures["sparsity_2_4"] == (0 if name == "dense" else 0.5)
+        assert name == "dense" or figures["missed"] < 0.01  # rows of 128
+        assert all(figures[f"perplexity_{pattern}"] > 1 for pattern in prune.PATTERNS)
         assert math.isnan(figures["seconds"]) == (name == "dense")
