@@ -31,7 +31,7 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m engine -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m engine -n 2 --dist loadscope
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from infra.doctor import openmp_preload
 from models.engines.vllm import child_environment
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     _CORES = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_CORES[int(_WORKER) % len(_CORES)]})
-# What takes a minute to start or to build is made by one worker, which gets all tests that want it.
-DEAR = ("built", "world")
+# Folders whose tests share what takes a minute to build or to start: one worker gets all of them.
+DEAR = ("tests/flows/", "tests/services/")
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
@@ -34,13 +36,16 @@ _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CH
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together what shares an engine, a service or a build (`--dist loadgroup`)."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            wanted = [name for name in DEAR if name in getattr(item, "fixturenames", ())]
-            item.add_marker(pytest.mark.xdist_group(wanted[0] if wanted else item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Keep together what shares an engine, a service or a build, where pytest was called with `--dist loadscope`."""
+    return _BySharing(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+class _BySharing(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((folder for folder in DEAR if file.startswith(folder)), file)
 
 
 @pytest.fixture(scope="session", autouse=True)
