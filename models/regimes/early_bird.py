@@ -46,6 +46,10 @@ class Params(BaseParams):
     then: Literal["train", "stop"] = "train"
 
 
+# Eight short epochs are too few for five masks to agree with the next: the first ones are still far apart.
+COMPARED = {"window_2": Params(window=2), "window_2_epsilon_0.2": Params(window=2, epsilon=0.2)}
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks.
 
