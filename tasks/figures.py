@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from models.acceptance import Estimate
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from tasks.compare_methods import Figure as MeasuredFigure
 
 SIZE_INCHES = (6.4, 3.6)
+WIDE = 20.0
+HEADING_WIDTH = 40  # characters that fit below a panel
 
 
 def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
@@ -189,6 +192,8 @@ def draw_comparison(
 ) -> Path:
     """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
 
+    Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
+
     Args:
         rows: row to metric to figure.
         headings: metric to what its axis is called.
@@ -204,13 +209,17 @@ def draw_comparison(
     for axes in panels.flat[len(headings) :]:
         axes.set_visible(False)
     for axes, (metric, heading) in zip(panels.flat, headings.items(), strict=False):
+        means = [of_row[metric].value for of_row in rows.values() if of_row[metric].value is not None]
+        if means and min(means) > 0 and max(means) > WIDE * min(means):
+            axes.set_xscale("log", nonpositive="clip")
+            axes.set_xlim(min(means) / 2, max(means) * 4)
         for place, name in enumerate(names):
             one = rows[name][metric]
             if one.value is not None:
                 axes.plot(one.value, place, color="tab:blue", marker="o")
             if one.interval is not None:
                 axes.plot([one.interval.low, one.interval.high], [place, place], color="tab:blue", marker="|")
-        axes.set_xlabel(heading)
+        axes.set_xlabel("\n".join(wrap(heading, HEADING_WIDTH)))
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)
     figure.savefig(file, dpi=150)
