@@ -36,6 +36,13 @@ _BROWSER, _SCREENSHOTS = (os.environ.pop(f"REDRAFT_{name}", "") for name in ("CH
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of engine tests unread where none is wanted: importing vLLM takes longer than most tests."""
+    if "not engine" in config.getoption("markexpr") and collection_path.suffix == ".py":
+        return "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """Keep together what shares an engine, a service or a build, where pytest was called with `--dist loadscope`."""
