@@ -29,6 +29,7 @@ if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     os.sched_setaffinity(0, {_CORES[int(_WORKER) % len(_CORES)]})
 # Folders whose tests share what takes a minute to build or to start: one worker gets all of them.
 DEAR = ("tests/flows/", "tests/services/")
+ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
@@ -52,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 class _BySharing(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return next((folder for folder in DEAR if file.startswith(folder)), file)
+        return file if file in ALONE else next((folder for folder in DEAR if file.startswith(folder)), file)
 
 
 @pytest.fixture(scope="session", autouse=True)

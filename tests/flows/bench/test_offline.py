@@ -1,5 +1,6 @@
 """The peers' process on the two-layer target: every peer answers every prompt, with the same output."""
 
+import pytest
 from rich.progress import Progress
 
 from flows.bench.offline import Job, run_offline
@@ -9,6 +10,7 @@ from models.sources import Message, Prompt
 SIDES = ["transformers", "transformers, prompt lookup", "reference engine", "reference engine without a draft"]
 
 
+@pytest.mark.slow
 def test_every_peer_answers_each_prompt_alike_and_another_one_is_first(tiny_target, tiny_draft, tmp_path):
     prompts = tuple(
         Prompt(messages=(Message(role="user", content=text),), domain="chat", group=text)
