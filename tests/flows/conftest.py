@@ -2,12 +2,9 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -137,15 +134,3 @@ def home(built, tmp_path) -> Path:
 def registry_of(home: Path) -> Registry:
     """Return the registry of a home."""
     return Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
-
-
-def kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    """Kill a command and all that it started as soon as `ready`, which must come before its end."""
-    with process:
-        while not ready():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
-        with suppress(ProcessLookupError):  # where there is a server already, it started none of its own
-            os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Refreshes on top of a tiny build: real processes, a real kill."""
+"""Refreshes on top of a tiny build, by the command. Drills kill them (tests/drills/test_pipeline.py)."""
 
 import sqlite3
 from contextlib import closing
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.querylog import QueryLog
-from tests.flows.conftest import kill_when, registry_of
+from tests.flows.conftest import registry_of
 
 pytestmark = pytest.mark.engine
 
@@ -18,15 +18,9 @@ def test_with_too_few_rows_there_is_nothing_to_do(home, rows, cli_in):
     assert registry_of(home).champion("draft").number == 1
 
 
-def test_a_killed_refresh_goes_on_and_each_row_is_trained_on_once(home, rows, cli_in):
+def test_each_row_is_trained_on_once(home, rows, cli_in):
     cli, log = cli_in(home), QueryLog(home / "queries.db")
     log.append(rows)
-    kill_when(
-        cli.start("refresh", "--recipe", "tiny"), lambda: any((home / "artifacts" / "work").glob("*/hidden/*.bin"))
-    )
-    assert registry_of(home).champion("draft").number == 1
-    assert log.cursor() == 0
-
     output = cli.run("refresh", "--recipe", "tiny")
     versions = registry_of(home).versions("draft")
     assert [version.number for version in versions] == [2, 1]
