@@ -42,7 +42,7 @@ class Params(BaseParams):
     Attributes:
         num_draft_tokens: K; 0 starts an engine that can't speculate.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
-        enforce_eager: start in 20–30 s without compiling; compiled, one stream is about a tenth faster.
+        enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
         extra: further vLLM engine arguments, passed through; none of OWNED, and `speculative_config`, for a way of

@@ -1,14 +1,24 @@
-"""Quantized linear layers on CPUs that vLLM's own kernels leave out.
+"""Linear layers on CPUs without AVX-512, where vLLM's own products are missing, slow or wrong.
 
-A build for processors without AVX-512 has no product for packed 4-bit weights (`cpu_gemm_wna16`): loading succeeds and
-the first request fails. There the weights are unpacked as they are loaded; they take a float's memory then, and compute
-exactly what the packed ones would.
+**Floats.** A step of few rows takes as long as its weights take to read. A bfloat16 checkpoint served in float32 has
+twice the bytes that its values need: they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM
+reads them as float16, and multiplies and adds in float32 as before. Weights that would move further, such as those of a
+checkpoint in float32, stay with oneDNN.
 
-Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which saturate:
-127·127 + 127·127 comes out as 255. Layers are off by tenths without a word. Weights from −63 to 63 can't saturate, so
-those are taken and others are refused, by what the product does and not by the processor's name.
+**8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
+saturate: 127·127 + 127·127 comes out as 255. Layers are off by tenths without a word. Weights from −63 to 63 can't
+saturate, so those are taken and others are refused, by what the product does and not by the processor's name. FBGEMM
+has the same limit and is several times faster, so it multiplies.
+
+**4 bits.** A build for processors without AVX-512 has no product for packed 4-bit weights (`cpu_gemm_wna16`): loading
+succeeds and the first request fails. There the weights are unpacked as they are loaded; they take a float's memory
+then, and compute exactly what the packed ones would.
+
+FBGEMM multiplies floats of 32 bits, and `torch.compile` can't trace its packed weights: an engine in bfloat16 and a
+compiled one keep oneDNN's products.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,15 +26,23 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import integers
+from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
 
+fbgemm = torch.ops.quantized
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
 UNSATURATED = 63
+# What a weight may move by to be read as float16: half of the smallest step between two of them.
+HALF_STEP = 2.0**-25
+UINT8_ZERO = 128  # FBGEMM's inputs are unsigned
 
 
 def install() -> None:
     """Replace the kernels' methods, on CPUs only; the worker does so as it imports its extension."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -36,10 +54,36 @@ def install() -> None:
         prepare = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
 
         def checked(kernel: Any, layer: nn.Module) -> None:
-            require_unsaturated(getattr(layer, kernel.layer_param_names[0]))
+            weight = getattr(layer, kernel.layer_param_names[0]).detach().clone()
+            require_unsaturated(weight)
             prepare(kernel, layer)
+            if _takes_packed() and (kernel.config.input_symmetric or kernel.config.is_static_input_scheme):
+                kernel.dnnl_handler = None  # vLLM's packed copy; what it prepared else is used
+                product = _int8_product(kernel, layer, weight)
+                kernel.linear_method = lambda _, x, bias: product(x, bias)
 
         CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[method-assign]
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        dispatch = utils.dispatch_cpu_unquantized_gemm
+
+        def dispatched(layer: nn.Module, remove_weight: bool) -> None:
+            weight = layer.weight
+            if weight.is_meta or not _takes_packed() or not fits_half(weight):
+                dispatch(layer, remove_weight)
+                return
+            product = _half_product(weight)
+            layer.cpu_linear = lambda x, _, bias: product(x, bias)
+            if remove_weight:
+                layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+        utils.dispatch_cpu_unquantized_gemm = dispatched
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether a float32 matrix [O, I] may be read as float16; see the module."""
+    if weight.dtype != torch.float32 or weight.ndim != 2:
+        return False
+    return bool((weight.half().float() - weight).abs().max() <= HALF_STEP)
 
 
 @cache
@@ -64,8 +108,47 @@ def require_unsaturated(weight: Tensor) -> None:
         )
 
 
+def _takes_packed() -> bool:
+    """Whether the engine that is being started computes in float32 and without `torch.compile`."""
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config().model_config
+    return bool(config.enforce_eager) and config.dtype == torch.float32
+
+
+def _half_product(weight: Tensor) -> Product:
+    """Return the product with a matrix [O, I] that is read as float16."""
+    packed = fbgemm.linear_prepack_fp16(weight.detach(), None)
+
+    def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        output: Tensor = fbgemm.linear_dynamic_fp16(x, packed)
+        return output if bias is None else output + bias
+
+    return multiply
+
+
+def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
+    """Return the product with int8 weights [O, I] whose scales vLLM has prepared; inputs are rounded as vLLM does."""
+    _, scales, input_scale, input_zero, _ = kernel._get_layer_params(layer)
+    scales = scales.detach().double().flatten().expand(len(weight))
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    packed = fbgemm.linear_prepack(torch._make_per_channel_quantized_tensor(weight, scales, zeros, 0), None)
+    zero = UINT8_ZERO + (0 if input_zero is None else int(input_zero))
+
+    def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        scale = token_scales(x) if input_scale is None else input_scale
+        # Rounded here: FBGEMM adds its zero first, which rounds ties the other way.
+        steps = (x * scale.reciprocal()).round()
+        output = fbgemm.linear_with_input_q_dq_qweight_dq_output_fp32(steps, 1.0, zero, packed) * scale
+        return output if bias is None else output + bias
+
+    return multiply
+
+
 def _unpack(kernel: Any, layer: nn.Module) -> None:
-    """Put the float weight [O, I] in place of the packed one."""
+    """Unpack the weights and let vLLM's product of floats have them."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
     packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if packed.input_dim != 1:
         raise ValueError(
@@ -77,8 +160,12 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
         zeros = integers.unpack(getattr(layer, kernel.w_zp_name).data.T, bits, len(packed)).T
     values = integers.unpack(packed.data, bits, kernel.config.partition_weight_shape[0])
     weight = Integers(values, scales.data, zeros).floats().to(scales.dtype)
-    setattr(layer, kernel.w_q_name, nn.Parameter(weight, requires_grad=False))
+    setattr(layer, kernel.w_q_name, nn.Parameter(weight.new_empty(0), requires_grad=False))
+    layer.unpacked = nn.Module()
+    layer.unpacked.weight = nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer.unpacked, remove_weight=True)
 
 
 def _multiply(kernel: Any, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return nn.functional.linear(x, getattr(layer, kernel.w_q_name), bias)
+    output: Tensor = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
+    return output

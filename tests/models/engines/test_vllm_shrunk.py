@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import training
 from models.engines import Sampling
-from models.engines.vllm import Params
+from models.engines.vllm import Params, linear_kernels
 from models.engines.vllm.engine import VllmEngine
 from models.golden import Golden, equal_output
 from models.shrink import depth, width
@@ -28,7 +28,10 @@ def test_a_shrunk_model_is_served(loop: asyncio.AbstractEventLoop, tmp_path: Pat
     model = depth.shrink(model, texts, depth.Params(num_layers=2), settings)
     asked = width.Params(num_heads=2, num_kv_heads=1, hidden_size=192, intermediate_size=128)
     model = width.shrink(model, texts, asked, settings)
+    model = model.bfloat16()  # as checkpoints are; weights that the engine reads as float16 where that is faster
     model.save_pretrained(directory)
+    model = model.float()
+    assert all(linear_kernels.fits_half(weight) for weight in model.state_dict().values() if weight.ndim == 2)
     AutoTokenizer.from_pretrained(target).save_pretrained(directory)
 
     async def answers() -> list[Golden]:
@@ -45,3 +48,12 @@ def test_a_shrunk_model_is_served(loop: asyncio.AbstractEventLoop, tmp_path: Pat
         with torch.inference_mode():
             mine = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert equal_output(golden, mine[0, ids.shape[1] :].tolist(), 0.02) != "different"
+
+
+def test_only_weights_that_float16_holds_are_read_as_float16() -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 64, generator=rng) * torch.logspace(-9, 4, 64)  # from below float16's steps to its end
+    assert linear_kernels.fits_half(weight.bfloat16().float())
+    assert not linear_kernels.fits_half(weight)
+    assert not linear_kernels.fits_half((10 * weight).bfloat16().float())
+    assert not linear_kernels.fits_half(weight.bfloat16())
