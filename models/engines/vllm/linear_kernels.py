@@ -14,8 +14,8 @@ has the same limit and is several times faster, so it multiplies.
 succeeds and the first request fails. There the weights are unpacked as they are loaded; they take a float's memory
 then, and compute exactly what the packed ones would.
 
-FBGEMM multiplies floats of 32 bits, and `torch.compile` can't trace its packed weights: an engine in bfloat16 and a
-compiled one keep oneDNN's products.
+FBGEMM multiplies floats of 32 bits, and its packed weights are no tensors that `torch.compile` could trace: an engine
+in bfloat16 and a compiled one keep oneDNN's products.
 """
 
 from collections.abc import Callable

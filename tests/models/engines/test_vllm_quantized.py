@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog, quantize
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params, linear_kernels
+from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
 
@@ -76,9 +76,3 @@ def test_the_engine_says_what_the_simulation_says(
     assert simulated.min() > -0.2
     card, plain = describe(tmp_path / "quantized"), describe(tiny_target)
     assert card.sha256 != plain.sha256 and card.tokenizer_sha256 == plain.tokenizer_sha256
-
-
-def test_weights_that_this_processor_would_saturate_are_refused() -> None:
-    linear_kernels.require_unsaturated(torch.tensor([[63, -63]], dtype=torch.int8))
-    with pytest.raises(ValueError, match=r"weights go up to 128, .* beyond 63; .*weight_bits = 7"):
-        linear_kernels.require_unsaturated(torch.tensor([[63, -128]], dtype=torch.int8))

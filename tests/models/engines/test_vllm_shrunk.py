@@ -48,12 +48,3 @@ def test_a_shrunk_model_is_served(loop: asyncio.AbstractEventLoop, tmp_path: Pat
         with torch.inference_mode():
             mine = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert equal_output(golden, mine[0, ids.shape[1] :].tolist(), 0.02) != "different"
-
-
-def test_only_weights_that_float16_holds_are_read_as_float16() -> None:
-    rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, 64, generator=rng) * torch.logspace(-9, 4, 64)  # from below float16's steps to its end
-    assert linear_kernels.fits_half(weight.bfloat16().float())
-    assert not linear_kernels.fits_half(weight)
-    assert not linear_kernels.fits_half((10 * weight).bfloat16().float())
-    assert not linear_kernels.fits_half(weight.bfloat16())
