@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.checkpoint import read_tensors
+from models.layers.half_product import product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 512
@@ -65,7 +66,7 @@ class Decoder:
         self._norm = _take(rest, "model.norm.weight")
         if config.tie_word_embeddings:
             rest.pop("lm_head.weight", None)  # a copy that some files keep
-        self._head = self._embedding if config.tie_word_embeddings else _take(rest, "lm_head.weight")
+        self._head = product(self._embedding if config.tie_word_embeddings else _take(rest, "lm_head.weight"))
         self._layers = [_Layer(rest, f"model.layers.{number}") for number in range(self.num_layers)]
         if rest:
             raise ValueError(f"tensor {min(rest)} is not one of a Llama-like model's")
@@ -97,7 +98,7 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] → [n, V] in float32."""
-        return functional.linear(states, self._head).float()
+        return self._head(states, None).float()
 
     def _chunk(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         start, stop = cache.length, cache.length + len(token_ids)
@@ -112,10 +113,10 @@ class Decoder:
             queries, keys, values = self._project(layer, state, cos, sin)
             cache.keys[number, :, start:stop], cache.values[number, :, start:stop] = keys, values
             attended = self._attend(queries, cache.keys[number, :, :stop], cache.values[number, :, :stop], mask)
-            state = state + functional.linear(attended, layer.output)
-            inner = functional.linear(self._normed(state, layer.norm_after), layer.gate_up)
+            state = state + layer.output(attended, None)
+            inner = layer.gate_up(self._normed(state, layer.norm_after), None)
             gate, up = inner.chunk(2, dim=-1)
-            state = state + functional.linear(functional.silu(gate) * up, layer.down)
+            state = state + layer.down(functional.silu(gate) * up, None)
             if number + 1 in taps:
                 kept[number + 1] = state
         cache.length = stop
@@ -124,7 +125,7 @@ class Decoder:
 
     def _project(self, layer: "_Layer", state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [heads, n, width], keys and values [kv heads, n, width]."""
-        joined = functional.linear(self._normed(state, layer.norm_before), layer.qkv, layer.qkv_bias)
+        joined = layer.qkv(self._normed(state, layer.norm_before), layer.qkv_bias)
         heads = joined.view(len(state), -1, self.head_dim).transpose(0, 1)
         queries, keys, values = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -169,19 +170,19 @@ def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
 
 
 class _Layer:
-    """One block's matrices; products that read the same input are stacked into one."""
+    """One block's norms, and its products; those that read the same input are stacked into one."""
 
     def __init__(self, tensors: dict[str, Tensor], prefix: str) -> None:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         self.norm_before = _take(tensors, f"{prefix}.input_layernorm.weight")
         self.norm_after = _take(tensors, f"{prefix}.post_attention_layernorm.weight")
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
-        self.qkv = torch.cat([_take(tensors, f"{part}.weight") for part in parts])
+        self.qkv = product(torch.cat([_take(tensors, f"{part}.weight") for part in parts]))
         biased = f"{parts[0]}.bias" in tensors
         self.qkv_bias = torch.cat([_take(tensors, f"{part}.bias") for part in parts]) if biased else None
-        self.output = _take(tensors, f"{attention}.o_proj.weight")
-        self.gate_up = torch.cat([_take(tensors, f"{mlp}.{part}_proj.weight") for part in ("gate", "up")])
-        self.down = _take(tensors, f"{mlp}.down_proj.weight")
+        self.output = product(_take(tensors, f"{attention}.o_proj.weight"))
+        self.gate_up = product(torch.cat([_take(tensors, f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]))
+        self.down = product(_take(tensors, f"{mlp}.down_proj.weight"))
         self.query_norm = tensors.pop(f"{attention}.q_norm.weight", None)
         self.key_norm = tensors.pop(f"{attention}.k_norm.weight", None)
 

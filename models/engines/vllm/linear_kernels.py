@@ -1,9 +1,6 @@
 """Linear layers on CPUs without AVX-512, where vLLM's own products are missing, slow or wrong.
 
-**Floats.** A step of few rows takes as long as its weights take to read. A bfloat16 checkpoint served in float32 has
-twice the bytes that its values need: they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM
-reads them as float16, and multiplies and adds in float32 as before. Weights that would move further, such as those of a
-checkpoint in float32, stay with oneDNN.
+**Floats.** FBGEMM multiplies by weights that float16 holds (`models/layers/half_product.py`); others stay with oneDNN.
 
 **8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
 saturate: 127·127 + 127·127 comes out as 255. Layers are off by tenths without a word. Weights from −63 to 63 can't
@@ -18,7 +15,6 @@ FBGEMM multiplies floats of 32 bits, and its packed weights are no tensors that 
 in bfloat16 and a compiled one keep oneDNN's products.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,64 +22,28 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import integers
+from models.layers.half_product import Product, fits_half, half_product, pays
 from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
 
 fbgemm = torch.ops.quantized
-Product = Callable[[Tensor, Tensor | None], Tensor]
 
 UNSATURATED = 63
-# What a weight may move by to be read as float16: half of the smallest step between two of them.
-HALF_STEP = 2.0**-25
 UINT8_ZERO = 128  # FBGEMM's inputs are unsigned
 
 
 def install() -> None:
     """Replace the kernels' methods, on CPUs only; the worker does so as it imports its extension."""
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-    from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        CPUWNA16LinearKernel.process_weights_after_loading = _unpack  # type: ignore[method-assign]
-        CPUWNA16LinearKernel.apply_weights = _multiply  # type: ignore[method-assign]
+    if pays():
+        _replace_float_product()
     if saturates():
-        prepare = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
-
-        def checked(kernel: Any, layer: nn.Module) -> None:
-            weight = getattr(layer, kernel.layer_param_names[0]).detach().clone()
-            require_unsaturated(weight)
-            prepare(kernel, layer)
-            if _takes_packed() and (kernel.config.input_symmetric or kernel.config.is_static_input_scheme):
-                kernel.dnnl_handler = None  # vLLM's packed copy; what it prepared else is used
-                product = _int8_product(kernel, layer, weight)
-                kernel.linear_method = lambda _, x, bias: product(x, bias)
-
-        CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[method-assign]
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        dispatch = utils.dispatch_cpu_unquantized_gemm
-
-        def dispatched(layer: nn.Module, remove_weight: bool) -> None:
-            weight = layer.weight
-            if weight.is_meta or not _takes_packed() or not fits_half(weight):
-                dispatch(layer, remove_weight)
-                return
-            product = _half_product(weight)
-            layer.cpu_linear = lambda x, _, bias: product(x, bias)
-            if remove_weight:
-                layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-        utils.dispatch_cpu_unquantized_gemm = dispatched
-
-
-def fits_half(weight: Tensor) -> bool:
-    """Whether a float32 matrix [O, I] may be read as float16; see the module."""
-    if weight.dtype != torch.float32 or weight.ndim != 2:
-        return False
-    return bool((weight.half().float() - weight).abs().max() <= HALF_STEP)
+        _replace_int8_product()
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        _replace_int4_product()
 
 
 @cache
@@ -116,15 +76,39 @@ def _takes_packed() -> bool:
     return bool(config.enforce_eager) and config.dtype == torch.float32
 
 
-def _half_product(weight: Tensor) -> Product:
-    """Return the product with a matrix [O, I] that is read as float16."""
-    packed = fbgemm.linear_prepack_fp16(weight.detach(), None)
+def _replace_float_product() -> None:
+    from vllm.model_executor.layers import utils
 
-    def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        output: Tensor = fbgemm.linear_dynamic_fp16(x, packed)
-        return output if bias is None else output + bias
+    dispatch = utils.dispatch_cpu_unquantized_gemm
 
-    return multiply
+    def dispatched(layer: nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or not _takes_packed() or not fits_half(weight):
+            dispatch(layer, remove_weight)
+            return
+        product = half_product(weight)
+        layer.cpu_linear = lambda x, _, bias: product(x, bias)
+        if remove_weight:
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatched
+
+
+def _replace_int8_product() -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    prepare = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
+
+    def checked(kernel: Any, layer: nn.Module) -> None:
+        weight = getattr(layer, kernel.layer_param_names[0]).detach().clone()
+        require_unsaturated(weight)
+        prepare(kernel, layer)
+        if _takes_packed() and (kernel.config.input_symmetric or kernel.config.is_static_input_scheme):
+            kernel.dnnl_handler = None  # vLLM's packed copy; what it prepared else is used
+            product = _int8_product(kernel, layer, weight)
+            kernel.linear_method = lambda _, x, bias: product(x, bias)
+
+    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[method-assign]
 
 
 def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
@@ -143,6 +127,13 @@ def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
         return output if bias is None else output + bias
 
     return multiply
+
+
+def _replace_int4_product() -> None:
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    CPUWNA16LinearKernel.process_weights_after_loading = _unpack  # type: ignore[method-assign]
+    CPUWNA16LinearKernel.apply_weights = _multiply  # type: ignore[method-assign]
 
 
 def _unpack(kernel: Any, layer: nn.Module) -> None:

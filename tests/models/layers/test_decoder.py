@@ -21,6 +21,7 @@ LLAMA3_ROPE = {
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "llama, head of its own": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=False)),
+    "llama, bfloat16 values": (LlamaForCausalLM, LlamaConfig(**SHAPE, dtype="bfloat16")),
     "llama 3 rope": (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=32)),
@@ -36,6 +37,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter)
+            parameter.data = parameter.to(config.dtype or torch.float32).float()
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
     return model, Decoder.load(directory, torch.float32)

@@ -1,0 +1,48 @@
+"""Products with float32 matrices whose values float16 holds, on CPUs without AVX-512.
+
+A step of few rows takes as long as its weights take to read. A bfloat16 checkpoint that is computed in float32 has
+twice the bytes that its values need: they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM
+reads them as float16, and multiplies and adds in float32 as before. Weights that would move further, such as those of a
+checkpoint in float32, keep torch's own product, and so do all of them on processors whose products of floats are fast.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+# What a weight may move by to be read as float16: half of the smallest step between two of them.
+HALF_STEP = 2.0**-25
+
+
+def pays() -> bool:
+    """Whether this processor reads floats faster this way."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def fits_half(weight: Tensor) -> bool:
+    """Whether a matrix [O, I] in float32 on the CPU may be read as float16; see the module."""
+    if weight.dtype != torch.float32 or weight.ndim != 2 or weight.device.type != "cpu":
+        return False
+    return bool((weight.half().float() - weight).abs().max() <= HALF_STEP)
+
+
+def half_product(weight: Tensor) -> Product:
+    """Return the product with a matrix [O, I] that is read as float16: (x [..., I], bias [O] or None) → [..., O]."""
+    packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), None)
+
+    def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        output: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
+        return output if bias is None else output + bias
+
+    return multiply
+
+
+def product(weight: Tensor) -> Product:
+    """Return the faster of both products with a matrix [O, I], which may be forgotten afterwards."""
+    if pays() and fits_half(weight):
+        return half_product(weight)
+    return lambda x, bias=None: functional.linear(x, weight, bias)
