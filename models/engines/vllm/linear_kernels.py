@@ -1,4 +1,4 @@
-"""Linear layers on CPUs without AVX-512, where vLLM's own products are missing, slow or wrong.
+"""Linear layers on CPUs where vLLM's own products are missing, slow or wrong, most of all without AVX-512.
 
 **Floats.** FBGEMM multiplies by weights that float16 holds (`models/layers/half_product.py`); others stay with oneDNN.
 
@@ -7,9 +7,9 @@ saturate: 127·127 + 127·127 comes out as 255. Layers are off by tenths without
 saturate, so those are taken and others are refused, by what the product does and not by the processor's name. FBGEMM
 has the same limit and is several times faster, so it multiplies.
 
-**4 bits.** A build for processors without AVX-512 has no product for packed 4-bit weights (`cpu_gemm_wna16`): loading
-succeeds and the first request fails. There the weights are unpacked as they are loaded; they take a float's memory
-then, and compute exactly what the packed ones would.
+**4 bits.** vLLM's product of packed 4-bit weights (`cpu_gemm_wna16`) knows no float32, and a build for processors
+without AVX-512 has none: loading succeeds and the first request fails. There the weights are unpacked as they are
+loaded; they take a float's memory then, and compute exactly what the packed ones would.
 
 FBGEMM multiplies floats of 32 bits, and its packed weights are no tensors that `torch.compile` could trace: an engine
 in bfloat16 and a compiled one keep oneDNN's products.
@@ -42,8 +42,7 @@ def install() -> None:
         _replace_float_product()
     if saturates():
         _replace_int8_product()
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        _replace_int4_product()
+    _replace_int4_product()
 
 
 @cache
@@ -132,8 +131,25 @@ def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
 def _replace_int4_product() -> None:
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
-    CPUWNA16LinearKernel.process_weights_after_loading = _unpack  # type: ignore[method-assign]
-    CPUWNA16LinearKernel.apply_weights = _multiply  # type: ignore[method-assign]
+    prepare, multiply = CPUWNA16LinearKernel.process_weights_after_loading, CPUWNA16LinearKernel.apply_weights
+    is_built = hasattr(torch.ops._C, "cpu_gemm_wna16")
+
+    def prepared(kernel: Any, layer: nn.Module) -> None:
+        if is_built and kernel.config.act_type != torch.float32:
+            prepare(kernel, layer)
+        else:
+            _unpack(kernel, layer)
+
+    def multiplied(kernel: Any, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        output: Tensor
+        if hasattr(layer, "unpacked"):
+            output = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
+        else:
+            output = multiply(kernel, layer, x, bias)
+        return output
+
+    CPUWNA16LinearKernel.process_weights_after_loading = prepared  # type: ignore[method-assign]
+    CPUWNA16LinearKernel.apply_weights = multiplied  # type: ignore[method-assign]
 
 
 def _unpack(kernel: Any, layer: nn.Module) -> None:
@@ -143,7 +159,7 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
     packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if packed.input_dim != 1:
         raise ValueError(
-            "this processor serves 4-bit weights of compressed-tensors checkpoints, not of GPTQ's or AWQ's"
+            "unpacked, 4-bit weights are served from compressed-tensors checkpoints, not from GPTQ's or AWQ's"
         )
     bits = kernel.config.weight_type.size_bits
     zeros = None
@@ -155,8 +171,3 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
     layer.unpacked = nn.Module()
     layer.unpacked.weight = nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(layer.unpacked, remove_weight=True)
-
-
-def _multiply(kernel: Any, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    output: Tensor = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
-    return output
