@@ -98,7 +98,7 @@ class Decoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] → [n, V] in float32."""
-        return self._head(states, None).float()
+        return self._head(states).float()
 
     def _chunk(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         start, stop = cache.length, cache.length + len(token_ids)
@@ -113,10 +113,10 @@ class Decoder:
             queries, keys, values = self._project(layer, state, cos, sin)
             cache.keys[number, :, start:stop], cache.values[number, :, start:stop] = keys, values
             attended = self._attend(queries, cache.keys[number, :, :stop], cache.values[number, :, :stop], mask)
-            state = state + layer.output(attended, None)
-            inner = layer.gate_up(self._normed(state, layer.norm_after), None)
+            state = state + layer.output(attended)
+            inner = layer.gate_up(self._normed(state, layer.norm_after))
             gate, up = inner.chunk(2, dim=-1)
-            state = state + layer.down(functional.silu(gate) * up, None)
+            state = state + layer.down(functional.silu(gate) * up)
             if number + 1 in taps:
                 kept[number + 1] = state
         cache.length = stop

@@ -6,20 +6,25 @@ reads them as float16, and multiplies and adds in float32 as before. Weights tha
 checkpoint in float32, keep torch's own product, and so do all of them on processors whose products of floats are fast.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Product = Callable[[Tensor, Tensor | None], Tensor]
-
 # What a weight may move by to be read as float16: half of the smallest step between two of them.
 HALF_STEP = 2.0**-25
 
 
-def pays() -> bool:
-    """Whether this processor reads floats faster this way."""
+class Product(Protocol):
+    """The product with a matrix [O, I]."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., I] → [..., O], with bias [O]."""
+
+
+def is_faster() -> bool:
+    """Whether this processor multiplies faster by matrices that are read as float16."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
@@ -31,7 +36,7 @@ def fits_half(weight: Tensor) -> bool:
 
 
 def half_product(weight: Tensor) -> Product:
-    """Return the product with a matrix [O, I] that is read as float16: (x [..., I], bias [O] or None) → [..., O]."""
+    """Return the product with a matrix [O, I] that is read as float16."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight.detach(), None)
 
     def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,6 +48,6 @@ def half_product(weight: Tensor) -> Product:
 
 def product(weight: Tensor) -> Product:
     """Return the faster of both products with a matrix [O, I], which may be forgotten afterwards."""
-    if pays() and fits_half(weight):
+    if is_faster() and fits_half(weight):
         return half_product(weight)
     return lambda x, bias=None: functional.linear(x, weight, bias)

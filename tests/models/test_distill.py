@@ -112,18 +112,18 @@ def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
         states.write(b"x" * 1000)
     again = HiddenStates(tmp_path, samples, (1, 2), 128)
     again.extract(tiny_target, batch_tokens=64)
+    # States are kept in bfloat16; a processor that computes in it too rounds in every layer.
+    close = (1e-2, 3e-2, 1e-4) if fast_dtype() == torch.float32 else (5e-2, 1e-1, 1e-2)
     for sample in samples:
         got, log_sums = again.read(sample)
         with torch.inference_mode():
             output = model(torch.tensor([sample.token_ids]), output_hidden_states=True)
-        for states, wanted in zip(
-            (got[:, :128].float(), model.model.norm(got[:, 128:].float())), output.hidden_states[1:], strict=True
-        ):
-            # Kept in bfloat16, and computed in it where the processor does.
-            torch.testing.assert_close(states, wanted[0], rtol=0, atol=2**-5 * float(wanted.abs().max()))
+        normed = model.model.norm(got[:, 128:].float())
         first = len(sample.prompt_ids) - 1
-        nats = 1e-3 if fast_dtype() == torch.float32 else 2**-6
-        torch.testing.assert_close(log_sums[first:], output.logits[0, first:].logsumexp(-1), rtol=0, atol=nats)
+        sums = output.logits[0, first:].logsumexp(-1)
+        torch.testing.assert_close(got[:, :128].float(), output.hidden_states[1][0], rtol=1e-2, atol=close[0])
+        torch.testing.assert_close(normed, output.hidden_states[2][0], rtol=3e-2, atol=close[1])
+        torch.testing.assert_close(log_sums[first:], sums, rtol=1e-4, atol=close[2])
 
 
 def test_a_walk_counts_steps_and_accepted_tokens_by_hand() -> None:

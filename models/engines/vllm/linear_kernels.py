@@ -1,6 +1,7 @@
 """Linear layers on CPUs where vLLM's own products are missing, slow or wrong, most of all without AVX-512.
 
-**Floats.** FBGEMM multiplies by weights that float16 holds (`models/layers/half_product.py`); others stay with oneDNN.
+**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/layers/half_product.py`); others
+stay with oneDNN.
 
 **8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
 saturate: 127·127 + 127·127 comes out as 255. Layers are off by tenths without a word. Weights from −63 to 63 can't
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import integers
-from models.layers.half_product import Product, fits_half, half_product, pays
+from models.layers.half_product import Product, fits_half, half_product, is_faster
 from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
 
@@ -38,7 +39,7 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         return
-    if pays():
+    if is_faster():
         _replace_float_product()
     if saturates():
         _replace_int8_product()
@@ -159,7 +160,8 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
     packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if packed.input_dim != 1:
         raise ValueError(
-            "unpacked, 4-bit weights are served from compressed-tensors checkpoints, not from GPTQ's or AWQ's"
+            "where 4-bit weights have to be unpacked (float32, or no AVX-512), they are served from compressed-tensors "
+            "checkpoints, not from GPTQ's or AWQ's"
         )
     bits = kernel.config.weight_type.size_bits
     zeros = None

@@ -32,4 +32,4 @@ def test_a_product_is_exact_to_the_rounding_of_its_smallest_weights(num_rows: in
 
 def test_a_matrix_that_float16_does_not_hold_keeps_its_values() -> None:
     weight, x = matrix(), torch.ones(2, 64)
-    assert torch.equal(half_product.product(weight)(x, None), torch.nn.functional.linear(x, weight))
+    assert torch.equal(half_product.product(weight)(x), torch.nn.functional.linear(x, weight))
