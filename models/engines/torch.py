@@ -3,6 +3,9 @@
 Requests take turns step by step, one sequence a step, so it is right and easy to follow rather than made for load. A
 swap happens between two steps; drafters in flight go on with the new weights and their old cache, which costs
 acceptance only.
+
+Steps run in the event loop's own thread. Each thread that multiplies has OpenMP workers of its own, and once they are
+more than cores, libgomp puts them to sleep between any two products: a step would take half as long again.
 """
 
 import asyncio
@@ -74,7 +77,6 @@ class TorchEngine:
             raise ValueError(f"verify rule {params.verify['name']} is for greedy decoding only; it can't sample")
         self._lengths = _method("lengths", params.lengths)
         self._stops = _stop_ids(target_dir)
-        self._turn = asyncio.Lock()
         self._running: set[_Sequence] = set()
         self.draft, self.draft_version = directory, ""
         self.speculating = draft is not None and params.num_draft_tokens > 0
@@ -96,14 +98,10 @@ class TorchEngine:
         Raises:
             ValueError: a directory can't be loaded.
         """
-
-        def load() -> TorchEngine:
-            dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
-            decoder = Decoder.load(target, dtype, params.device)
-            opened = None if draft is None else open_draft(draft, target).to(params.device)
-            return cls(decoder, target, opened, draft, params)
-
-        engine = await asyncio.to_thread(load)
+        dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
+        decoder = Decoder.load(target, dtype, params.device)
+        opened = None if draft is None else open_draft(draft, target).to(params.device)
+        engine = cls(decoder, target, opened, draft, params)
         engine.draft_version = draft_version
         return engine
 
@@ -122,8 +120,8 @@ class TorchEngine:
         self._running.add(sequence)
         try:
             while sequence.finish_reason is None:
-                async with self._turn:
-                    await asyncio.to_thread(sequence.step)
+                sequence.step()
+                await asyncio.sleep(0)  # the others' turn
         finally:
             self._running.discard(sequence)
             completion = sequence.completion()
@@ -140,11 +138,10 @@ class TorchEngine:
         if self._draft is None or self.draft is None:
             raise ValueError("this engine was started without a draft")
         started = time.monotonic()
-        opened = await asyncio.to_thread(self._open_like_served, directory)
-        async with self._turn:
-            self._draft, self.draft, self.draft_version = opened, directory, version
-            for sequence in self._running:
-                sequence.use(opened, version)
+        opened = self._open_like_served(directory)
+        self._draft, self.draft, self.draft_version = opened, directory, version
+        for sequence in self._running:
+            sequence.use(opened, version)
         return 1000 * (time.monotonic() - started)
 
     async def check_draft(self, directory: Path) -> float:
@@ -155,7 +152,7 @@ class TorchEngine:
         """
         if self._draft is None:
             raise ValueError("this engine was started without a draft")
-        wanted = (await asyncio.to_thread(open_draft, directory, self._target_dir)).state_dict()
+        wanted = open_draft(directory, self._target_dir).state_dict()
         for name, got in self._draft.state_dict().items():
             if not torch.equal(got.cpu(), wanted[name]):
                 raise ValueError(f"tensor {name} of the loaded draft differs from {directory.name}'s")
@@ -169,8 +166,7 @@ class TorchEngine:
         """
         if on and self._draft is None:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
-        async with self._turn:
-            self.speculating = on
+        self.speculating = on
 
     async def health(self) -> None:
         """Return; there is no process of its own that could be dead."""
@@ -186,7 +182,7 @@ class TorchEngine:
 
 
 class _Sequence:
-    """One request on its way; `step` runs in a thread, one at a time in the engine."""
+    """One request on its way."""
 
     def __init__(self, engine: TorchEngine, prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
         self._engine, self._sampling, self._request_id = engine, sampling, request_id

@@ -1,9 +1,8 @@
 """The forward pass of Llama-like models for one sequence, with a cache that can be cut back.
 
 It exists because speculation needs what the library's cache does not give cheaply: forget the tail of a sequence after
-every step. Queries and keys of a step meet in one batched product instead of `scaled_dot_product_attention`, whose CPU
-kernel takes a boolean mask row by row and gets seven times slower between 5 and 8 query rows, just where verification
-lives.
+every step. A step of one token takes little more than its weights take to read, so the layers call few operations:
+stacked products, one rotation of queries and keys together, and heads that share keys as rows of one attention.
 """
 
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.checkpoint import read_tensors
-from models.layers.half_product import product
+from models.layers.packed_product import product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 512
@@ -103,19 +102,15 @@ class Decoder:
     def _chunk(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         start, stop = cache.length, cache.length + len(token_ids)
         cos, sin = self._rotation(start, stop)
-        mask = None
-        if len(token_ids) > 1:
-            ahead = torch.ones(len(token_ids), stop, dtype=torch.bool, device=self.device).triu(start + 1)
-            mask = torch.zeros_like(ahead, dtype=self.dtype).masked_fill(ahead, float("-inf"))
+        mask = self._mask(start, stop) if len(token_ids) > 1 else None
         state = functional.embedding(token_ids, self._embedding)
         kept = {0: state} if 0 in taps else {}
         for number, layer in enumerate(self._layers):
             queries, keys, values = self._project(layer, state, cos, sin)
-            cache.keys[number, :, start:stop], cache.values[number, :, start:stop] = keys, values
-            attended = self._attend(queries, cache.keys[number, :, :stop], cache.values[number, :, :stop], mask)
-            state = state + layer.output(attended)
-            inner = layer.gate_up(self._normed(state, layer.norm_after))
-            gate, up = inner.chunk(2, dim=-1)
+            all_keys, all_values = cache.keys[number, :, :stop], cache.values[number, :, :stop]
+            all_keys[:, start:], all_values[:, start:] = keys.transpose(0, 1), values.transpose(0, 1)
+            state = state + layer.output(self._attend(queries, all_keys, all_values, mask))
+            gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
             state = state + layer.down(functional.silu(gate) * up)
             if number + 1 in taps:
                 kept[number + 1] = state
@@ -124,27 +119,31 @@ class Decoder:
         return self._normed(state, self._norm), tapped
 
     def _project(self, layer: "_Layer", state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [heads, n, width], keys and values [kv heads, n, width]."""
-        joined = layer.qkv(self._normed(state, layer.norm_before), layer.qkv_bias)
-        heads = joined.view(len(state), -1, self.head_dim).transpose(0, 1)
-        queries, keys, values = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
+        """Return queries [n, heads, width], keys and values [n, kv heads, width]."""
+        joined = layer.qkv(self._normed(state, layer.norm_before), layer.qkv_bias).view(len(state), -1, self.head_dim)
+        turned, values = joined.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)
-        return _rotate(queries, cos, sin), _rotate(keys, cos, sin), values
+            queries, keys = turned.split([self.num_heads, self.num_kv_heads], dim=1)
+            turned = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], dim=1)
+        queries, keys = _rotate(turned, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        return queries, keys, values
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[heads, n, width] against [kv heads, T, width] → [n, heads·width]; heads of a group share one product."""
-        num_tokens = queries.shape[1]
-        grouped = queries.reshape(self.num_kv_heads, -1, self.head_dim) * self.head_dim**-0.5
-        scores = (grouped @ keys.transpose(1, 2)).view(self.num_heads, num_tokens, -1)
-        if mask is not None:
-            scores = scores + mask
-        weights = scores.float().softmax(-1).to(self.dtype).view(self.num_kv_heads, -1, keys.shape[1])
-        return (weights @ values).view(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
+        """[n, heads, width] against [kv heads, T, width] → [n, heads·width]; heads of a group are rows of one head."""
+        num_tokens = len(queries)
+        grouped = queries.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
+        attended = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
+        return attended.view(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
+
+    def _mask(self, start: int, stop: int) -> Tensor:
+        """[group·n, T], added to scores: the tokens of a step once for every head of a group."""
+        ahead = torch.full((stop - start, stop), float("-inf"), dtype=self.dtype, device=self.device).triu(start + 1)
+        return ahead.repeat(self.num_heads // self.num_kv_heads, 1)
 
     def _rotation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """[n, width] cosine and signed sine."""
-        angles = torch.arange(start, stop, device=self.device).float()[:, None] * self._frequencies.to(self.device)
+        """[n, 1, width] cosine and signed sine."""
+        positions = torch.arange(start, stop, dtype=torch.float32, device=self.device)
+        angles = positions[:, None, None] * self._frequencies.to(self.device)
         cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
         return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
 

@@ -1,6 +1,6 @@
 """Linear layers on CPUs where vLLM's own products are missing, slow or wrong, most of all without AVX-512.
 
-**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/layers/half_product.py`); others
+**Floats.** Without AVX-512 FBGEMM multiplies by weights that float16 holds (`models/layers/packed_product.py`); others
 stay with oneDNN.
 
 **8 bits.** Where a processor lacks the instructions (VNNI), oneDNN adds pairs of 8-bit products in 16 bits, which
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from models.layers import integers
-from models.layers.half_product import Product, fits_half, half_product, is_faster
 from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
+from models.layers.packed_product import Product, fits_half, half_is_faster, half_product
 
 fbgemm = torch.ops.quantized
 
@@ -39,7 +39,7 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         return
-    if is_faster():
+    if half_is_faster():
         _replace_float_product()
     if saturates():
         _replace_int8_product()
