@@ -234,7 +234,7 @@ class _Run:
             "swaps": status["swaps"],
             "training": [
                 {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
-                for run in reversed(registry.recorded("distill")[:2])
+                for run in reversed(registry.store.recorded("distill")[:2])
             ],
             "stage_seconds": self.seconds,
             "seconds": round(seconds, 1),

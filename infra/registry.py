@@ -7,16 +7,10 @@ process-wide address.
 """
 
 import fcntl
-import logging
-import math
-import os
 import shutil
-import sqlite3
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from functools import cached_property
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,15 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import renamed_when_complete
 from infra.manifest import check_manifest
-from infra.settings import QUIET_MLFLOW
+from infra.store import NotFound, Store, translated
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 Kind = Literal["target", "draft"]
 
-EXPERIMENT = "redraft"
 CHAMPION = "champion"
 LINEAGE_TAGS = (
     "target_name",
@@ -54,14 +46,6 @@ LINEAGE_TAGS = (
 OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced")
 
 
-class RegistryUnavailable(ConnectionError):
-    """MLflow's store could not be reached, or failed; the same call may succeed later."""
-
-
-class NoSuchVersion(ValueError):
-    """The registry holds no such version, or the kind has no champion."""
-
-
 class ForeignVersion(ValueError):
     """A version that somebody made by hand: nothing is known of it, so it is neither listed nor served."""
 
@@ -79,7 +63,11 @@ class Version(BaseModel):
 
 
 class Registry:
-    """The versions in one MLflow store. Connects at first use, so it can be made while the store is down."""
+    """The versions in one MLflow store, which is reached at first use.
+
+    Attributes:
+        store: the connection, and the runs in it.
+    """
 
     def __init__(self, uri: str, artifact_root: Path) -> None:
         """Remember the addresses.
@@ -88,10 +76,7 @@ class Registry:
             uri: MLflow's tracking and registry store, `sqlite:///…` or `http://…`.
             artifact_root: where the files go if the experiment has to be made.
         """
-        self.uri = uri
-        self.artifact_root = artifact_root
-        for name, value in QUIET_MLFLOW.items():  # MLflow reads them when it is imported, at first use
-            os.environ.setdefault(name, value)
+        self.store = Store(uri, artifact_root)
 
     def register(
         self,
@@ -114,7 +99,7 @@ class Registry:
 
         Raises:
             ValueError: the manifest does not fit, a tag is missing or is one of OWN_TAGS, or a metric is not finite.
-            RegistryUnavailable: the store failed; a version that was not finished is never listed.
+            StoreUnavailable: the store failed; a version that was not finished is never listed.
         """
         missing = [name for name in LINEAGE_TAGS if kind == "draft" and name not in tags]
         if missing:
@@ -122,68 +107,24 @@ class Registry:
         if reserved := [name for name in OWN_TAGS if name in tags]:
             raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
         sha256 = check_manifest(directory)
-        run_id = self.record_run(f"register {kind}", {}, metrics or {}, files)
+        run_id = self.store.record_run(f"register {kind}", {}, metrics or {}, files)
         places = ", ".join(f"runs:/{run_id}/{file.name}" for file in files)
-        with _translated(f"registering {directory} as {kind}"):
-            model = self._client.create_logged_model(self._experiment_id, name=kind, source_run_id=run_id)
-            self._client.log_model_artifacts(model.model_id, str(directory))
-            model = self._client.finalize_logged_model(model.model_id, "READY")
+        with translated(f"registering {directory} as {kind}"):
+            model = self.store.client.create_logged_model(self.store.experiment_id, name=kind, source_run_id=run_id)
+            self.store.client.log_model_artifacts(model.model_id, str(directory))
+            model = self.store.client.finalize_logged_model(model.model_id, "READY")
             self._create_registered_model(kind)
-            version = self._client.create_model_version(
+            version = self.store.client.create_model_version(
                 kind,
                 source=model.artifact_location,
                 run_id=run_id,
                 tags={**tags, "sha256": sha256, "model_id": model.model_id},
                 description=f"{description}\n\n{places}".strip(),
                 # A database store looks the id up at MLflow's process-wide address; a server, at its own.
-                model_id=model.model_id if self.uri.startswith("http") else None,
+                model_id=model.model_id if self.store.uri.startswith("http") else None,
             )
-            self._client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
+            self.store.client.set_logged_model_tags(model.model_id, {"version": f"{kind}/{version.version}"})
         return _version(version)
-
-    def record_run(
-        self, name: str, params: Mapping[str, object], metrics: Mapping[str, float], files: Sequence[Path]
-    ) -> str:
-        """Record a finished run in the experiment "redraft".
-
-        Args:
-            name: what was run.
-            params: settings, stored as strings.
-            metrics: finite numbers.
-            files: figures and reports to keep with it.
-
-        Returns:
-            MLflow's run id.
-
-        Raises:
-            ValueError: a metric is not finite.
-            RegistryUnavailable: the store failed.
-        """
-        for metric, value in metrics.items():
-            if not math.isfinite(value):
-                raise ValueError(f"metric {metric} is {value}, wanted a finite number")
-        with _translated(f"recording run {name}"):
-            from mlflow.entities import Metric, Param
-
-            run_id = self._client.create_run(self._experiment_id, run_name=name).info.run_id
-            now_ms = int(time.time() * 1000)
-            self._client.log_batch(
-                run_id,
-                metrics=[Metric(metric, value, now_ms, 0) for metric, value in metrics.items()],
-                params=[Param(param, str(value)) for param, value in params.items()],
-            )
-            for file in files:
-                self._client.log_artifact(run_id, str(file))
-            self._client.set_terminated(run_id)
-        return run_id
-
-    def recorded(self, name: str) -> list[dict[str, float]]:
-        """Return the metrics of the runs recorded as `name`, newest first."""
-        with _translated(f"look up runs named {name}"):
-            runs = self._client.search_runs(
-                [self._experiment_id], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"]
-            )
-        return [dict(run.data.metrics) for run in runs]
 
     def champion(self, kind: Kind) -> Version | None:
         """Return the version that is to be served, None if there is none yet.
@@ -192,23 +133,23 @@ class Registry:
             ForeignVersion: the alias was set to a version that was made by hand.
         """
         try:
-            with _translated(f"looking up the champion of {kind}"):
-                return _version(self._client.get_model_version_by_alias(kind, CHAMPION))
-        except NoSuchVersion:
+            with translated(f"looking up the champion of {kind}"):
+                return _version(self.store.client.get_model_version_by_alias(kind, CHAMPION))
+        except NotFound:
             return None
 
     def get(self, kind: Kind, number: int) -> Version:
-        """Return one version; NoSuchVersion, a ValueError, if there is no such number."""
-        with _translated(f"looking up {kind} {number}"):
-            return _version(self._client.get_model_version(kind, str(number)))
+        """Return one version; NotFound, a ValueError, if there is no such number."""
+        with translated(f"looking up {kind} {number}"):
+            return _version(self.store.client.get_model_version(kind, str(number)))
 
     def versions(self, kind: Kind) -> list[Version]:
         """Return all versions of a kind, newest first, without foreign ones."""
         found: list[Version] = []
         token = None
-        with _translated(f"listing versions of {kind}"):
+        with translated(f"listing versions of {kind}"):
             while True:
-                page = self._client.search_model_versions(f"name = '{kind}'", page_token=token)
+                page = self.store.client.search_model_versions(f"name = '{kind}'", page_token=token)
                 found += [_version(version) for version in page if "sha256" in version.tags]
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
@@ -216,13 +157,13 @@ class Registry:
     def attached(self, version: Version, name: str) -> str | None:
         """Return a text file that was registered with a version, None if there is none of that name (any more)."""
         try:
-            with _translated(f"reading {name} of {version.kind} {version.number}"):
-                run_id = self._client.get_model_version(version.kind, str(version.number)).run_id
-                if name not in [file.path for file in self._client.list_artifacts(run_id)]:
+            with translated(f"reading {name} of {version.kind} {version.number}"):
+                run_id = self.store.client.get_model_version(version.kind, str(version.number)).run_id
+                if name not in [file.path for file in self.store.client.list_artifacts(run_id)]:
                     return None
                 with tempfile.TemporaryDirectory() as folder:
-                    return Path(self._client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
-        except NoSuchVersion:  # somebody deleted the run
+                    return Path(self.store.client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+        except NotFound:  # somebody deleted the run
             return None
 
     def promote(self, kind: Kind, number: int, forced: str = "") -> None:
@@ -247,12 +188,12 @@ class Registry:
             champion = None
         if champion is not None and champion.number == number:
             return
-        with _translated(f"promoting {kind} {number}"):
+        with translated(f"promoting {kind} {number}"):
             if forced:
-                self._client.set_model_version_tag(kind, str(number), "forced", forced)
+                self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
             previous = "" if champion is None else str(champion.number)
-            self._client.set_model_version_tag(kind, str(number), "previous", previous)
-            self._client.set_registered_model_alias(kind, CHAMPION, str(number))
+            self.store.client.set_model_version_tag(kind, str(number), "previous", previous)
+            self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
 
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version and, if it is the champion, go back to the last good one before it.
@@ -268,26 +209,26 @@ class Registry:
         if champion is None or champion.number != number:
             return champion
         target = self._last_good(champion)
-        with _translated(f"reverting {kind} {number}"):
+        with translated(f"reverting {kind} {number}"):
             if target is None:
-                self._client.delete_registered_model_alias(kind, CHAMPION)
+                self.store.client.delete_registered_model_alias(kind, CHAMPION)
             else:
-                self._client.set_registered_model_alias(kind, CHAMPION, str(target.number))
+                self.store.client.set_registered_model_alias(kind, CHAMPION, str(target.number))
         return target
 
     def roll_back(self, kind: Kind) -> Version:
         """Make the last good champion before this one the champion again; the version left may be promoted again.
 
         Raises:
-            NoSuchVersion: there is no champion, or no good one before it.
+            NotFound: there is no champion, or no good one before it.
         """
         champion = self.champion(kind)
         previous = None if champion is None else self._previous_good(champion)
         if previous is None:
             was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
-            raise NoSuchVersion(f"there is no good {kind} to go back to: {was}")
-        with _translated(f"rolling {kind} back"):
-            self._client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
+            raise NotFound(f"there is no good {kind} to go back to: {was}")
+        with translated(f"rolling {kind} back"):
+            self.store.client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
         return previous
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
@@ -299,8 +240,8 @@ class Registry:
         if not reason:
             raise ValueError("a quarantine needs a reason, got an empty one")
         if not is_quarantined(self.get(kind, number)):
-            with _translated(f"quarantining {kind} {number}"):
-                self._client.set_model_version_tag(kind, str(number), "quarantined", reason)
+            with translated(f"quarantining {kind} {number}"):
+                self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path) -> Path:
         """Return a local directory with the version's files, checked against its digest.
@@ -310,7 +251,7 @@ class Registry:
 
         Raises:
             ValueError: what the store holds is not what was registered.
-            RegistryUnavailable: the store failed and there is no good copy.
+            StoreUnavailable: the store failed and there is no good copy.
         """
         final = cache / version.kind / f"{version.number}-{version.sha256[:12]}"
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -329,12 +270,12 @@ class Registry:
     def _fetch(self, version: Version, directory: Path) -> None:
         inner = directory / ".fetched"
         inner.mkdir()
-        with _translated(f"fetching {version.kind} {version.number}"):
+        with translated(f"fetching {version.kind} {version.number}"):
             from mlflow.artifacts import download_artifacts
 
-            uri = self._client.get_model_version_download_uri(version.kind, str(version.number))
+            uri = self.store.client.get_model_version_download_uri(version.kind, str(version.number))
             # Into a folder of MLflow's choosing below ours; without dst_path it may hand out the store's own files.
-            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.uri))
+            fetched = Path(download_artifacts(artifact_uri=uri, dst_path=str(inner), tracking_uri=self.store.uri))
         for path in fetched.iterdir():
             path.rename(directory / path.name)
         shutil.rmtree(inner)
@@ -357,40 +298,10 @@ class Registry:
         from mlflow.exceptions import MlflowException
 
         try:
-            self._client.create_registered_model(kind)
+            self.store.client.create_registered_model(kind)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-
-    @cached_property
-    def _client(self) -> "MlflowClient":
-        from mlflow import MlflowClient  # not at the top: it takes two seconds
-
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        database = Path(self.uri.removeprefix("sqlite:///")) if self.uri.startswith("sqlite:///") else None
-        if database is not None:
-            database.parent.mkdir(parents=True, exist_ok=True)
-        client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-        if database is not None:
-            client.search_experiments(max_results=1)  # makes the tables
-            with closing(sqlite3.connect(database)) as db:
-                db.execute("PRAGMA journal_mode = WAL")  # kept in the file; a write takes 2 ms instead of 20
-        return client
-
-    @cached_property
-    def _experiment_id(self) -> str:
-        from mlflow.exceptions import MlflowException
-
-        if (experiment := self._client.get_experiment_by_name(EXPERIMENT)) is not None:
-            return experiment.experiment_id
-        self.artifact_root.mkdir(parents=True, exist_ok=True)
-        try:
-            return self._client.create_experiment(EXPERIMENT, artifact_location=self.artifact_root.resolve().as_uri())
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            return self._client.get_experiment_by_name(EXPERIMENT).experiment_id  # made by another process just now
 
 
 def is_quarantined(version: Version) -> bool:
@@ -423,18 +334,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, by kill -9 too
         yield
-
-
-@contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    """Turn MLflow's one exception class into NoSuchVersion or RegistryUnavailable."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        # An alias that does not exist is an invalid value to MLflow.
-        no_alias = error.error_code == "INVALID_PARAMETER_VALUE" and "alias" in str(error)
-        if no_alias or error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise NoSuchVersion(f"{doing}: {error}") from error
-        raise RegistryUnavailable(f"{doing}: {error}") from error

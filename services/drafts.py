@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from infra.registry import ForeignVersion, Registry, RegistryUnavailable, Version, is_quarantined
+from infra.registry import ForeignVersion, Registry, Version, is_quarantined
+from infra.store import StoreUnavailable
 from models.params import Frozen
 from models.targets import TargetCard
 
@@ -98,7 +99,7 @@ class DraftSource:
         """Return the draft that the registry wants served.
 
         Raises:
-            RegistryUnavailable: the registry can't be asked.
+            StoreUnavailable: the registry can't be asked.
             ForeignVersion: somebody pointed it at something else.
         """
         return self.registry.champion("draft")
@@ -145,7 +146,7 @@ def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -
     try:
         champion = source.champion()
         candidates = [version for version in (champion, *state.good) if version is not None]
-    except RegistryUnavailable as error:
+    except StoreUnavailable as error:
         counts["registry_unavailable"] += 1
         log.warning("starting without the registry: %s", error)
     except ForeignVersion as error:  # what somebody wrote into the registry must not keep a replica from starting

@@ -14,7 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from infra.registry import NoSuchVersion, RegistryUnavailable, Version, is_quarantined
+from infra.registry import Version, is_quarantined
+from infra.store import NotFound, StoreUnavailable
 from models.engines import Engine
 from models.golden import Golden
 from services.config import ServiceConfig
@@ -72,7 +73,7 @@ class Reconciler:
         while True:
             try:
                 await self.tick()
-            except RegistryUnavailable as error:
+            except StoreUnavailable as error:
                 self.counts["registry_unavailable"] += 1
                 log.warning("the registry is unavailable: %s", error)
             except Exception:  # the edge: the loop must outlive every fault
@@ -84,7 +85,7 @@ class Reconciler:
         """Look once, and bring the engine in line.
 
         Raises:
-            RegistryUnavailable: nothing was changed, the last good draft serves.
+            StoreUnavailable: nothing was changed, the last good draft serves.
         """
         async with self._turn:
             if self.wanted and self.serving is not None and self.proof is None:
@@ -227,7 +228,7 @@ class Reconciler:
                 # After a restart the registry may be another one, with another version of this number.
                 if label(await asyncio.to_thread(registry.get, "draft", number)) == name:
                     await asyncio.to_thread(registry.revert, "draft", number, reason)
-            except NoSuchVersion:
+            except NotFound:
                 log.warning("draft %s was refused and is gone from the registry", number)
             del self._unreported[name]
 

@@ -97,7 +97,7 @@ def change_target(
         table(f"{stage}-held-out", rows, f"held-out loss after {stage}")
         figures = [draw_losses(changed.losses, work / "losses.png")] if changed.losses else []
         metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
-        open_registry().record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
+        open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
 
     return produce(
         stage=stage,

@@ -159,6 +159,6 @@ def recorder(family: str, setup: Mapping[str, object]) -> Callable[[Row, dict[st
             ends |= {"/high": figure.interval and figure.interval.high, "/gain": figure.gain and figure.gain.value}
             metrics |= {f"{metric}{end}": value for end, value in ends.items() if value is not None}
         params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
-        return {"run": registry.record_run(f"compare {family}: {row.name}", params, metrics, [])}
+        return {"run": registry.store.record_run(f"compare {family}: {row.name}", params, metrics, [])}
 
     return record

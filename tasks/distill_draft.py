@@ -79,4 +79,4 @@ def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
 def _record(report: distill.Report, params: distill.Params, work: Path) -> None:
     figure = draw_losses(report.losses, work / "losses.png")
     metrics = {name: float(value) for name, value in report._asdict().items() if isinstance(value, int | float)}
-    open_registry().record_run("distill", params.model_dump(), metrics, [figure])
+    open_registry().store.record_run("distill", params.model_dump(), metrics, [figure])

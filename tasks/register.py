@@ -187,4 +187,4 @@ def _record_curve(registry: Registry, version: Version) -> None:
             curves.setdefault(domain, []).append((one.number, tau))
     with tempfile.TemporaryDirectory() as folder:
         file = draw_tau(curves, Path(folder) / "tau.png")
-        registry.record_run(f"draft {version.number}", {"gate": version.tags["gate"]}, {}, [file])
+        registry.store.record_run(f"draft {version.number}", {"gate": version.tags["gate"]}, {}, [file])

@@ -95,7 +95,7 @@ class World:
             "state": self.home / "state.json",
         }
         config = {name: str(path) for name, path in paths.items()} | {
-            "registry_uri": self.registry.uri,
+            "registry_uri": self.registry.store.uri,
             "engine": {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16},
             "port": self.port,
             "api_keys": [KEY, {"key": OTHER_KEY, "log": "full"}],

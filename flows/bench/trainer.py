@@ -105,7 +105,7 @@ def _round(plan: _Plan, home: Path) -> Row:
             bar.advance()
             after = _wait(plan.quiet_s)
         bar.advance()
-    trained = registry_of(training).recorded("distill")
+    trained = registry_of(training).store.recorded("distill")
     shutil.rmtree(home)
     return {
         "windows": {QUIET: [before, after], TRAINING: [span]},

@@ -299,7 +299,7 @@ def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
 def test_f21_what_somebody_set_by_hand_in_the_registry_is_ignored_and_counted(scene: Scene, world: World) -> None:
     from mlflow import MlflowClient
 
-    by_hand = MlflowClient(world.registry.uri, world.registry.uri)
+    by_hand = MlflowClient(world.registry.store.uri, world.registry.store.uri)
     ours = by_hand.get_model_version("draft", "1")
     number = by_hand.create_model_version("draft", source=ours.source, model_id=ours.tags["model_id"]).version
     before = world.status()["reconciler"].get("errors", 0)

@@ -96,7 +96,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert "different from uniform at 95%: nats a token, lower is better: unigram." in block
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
 
-    [metrics] = registry_of(tmp_path / "home").recorded("compare unigrams: unigram")
+    [metrics] = registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")
     assert metrics["loss"] == pytest.approx(rows["unigram"]["loss"]["value"])
     assert metrics["loss/gain"] == pytest.approx(gain["value"])
 
@@ -104,7 +104,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout.splitlines()[-1]) == found
     assert len(measured(tmp_path)) == 7
-    assert len(registry_of(tmp_path / "home").recorded("compare unigrams: unigram")) == 1
+    assert len(registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")) == 1
 
 
 def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:

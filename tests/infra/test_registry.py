@@ -12,10 +12,10 @@ from infra.registry import (
     LINEAGE_TAGS,
     ForeignVersion,
     Registry,
-    RegistryUnavailable,
     Version,
     is_quarantined,
 )
+from infra.store import StoreUnavailable
 
 LINEAGE = dict.fromkeys(LINEAGE_TAGS, "")
 
@@ -181,23 +181,8 @@ def test_a_store_that_is_down_is_reported_as_such_within_seconds(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     registry = Registry(f"http://127.0.0.1:{free_port()}", tmp_path / "artifacts")
-    with pytest.raises(RegistryUnavailable, match="looking up the champion of draft"):
+    with pytest.raises(StoreUnavailable, match="looking up the champion of draft"):
         registry.champion("draft")
-
-
-def test_a_run_is_recorded_with_its_params_metrics_and_files(registry: Registry, tmp_path: Path) -> None:
-    figure = tmp_path / "figure.svg"
-    figure.write_text("<svg/>")
-    run_id = registry.record_run("gate", {"K": 3, "domains": ["chat"]}, {"gain": 0.5}, [figure])
-    assert registry.recorded("gate") == [{"gain": 0.5}]
-    (stored,) = (tmp_path / "artifacts").rglob("figure.svg")
-    assert stored.parts[-3] == run_id
-    assert stored.read_text() == "<svg/>"
-
-
-def test_the_database_is_left_in_wal_mode(registry: Registry, tmp_path: Path) -> None:
-    registry.versions("draft")
-    assert (tmp_path / "mlflow.db").read_bytes()[18:20] == b"\x02\x02"
 
 
 def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_promoting(
@@ -207,7 +192,7 @@ def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_
 
     register_drafts(registry, checkpoint, 1)
     registry.promote("draft", 1)
-    by_hand = MlflowClient(registry.uri, registry.uri)
+    by_hand = MlflowClient(registry.store.uri, registry.store.uri)
     by_hand.create_model_version("draft", source=tmp_path.as_uri())
     by_hand.set_registered_model_alias("draft", CHAMPION, "2")
     with pytest.raises(ForeignVersion, match="draft 2 was not registered by redraft"):
@@ -224,8 +209,8 @@ def test_reports_and_a_description_are_there_as_soon_as_the_version_is(
     version = registry.register("draft", checkpoint("one"), LINEAGE, {}, [tmp_path / "page.md"], "it may serve")
     assert registry.attached(version, "page.md") == "τ rose"
     assert registry.attached(version, "other.md") is None
-    described = registry._client.get_model_version("draft", "1")
+    described = registry.store.client.get_model_version("draft", "1")
     assert described.description == f"it may serve\n\nruns:/{described.run_id}/page.md"
     plain = registry.register("draft", checkpoint("two"), LINEAGE)
     assert registry.attached(plain, "page.md") is None
-    assert registry._client.get_model_version("draft", "2").description == ""
+    assert registry.store.client.get_model_version("draft", "2").description == ""

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.manifest import write_manifest
-from infra.registry import CHAMPION, LINEAGE_TAGS, ForeignVersion, Registry, RegistryUnavailable, Version
+from infra.registry import CHAMPION, LINEAGE_TAGS, ForeignVersion, Registry, Version
+from infra.store import StoreUnavailable
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
@@ -311,11 +312,11 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
     champion = running.source.champion()
     with sqlite3.connect(database) as db:
         db.execute("ALTER TABLE model_versions RENAME TO gone")
-    with pytest.raises(RegistryUnavailable):
+    with pytest.raises(StoreUnavailable):
         running.tick()
     assert running.serving() == 1
     assert champion is not None
-    with pytest.raises(RegistryUnavailable):
+    with pytest.raises(StoreUnavailable):
         running.runner.run(running.loop._follow(champion))
     assert running.serving() == 1
     with sqlite3.connect(database) as db:
@@ -338,7 +339,7 @@ def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: Wor
 def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from_starting(running: World) -> None:
     from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
 
-    by_hand = MlflowClient(running.registry.uri, running.registry.uri)
+    by_hand = MlflowClient(running.registry.store.uri, running.registry.store.uri)
     by_hand.create_model_version("draft", source=running.home.as_uri())
     by_hand.set_registered_model_alias("draft", CHAMPION, "2")
     with pytest.raises(ForeignVersion):

@@ -57,7 +57,7 @@ def test_a_stage_is_a_run_with_the_loss_on_text_it_has_not_seen(recipe: Recipe, 
     target, text = start(recipe)
     trained = pretrain_model.fn(recipe, target, text)
     home = tmp_path / "home"
-    [metrics] = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow").recorded("pretrain")
+    [metrics] = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow").store.recorded("pretrain")
     assert metrics["held_out/code"] == pytest.approx(held_out(trained, text), rel=0.01)  # of float32, saved in bfloat16
     assert metrics["steps"] > 0
 

@@ -55,7 +55,7 @@ def described(registry: Registry, version: Version) -> str:
     """Return the description as MLflow shows it."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=registry.uri, registry_uri=registry.uri)
+    client = MlflowClient(tracking_uri=registry.store.uri, registry_uri=registry.store.uri)
     return client.get_model_version(version.kind, str(version.number)).description
 
 
