@@ -70,12 +70,7 @@ class Registry:
     """
 
     def __init__(self, uri: str, artifact_root: Path) -> None:
-        """Remember the addresses.
-
-        Args:
-            uri: MLflow's tracking and registry store, `sqlite:///…` or `http://…`.
-            artifact_root: where the files go if the experiment has to be made.
-        """
+        """Remember the addresses; see `Store`."""
         self.store = Store(uri, artifact_root)
 
     def register(

@@ -1,7 +1,6 @@
 """Products with matrices that are packed once, for steps of few rows on CPUs: those take as long as weights to read.
 
-**bfloat16.** torch's own product packs the matrix anew every time; oneDNN's packed form is multiplied in about 0.6 of
-that time, with the same result.
+**bfloat16.** oneDNN multiplies by a matrix in its own packed form in about 0.6 of the time that torch's product takes.
 
 **float32 without AVX-512.** A bfloat16 checkpoint that is computed in float32 has twice the bytes that its values need:
 they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM reads them as float16, and multiplies
