@@ -3,18 +3,23 @@
 import argparse
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.exceptions import VLLMError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.utils.system_utils import set_env_var
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.drafts import family_of
 from models.engines import Completion, Sampling
@@ -25,6 +30,9 @@ from models.precision import fast_dtype
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.
 TOLERANCE = 0.05
+# How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
+# sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on.
+OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 
 OnFinish = Callable[[Completion, SamplingParams], None]
 
@@ -194,7 +202,8 @@ class VllmEngine:
             }
         )
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+        with _worker_inside(config):
+            llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         return cls(llm, args, draft)
 
@@ -297,6 +306,24 @@ class VllmEngine:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer["value"]
+
+
+@contextmanager
+def _worker_inside(config: VllmConfig) -> Iterator[None]:
+    """Let a single worker share the scheduler's process, which is to be started in the block.
+
+    For a CPU vLLM always gives the worker a process of its own, because OpenMP learns its cores from the environment.
+    The two then wait for each other in loops that yield their core, and where a kernel takes a yield for a turn given
+    up, as Linux 6.18's does, the tokens of a stream come in bunches. The same environment does for one process.
+    """
+    if config.parallel_config.world_size_across_dp > 1:
+        yield
+        return
+    config.parallel_config.distributed_executor_backend = UniProcExecutor
+    with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0), ExitStack() as stack:
+        for name, value in OPENMP.items():
+            stack.enter_context(set_env_var(name, value))
+        yield
 
 
 def _dtype() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -371,3 +372,8 @@ def test_without_the_kernel_fix_sampling_is_caught(
         assert "Engine" in type(error).__name__, error
     else:
         assert p_value(pairs, exact) < ALPHA
+
+
+def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
+    titles = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert {title for title in titles if title.startswith("VLLM::")} == {"VLLM::EngineCore"}
