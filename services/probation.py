@@ -6,12 +6,14 @@ from pathlib import Path
 
 from infra.registry import Version
 from models.acceptance import mean_accepted_length
-from models.engines import Engine, Sampling
+from models.engines import Completion, Engine, Sampling
 from models.golden import Golden, equal_output
 from models.params import Frozen
 from services.config import Probation
 
 PROBE_TAG = "probe_tau"
+# Golden prompts in flight: every stream waits while the engine reads the ones that came together.
+AT_ONCE = 2
 
 
 class Proof(Frozen):
@@ -54,14 +56,14 @@ async def prove(
     promised = _promised_tau(version)
     error = await engine.check_draft(directory)
     asked = goldens[: settings.num_prompts]
-    completions = await asyncio.gather(
-        *(
-            engine.generate(
-                list(golden.prompt_ids), Sampling(max_tokens=len(golden.token_ids)), f"probe-{version.number}-{index}"
-            )
-            for index, golden in enumerate(asked)
-        )
-    )
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def answer(index: int, golden: Golden) -> Completion:
+        sampling = Sampling(max_tokens=len(golden.token_ids))
+        async with slots:
+            return await engine.generate(list(golden.prompt_ids), sampling, f"probe-{version.number}-{index}")
+
+    completions = await asyncio.gather(*(answer(index, golden) for index, golden in enumerate(asked)))
     verdicts = [
         equal_output(golden, completion.token_ids, threshold)
         for golden, completion in zip(asked, completions, strict=True)

@@ -30,6 +30,7 @@ from models.targets import describe
 from models.verify import Verified, emit
 from services.config import Probation, ServiceConfig
 from services.drafts import DraftSource, Loaded, State, choose_boot_draft, label, read_state, write_state
+from services.probation import AT_ONCE
 from services.reconciler import MAX_ATTEMPTS, Reconciler
 from tests.conftest import make_draft
 
@@ -43,9 +44,10 @@ def accept_everything(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Gen
 
 
 class FaultyEngine(TorchEngine):
-    """The reference engine with a fault for each draft that is to have one."""
+    """The reference engine with a fault for each draft that is to have one; it counts what it answers at once."""
 
     faults: dict[str, str]
+    num_running = most_running = 0
 
     @cached_property
     def sound(self) -> tuple[Any, BaseParams]:
@@ -53,6 +55,14 @@ class FaultyEngine(TorchEngine):
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         assert request_id.startswith("probe-")
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            return await self._generate(prompt_ids, sampling, request_id)
+        finally:
+            self.num_running -= 1
+
+    async def _generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         fault = self.faults.get(self.draft_version)
         if fault == "hangs":
             await asyncio.sleep(60)
@@ -181,6 +191,14 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
     assert running.loop.proof is not None
     assert (running.loop.proof.weight_error, running.loop.proof.promised_tau) == (0.0, 1.0)
     assert [version.number for version in read_state(running.config.state).good] == [2, 1]
+
+
+def test_golden_prompts_are_asked_a_few_at_a_time(world: World) -> None:
+    world.goldens = world.goldens * 3
+    world.push()
+    world.boot()
+    world.tick()
+    assert (world.serving(), world.engine.most_running) == (1, AT_ONCE)
 
 
 def drop(tensors: dict[str, Tensor]) -> None:
