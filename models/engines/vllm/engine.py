@@ -31,7 +31,8 @@ from models.precision import fast_dtype
 # is near 1.
 TOLERANCE = 0.05
 # How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
-# sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on.
+# sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
+# (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 
 OnFinish = Callable[[Completion, SamplingParams], None]
@@ -313,8 +314,8 @@ def _worker_inside(config: VllmConfig) -> Iterator[None]:
     """Let a single worker share the scheduler's process, which is to be started in the block.
 
     For a CPU vLLM always gives the worker a process of its own, because OpenMP learns its cores from the environment.
-    The two then wait for each other in loops that yield their core, and where a kernel takes a yield for a turn given
-    up, as Linux 6.18's does, the tokens of a stream come in bunches. The same environment does for one process.
+    The two then wait for each other in loops that yield their core; on two cores under Linux 6.18 the tokens of a
+    stream came in bunches, up to a second late. The same environment does for one process.
     """
     if config.parallel_config.world_size_across_dp > 1:
         yield
