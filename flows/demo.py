@@ -177,7 +177,8 @@ class _Run:
         while str((status := self.status())["draft_version"]) != str(number):
             if time.monotonic() > until:
                 raise RuntimeError(
-                    f"the service still drafts with {status['draft_version']}, not with {number}: {status['refused']}"
+                    f"the service still drafts with {status['draft_version']}, not with {number}: "
+                    f"{status['refused'] | status['postponed']}"
                 )
             time.sleep(0.5)
 

@@ -162,6 +162,8 @@ def _show_overview(seen: dict[str, Any]) -> None:
             f"service: {service['url']}/v1, draft {service['draft_version']}, speculating: {service['speculating']}"
         )
         out.print(f"  requests by status {service['requests']}, swaps {service['swaps']}, refused {service['refused']}")
+        for name, why in service["postponed"].items():
+            out.print(f"  draft {name}: {why}", markup=False)
         for domain, figures in service["acceptance"].items():
             out.print(
                 f"  {domain}: τ {figures['mean_accepted_length']:.2f} over the last {figures['requests']} requests"

@@ -29,7 +29,7 @@ class Probation(Frozen):
     Attributes:
         num_prompts: how many golden prompts are generated, from the first.
         tolerance: share of the promised gain over 1.0 (tag `probe_tau`) that may be missing.
-        timeout_s: a draft that takes longer is put back.
+        timeout_s: a draft that takes longer is put back and tried again later.
     """
 
     num_prompts: int = Field(default=8, ge=1)

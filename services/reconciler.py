@@ -5,6 +5,9 @@ call between two steps. Requests never wait for it and never fail by it. The lad
 speculation. A draft that the running engine can't take by a swap (another shape, or it was started without one) makes
 the replica ask to be replaced; the new one boots with it.
 
+A draft that showed a fault of its own is refused for good. One that could not be judged, because the engine failed or
+was too busy to answer the golden prompts in time, is postponed: tried again after a wait that doubles each time.
+
 While an operator has speculation switched off nothing is swapped: a probation would have nothing to measure.
 """
 
@@ -13,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from infra.registry import Version, is_quarantined
 from infra.store import NotFound, StoreUnavailable
@@ -22,17 +26,42 @@ from services.config import ServiceConfig
 from services.drafts import DraftSource, Loaded, State, Unfit, label, write_state
 from services.probation import Proof, prove
 
-MAX_ATTEMPTS = 3
+MAX_WAIT_S = 3600.0
 
 log = logging.getLogger(__name__)
+
+
+class Postponed(NamedTuple):
+    """A draft that could not be judged.
+
+    Attributes:
+        name: its label.
+        num_attempts: how many failed.
+        reason: why the last one did.
+        wait_s: how long the next one waits.
+        due_s: when that is over, on the monotonic clock.
+    """
+
+    name: str
+    num_attempts: int
+    reason: str
+    wait_s: float
+    due_s: float
+
+    def describe(self) -> str:
+        """Say it in a line, with the seconds that are left."""
+        left_s = max(0.0, self.due_s - time.monotonic())
+        return f"attempt {self.num_attempts} failed: {self.reason}; the next comes in {left_s:.0f} s"
 
 
 class Reconciler:
     """Follows the registry for one engine.
 
     Attributes:
-        counts: what happened so often: swaps, reverts, refused, unfit, deferred, registry_unavailable, errors.
+        counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, registry_unavailable,
+            errors.
         refused: why versions are not served, by label.
+        postponed: the champion that is tried again later, None if there is none.
         serving: the draft in the engine; None without one, or while only speculation off is safe.
         champion: the number that the registry named last.
         fallback: why speculation is off, None while it may be on.
@@ -54,6 +83,7 @@ class Reconciler:
     ) -> None:
         self.counts = counts
         self.refused: dict[str, str] = dict(state.refused)
+        self.postponed: Postponed | None = None
         self.serving = boot
         self.champion: int | None = None
         self.fallback: str | None = None if boot else "no draft"
@@ -63,7 +93,6 @@ class Reconciler:
         self.wanted = True
         self._engine, self._source, self._goldens, self._threshold = engine, source, goldens, threshold
         self._config, self._boot, self._state = config, boot, state
-        self._attempts: Counter[str] = Counter()
         self._unreported: dict[str, str] = dict(state.refused)
         self._swapped_s: float | None = None
         self._turn = asyncio.Lock()
@@ -93,6 +122,8 @@ class Reconciler:
             await self._report()
             champion = await asyncio.to_thread(self._source.champion)
             self.champion = None if champion is None else champion.number
+            if self.postponed is not None and (champion is None or label(champion) != self.postponed.name):
+                self.postponed = None
             if champion is None:
                 await self._retire()
             elif self._is_new(champion):
@@ -115,7 +146,7 @@ class Reconciler:
         if self._swapped_s is not None and now_s - self._swapped_s < self._config.min_swap_interval_s:
             self.counts["deferred"] += 1
             return False
-        return True
+        return self.postponed is None or now_s >= self.postponed.due_s
 
     async def _follow(self, version: Version) -> None:
         try:
@@ -141,7 +172,6 @@ class Reconciler:
     async def _try(self, candidate: Loaded) -> None:
         version = candidate.version
         self._swapped_s = time.monotonic()
-        self._attempts[label(version)] += 1
         try:
             async with asyncio.timeout(self._config.probation.timeout_s):
                 self.swap_ms = await self._engine.swap_draft(candidate.directory, str(version.number))
@@ -150,13 +180,24 @@ class Reconciler:
         except ValueError as error:
             await self._put_back()
             await self._refuse(version, str(error))
-        except Exception as error:
+        except TimeoutError:
+            self._postpone(version, f"more than {self._config.probation.timeout_s:g} s on probation")
             await self._put_back()
-            if self._attempts[label(version)] >= MAX_ATTEMPTS:
-                self.refused[label(version)] = f"{MAX_ATTEMPTS} attempts failed: {type(error).__name__}"
+        except Exception as error:
+            self._postpone(version, type(error).__name__)
+            await self._put_back()
             raise
         else:
             await self._accept(candidate, proof)
+
+    def _postpone(self, version: Version, reason: str) -> None:
+        self.counts["postponed"] += 1
+        num_attempts, wait_s = 1, 2 * self._config.poll_s
+        if self.postponed is not None:
+            num_attempts, wait_s = self.postponed.num_attempts + 1, 2 * self.postponed.wait_s
+        wait_s = min(wait_s, MAX_WAIT_S)
+        self.postponed = Postponed(label(version), num_attempts, reason, wait_s, time.monotonic() + wait_s)
+        log.warning("draft %s is postponed: %s", version.number, self.postponed.describe())
 
     async def _prove_boot(self, boot: Loaded) -> None:
         try:
@@ -176,7 +217,7 @@ class Reconciler:
         )
 
     async def _accept(self, loaded: Loaded, proof: Proof) -> None:
-        self.serving, self.proof, self.fallback = loaded, proof, None
+        self.serving, self.proof, self.fallback, self.postponed = loaded, proof, None, None
         await self._remember(self._state.with_good(loaded.version))
         log.info("draft %s serves, mean accepted length %.3f on probation", loaded.version.number, proof.tau)
 
@@ -214,6 +255,7 @@ class Reconciler:
     async def _refuse(self, version: Version, reason: str) -> None:
         """Note that a version is bad; the registry is told now or at a later tick."""
         self.counts["refused"] += 1
+        self.postponed = None
         self.refused[label(version)] = reason
         self._unreported[label(version)] = reason
         log.warning("draft %s is refused: %s", version.number, reason)

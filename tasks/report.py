@@ -168,7 +168,10 @@ def _serving(found: Findings) -> Table:
     if service is None:
         rows.append(("service", "none answers; redraft serve or redraft up starts it"))
     else:
-        refused = "; ".join(f"{name}: {reason}" for name, reason in service["refused"].items())
+        refused, postponed = (
+            "; ".join(f"{name}: {reason}" for name, reason in service[kind].items())
+            for kind in ("refused", "postponed")
+        )
         requests = ", ".join(f"{number:,} with {status}" for status, number in service["requests"].items())
         silent = f"off: {service['fallback'] or 'an operator wants it'}"
         rows += [
@@ -178,6 +181,7 @@ def _serving(found: Findings) -> Table:
             ("requests answered", requests or "none yet"),
             ("swaps of the draft", f"{service['swaps']} since its start"),
             ("drafts it refused", refused or "none"),
+            ("drafts it tries again", postponed or "none"),
         ]
     return Table("What is to be served, and what is", ("what", "now"), frozenset(), rows)
 

@@ -118,7 +118,8 @@ class Endpoint:
         while not proven(status := self.status(), number):
             if time.monotonic() > until_s or status["refused"]:
                 raise RuntimeError(
-                    f"the service drafts with {status['draft_version']}, not with {number}: {status['refused']}"
+                    f"the service drafts with {status['draft_version']}, not with {number}: "
+                    f"{status['refused'] | status['postponed']}"
                 )
             time.sleep(POLL_S)
 

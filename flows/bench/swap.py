@@ -112,7 +112,7 @@ def _swap(endpoint: Endpoint, registry: Registry, versions: tuple[int, int]) -> 
         if proven(status, wanted) and "seen_s" in times:
             return {**times, "proven_s": time.monotonic(), "swap_ms": status["swap_ms"]}
         if time.monotonic() > until_s or status["refused"]:
-            raise RuntimeError(f"the service did not take draft {wanted}: {status['refused']}")
+            raise RuntimeError(f"the service did not take draft {wanted}: {status['refused'] | status['postponed']}")
         time.sleep(POLL_S)
 
 

@@ -31,7 +31,7 @@ from models.verify import Verified, emit
 from services.config import Probation, ServiceConfig
 from services.drafts import DraftSource, Loaded, State, choose_boot_draft, label, read_state, write_state
 from services.probation import AT_ONCE
-from services.reconciler import MAX_ATTEMPTS, Reconciler
+from services.reconciler import MAX_WAIT_S, Reconciler
 from tests.conftest import make_draft
 
 THRESHOLD = 0.01
@@ -139,6 +139,11 @@ class World:
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
             self.runner.run(self.loop.tick())
+
+    def make_due(self) -> None:
+        """Let the wait of the postponed draft be over."""
+        assert self.loop.postponed is not None
+        self.loop.postponed = self.loop.postponed._replace(due_s=0.0)
 
     def champion(self) -> int | None:
         champion = self.registry.champion("draft")
@@ -276,25 +281,52 @@ def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: Wor
     assert "started without one" in (world.loop.replacement or "")
 
 
-def test_a_failure_of_the_engine_is_tried_again_and_then_given_up_without_quarantine(running: World) -> None:
+def test_a_draft_that_the_engine_fails_to_take_is_tried_again_after_waits_that_double(running: World) -> None:
+    running.boot(poll_s=1000.0)
+    running.tick()
     version = running.push(fault="crashes")
-    for _ in range(MAX_ATTEMPTS):
+    for num_attempts, wait_s in ((1, 2000.0), (2, MAX_WAIT_S), (3, MAX_WAIT_S)):
         with pytest.raises(RuntimeError, match="did not answer"):
             running.tick()
         assert running.serving() == 1
+        postponed = running.loop.postponed
+        assert postponed is not None
+        assert (postponed.name, postponed.num_attempts, postponed.wait_s) == (label(version), num_attempts, wait_s)
+        running.tick()  # too early
+        assert running.counts["postponed"] == num_attempts
+        running.make_due()
+    assert label(version) not in running.loop.refused
+    running.faults.clear()
     running.tick()
-    assert label(version) in running.loop.refused
+    assert (running.serving(), running.loop.postponed) == (2, None)
     assert "quarantined" not in running.registry.get("draft", version.number).tags
 
 
-def test_a_probation_that_hangs_is_ended(running: World) -> None:
-    running.config = running.config.model_copy(update={"probation": Probation(timeout_s=0.5)})
-    running.boot()
+def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running: World) -> None:
+    running.boot(probation=Probation(timeout_s=2))
     running.tick()
     running.push(fault="hangs")
-    with pytest.raises(TimeoutError):
+    running.tick(2)
+    assert (running.serving(), running.counts["postponed"]) == (1, 1)
+    assert running.loop.postponed is not None
+    assert "more than 2 s on probation; the next comes in " in running.loop.postponed.describe()
+    running.faults.clear()
+    running.make_due()
+    running.tick()
+    assert (running.serving(), running.loop.postponed) == (2, None)
+
+
+@pytest.mark.parametrize("champion", [1, 3])
+def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champion: int) -> None:
+    running.push(fault="crashes")
+    with pytest.raises(RuntimeError, match="did not answer"):
         running.tick()
-    assert running.serving() == 1
+    if champion == 3:
+        running.push()
+    else:
+        running.registry.promote("draft", champion)
+    running.tick()
+    assert (running.serving(), running.loop.postponed) == (champion, None)
 
 
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
@@ -409,13 +441,13 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
         running.loop._config = running.config.model_copy(update={"poll_s": 0.01})
         task = asyncio.create_task(running.loop.run())
         async with asyncio.timeout(10):
-            while label(running.source.champion()) not in running.loop.refused:  # type: ignore[arg-type]
+            while running.counts["errors"] < 3:
                 await asyncio.sleep(0.01)
         assert not task.done()
         task.cancel()
 
     running.runner.run(run())
-    assert running.counts["errors"] == MAX_ATTEMPTS
+    assert running.counts["postponed"] >= 3
 
 
 @pytest.mark.parametrize("content", ["", "{}x", '{"good": 1}'])
