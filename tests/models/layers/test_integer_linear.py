@@ -25,3 +25,9 @@ def test_a_fixed_scale_clips_what_is_larger() -> None:
 
 def test_a_token_of_zeros_has_a_scale() -> None:
     assert token_scales(torch.zeros(1, 4)).tolist() == [[1.0]]
+
+
+def test_a_token_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
+    outputs = IntegerLinear(WEIGHT, None, input_scale=None)(torch.tensor([[float("nan"), 1.0], [127.0, -1.0]]))
+    assert outputs[0].isnan().all()
+    assert outputs[1].tolist() == [62.5, -770.0]
