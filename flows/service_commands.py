@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -150,33 +151,45 @@ def _show_overview(seen: dict[str, Any]) -> None:
     if (last := seen["last_refresh"]) is not None:
         out.print(f"last refresh: draft {last['version']}, {last['verdict']} {last['reasons']}".rstrip(), markup=False)
     log = seen["log"]
+    by_domain = _counts(log["per_domain"])
     out.print(
-        f"query log: {log['total']} rows, {log['depth']} wait for a refresh, {log['dropped']} dropped; "
-        f"{log['per_domain']}"
+        f"query log: {log['total']} rows{f' ({by_domain})' if by_domain else ''}, {log['depth']} wait for a refresh, "
+        f"{log['dropped']} dropped"
     )
-    service = seen["service"]
-    if service is None:
-        out.print("service: not running")
-    else:
-        out.print(
-            f"service: {service['url']}/v1, draft {service['draft_version']}, speculating: {service['speculating']}"
-        )
-        out.print(f"  requests by status {service['requests']}, swaps {service['swaps']}, refused {service['refused']}")
-        for name, why in service["postponed"].items():
-            out.print(f"  draft {name}: {why}", markup=False)
-        for domain, figures in service["acceptance"].items():
-            out.print(
-                f"  {domain}: τ {figures['mean_accepted_length']:.2f} over the last {figures['requests']} requests"
-            )
+    _show_service(seen["service"])
     for program in seen["programs"]:
         how = "running" if program["ready"] else "starting" if program["pid"] else "down, to be started again"
         restarts = f", restarted {program['restarts']} times" if program["restarts"] else ""
         out.print(f"{program['name']}: {how}{restarts} {program['url']}".rstrip(), soft_wrap=True)
 
 
+def _show_service(service: dict[str, Any] | None) -> None:
+    if service is None:
+        out.print("service: not running")
+        return
+    draft = f"draft {service['draft_version']}" if service["draft_version"] else "no draft"
+    speculation = "on" if service["speculating"] else f"off ({service['fallback'] or 'an operator wants it'})"
+    out.print(f"service: {service['url']}/v1, {draft}, speculation {speculation}", soft_wrap=True)
+    answered = _counts(service["requests"])
+    out.print(f"  {f'answered with {answered}' if answered else 'nothing answered yet'}; swaps: {service['swaps']}")
+    for name, why in service["refused"].items():
+        out.print(f"  draft {name} is refused: {why}", markup=False)
+    for name, why in service["postponed"].items():
+        out.print(f"  draft {name} is tried again: {why}", markup=False)
+    for domain, figures in service["acceptance"].items():
+        out.print(f"  {domain}: τ {figures['mean_accepted_length']:.2f} over the last {figures['requests']} requests")
+
+
+def _counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
+
+
 def _show_traffic(report: "TrafficReport") -> None:
     tau = "none" if report.tau is None else f"{report.tau:.3f}"
     out.print(f"{report.num_ok} of {report.num_requests} answered, {report.tokens_per_s:.0f} tokens/s, τ {tau}")
-    out.print(f"drafts {report.draft_versions}, failures {report.failures}", markup=False)
+    if report.draft_versions:
+        out.print(f"answered with draft {_counts(report.draft_versions)}", markup=False)
+    if report.failures:
+        out.print(f"failed with {_counts(report.failures)}", markup=False)
     if report.num_ok < report.num_requests:
         raise RuntimeError(f"{report.num_requests - report.num_ok} requests failed")

@@ -29,12 +29,12 @@ class Probation(Frozen):
     Attributes:
         num_prompts: how many golden prompts are generated, from the first.
         tolerance: share of the promised gain over 1.0 (tag `probe_tau`) that may be missing.
-        timeout_s: a draft that takes longer is put back and tried again later.
+        timeout_s: a draft that takes longer is put back, and tried again after as long, then twice as long, and so on.
     """
 
     num_prompts: int = Field(default=8, ge=1)
     tolerance: float = Field(default=0.5, ge=0, lt=1)
-    timeout_s: Positive = 120.0
+    timeout_s: Positive = 300.0
 
 
 def _as_key(value: object) -> object:

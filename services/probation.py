@@ -12,8 +12,6 @@ from models.params import Frozen
 from services.config import Probation
 
 PROBE_TAG = "probe_tau"
-# Golden prompts in flight: every stream waits while the engine reads the ones that came together.
-AT_ONCE = 2
 
 
 class Proof(Frozen):
@@ -56,14 +54,7 @@ async def prove(
     promised = _promised_tau(version)
     error = await engine.check_draft(directory)
     asked = goldens[: settings.num_prompts]
-    slots = asyncio.Semaphore(AT_ONCE)
-
-    async def answer(index: int, golden: Golden) -> Completion:
-        sampling = Sampling(max_tokens=len(golden.token_ids))
-        async with slots:
-            return await engine.generate(list(golden.prompt_ids), sampling, f"probe-{version.number}-{index}")
-
-    completions = await asyncio.gather(*(answer(index, golden) for index, golden in enumerate(asked)))
+    completions = await _answer(engine, asked, f"probe-{version.number}")
     verdicts = [
         equal_output(golden, completion.token_ids, threshold)
         for golden, completion in zip(asked, completions, strict=True)
@@ -78,6 +69,27 @@ async def prove(
     if tau < wanted:
         raise ValueError(f"mean accepted length on the golden prompts is {tau:.3f}, promised {promised:.3f}")
     return Proof(weight_error=error, num_near_ties=verdicts.count("near-tie"), tau=tau, promised_tau=promised)
+
+
+async def _answer(engine: Engine, goldens: Sequence[Golden], name: str) -> list[Completion]:
+    """Answer golden prompts side by side, each sent when the one before has been read.
+
+    Every stream waits while the engine reads what came together, so they must not come at once; one after the other
+    they would take so many steps that a busy engine does not end in time.
+    """
+    turns = [asyncio.Event() for _ in range(len(goldens) + 1)]
+    turns[0].set()
+
+    async def answer(index: int, golden: Golden) -> Completion:
+        await turns[index].wait()
+        following = turns[index + 1]
+        sampling = Sampling(max_tokens=len(golden.token_ids))
+        try:
+            return await engine.generate(list(golden.prompt_ids), sampling, f"{name}-{index}", following.set)
+        finally:
+            following.set()
+
+    return await asyncio.gather(*(answer(index, golden) for index, golden in enumerate(goldens)))
 
 
 def _promised_tau(version: Version) -> float:

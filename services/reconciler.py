@@ -50,8 +50,9 @@ class Postponed(NamedTuple):
 
     def describe(self) -> str:
         """Say it in a line, with the seconds that are left."""
-        left_s = max(0.0, self.due_s - time.monotonic())
-        return f"attempt {self.num_attempts} failed: {self.reason}; the next comes in {left_s:.0f} s"
+        left_s = self.due_s - time.monotonic()
+        when = f"comes in {left_s:.0f} s" if left_s > 0 else "is due"
+        return f"attempt {self.num_attempts} failed: {self.reason}; the next {when}"
 
 
 class Reconciler:
@@ -192,7 +193,7 @@ class Reconciler:
 
     def _postpone(self, version: Version, reason: str) -> None:
         self.counts["postponed"] += 1
-        num_attempts, wait_s = 1, 2 * self._config.poll_s
+        num_attempts, wait_s = 1, self._config.probation.timeout_s
         if self.postponed is not None:
             num_attempts, wait_s = self.postponed.num_attempts + 1, 2 * self.postponed.wait_s
         wait_s = min(wait_s, MAX_WAIT_S)

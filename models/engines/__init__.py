@@ -6,6 +6,7 @@
 its endpoint can't parse tool calls that way.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -70,8 +71,21 @@ class Engine(Protocol):
     def speculating(self) -> bool:
         """Whether steps are drafted."""
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
-        """Answer one prompt; ValueError if it does not fit the context or a setting is out of range."""
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Completion:
+        """Answer one prompt; ValueError if it does not fit the context or a setting is out of range.
+
+        Args:
+            prompt_ids: at least one.
+            sampling: how.
+            request_id: of no other request on its way.
+            on_first_token: called when the prompt has been read and the first token is there.
+        """
 
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two steps and return the milliseconds; ValueError changes nothing."""

@@ -105,8 +105,14 @@ class TorchEngine:
         engine.draft_version = draft_version
         return engine
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
-        """Answer one prompt.
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Completion:
+        """Answer one prompt; `on_first_token` is called when it has been read.
 
         Raises:
             ValueError: the prompt is empty or does not fit the context, or a setting is out of range.
@@ -121,6 +127,9 @@ class TorchEngine:
         try:
             while sequence.finish_reason is None:
                 sequence.step()
+                if on_first_token is not None:
+                    on_first_token()
+                    on_first_token = None
                 await asyncio.sleep(0)  # the others' turn
         finally:
             self._running.discard(sequence)

@@ -43,6 +43,9 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
         if newest["verdict"] != "passed":
             cli.run("promote", str(newest["version"]), "--force", "made-up models learn little")
         wait_until(lambda: status()["service"]["draft_version"] == newest["version"], 60, None, "the swap")
+        shown = cli.run("status")
+        assert f"draft {newest['version']}, speculation on" in shown
+        assert "answered with 200: " in shown
         cli.run("rollback")
         wait_until(lambda: status()["service"]["draft_version"] == 1, 60, None, "the swap back")
         assert "parent" in cli.run("diff", "1", str(newest["version"]))

@@ -30,7 +30,6 @@ from models.targets import describe
 from models.verify import Verified, emit
 from services.config import Probation, ServiceConfig
 from services.drafts import DraftSource, Loaded, State, choose_boot_draft, label, read_state, write_state
-from services.probation import AT_ONCE
 from services.reconciler import MAX_WAIT_S, Reconciler
 from tests.conftest import make_draft
 
@@ -44,31 +43,49 @@ def accept_everything(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Gen
 
 
 class FaultyEngine(TorchEngine):
-    """The reference engine with a fault for each draft that is to have one; it counts what it answers at once."""
+    """The reference engine with a fault for each draft that is to have one; it counts what it reads and answers."""
 
     faults: dict[str, str]
-    num_running = most_running = 0
+    num_reading = most_reading = num_running = most_running = 0
 
     @cached_property
     def sound(self) -> tuple[Any, BaseParams]:
         return self._rules[True]
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Completion:
         assert request_id.startswith("probe-")
+        assert on_first_token is not None
+
+        def read() -> None:
+            self.num_reading -= 1
+            on_first_token()
+
+        self.num_reading += 1
         self.num_running += 1
+        self.most_reading = max(self.most_reading, self.num_reading)
         self.most_running = max(self.most_running, self.num_running)
         try:
-            return await self._generate(prompt_ids, sampling, request_id)
+            return await self._generate(prompt_ids, sampling, request_id, read)
         finally:
             self.num_running -= 1
 
-    async def _generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+    async def _generate(
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str, on_first_token: Callable[[], None]
+    ) -> Completion:
         fault = self.faults.get(self.draft_version)
         if fault == "hangs":
             await asyncio.sleep(60)
+        if fault == "stumbles":
+            raise RuntimeError("the engine stumbled")
         rule, params = self.sound
         self._rules[True] = (SimpleNamespace(verify=accept_everything) if fault == "corrupts" else rule), params
-        return await super().generate(prompt_ids, sampling, request_id)
+        return await super().generate(prompt_ids, sampling, request_id, on_first_token)
 
     async def swap_draft(self, directory: Path, version: str) -> float:
         fault = self.faults.get(version)
@@ -198,12 +215,20 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
     assert [version.number for version in read_state(running.config.state).good] == [2, 1]
 
 
-def test_golden_prompts_are_asked_a_few_at_a_time(world: World) -> None:
+def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: World) -> None:
     world.goldens = world.goldens * 3
     world.push()
     world.boot()
     world.tick()
-    assert (world.serving(), world.engine.most_running) == (1, AT_ONCE)
+    assert (world.serving(), world.engine.most_reading) == (1, 1)
+    assert world.engine.most_running > 2
+
+
+def test_a_golden_prompt_that_fails_keeps_none_from_its_turn(running: World) -> None:
+    running.push(fault="stumbles")
+    with pytest.raises(RuntimeError, match="stumbled"):
+        running.tick()
+    assert running.serving() == 1
 
 
 def drop(tensors: dict[str, Tensor]) -> None:
@@ -282,10 +307,10 @@ def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: Wor
 
 
 def test_a_draft_that_the_engine_fails_to_take_is_tried_again_after_waits_that_double(running: World) -> None:
-    running.boot(poll_s=1000.0)
+    running.boot(probation=Probation(timeout_s=1000))
     running.tick()
     version = running.push(fault="crashes")
-    for num_attempts, wait_s in ((1, 2000.0), (2, MAX_WAIT_S), (3, MAX_WAIT_S)):
+    for num_attempts, wait_s in ((1, 1000.0), (2, 2000.0), (3, MAX_WAIT_S)):
         with pytest.raises(RuntimeError, match="did not answer"):
             running.tick()
         assert running.serving() == 1
@@ -438,7 +463,7 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
     running.push(fault="crashes")
 
     async def run() -> None:
-        running.loop._config = running.config.model_copy(update={"poll_s": 0.01})
+        running.loop._config = running.config.model_copy(update={"poll_s": 0.01, "probation": Probation(timeout_s=0.1)})
         task = asyncio.create_task(running.loop.run())
         async with asyncio.timeout(10):
             while running.counts["errors"] < 3:

@@ -227,8 +227,14 @@ class VllmEngine:
     def on_finish(self, callback: OnFinish | None) -> None:
         self.llm.on_finish = callback
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
-        """Answer one prompt.
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Completion:
+        """Answer one prompt; `on_first_token` is called when it has been read.
 
         Raises:
             ValueError: the prompt does not fit the context, or a setting is out of range.
@@ -245,6 +251,9 @@ class VllmEngine:
         )
         async for output in self.llm.generate({"prompt_token_ids": list(prompt_ids)}, wanted, request_id):
             last = output
+            if on_first_token is not None:
+                on_first_token()
+                on_first_token = None
         completion: Completion = last.completion
         return completion
 

@@ -1,6 +1,7 @@
 """The reference engine: greedy output is the library's, sampled output follows the target, every step is counted."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +62,18 @@ def library_outputs(tiny_target: Path) -> list[list[int]]:
                 ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=-1)
         outputs.append(ids[0, len(prompt) :].tolist())
     return outputs
+
+
+def test_the_first_token_is_told_of_once_and_before_the_others(tiny_target: Path, tiny_draft: Path) -> None:
+    told: list[float] = []
+
+    async def ask(engine: TorchEngine) -> Completion:
+        return await engine.generate(prompts(1)[0], GREEDY, "1", lambda: told.append(time.monotonic()))
+
+    completion = run(tiny_target, tiny_draft, ask)
+    ended_s = time.monotonic()
+    assert len(told) == 1
+    assert ended_s - told[0] > completion.per_token_ms / 1000
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])

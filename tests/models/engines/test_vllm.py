@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,18 @@ def require_equal(reference: tuple[list[Golden], float], outputs: Sequence[Compl
 
 
 GREEDY = Sampling(max_tokens=32, ignore_eos=True)
+
+
+def test_the_first_token_is_told_of_once_and_before_the_others(engine: VllmEngine, loop: Loop) -> None:
+    told: list[float] = []
+
+    def tell() -> None:
+        told.append(time.monotonic())
+
+    completion = loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "told", tell))
+    ended_s = time.monotonic()
+    assert len(told) == 1
+    assert ended_s - told[0] > completion.per_token_ms / 1000
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
