@@ -224,7 +224,7 @@ def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: Wor
     assert world.engine.most_running > 2
 
 
-def test_a_golden_prompt_that_fails_keeps_none_from_its_turn(running: World) -> None:
+def test_a_golden_prompt_that_the_engine_can_not_answer_ends_the_probation(running: World) -> None:
     running.push(fault="stumbles")
     with pytest.raises(RuntimeError, match="stumbled"):
         running.tick()
