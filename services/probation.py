@@ -75,21 +75,22 @@ async def _answer(engine: Engine, goldens: Sequence[Golden], name: str) -> list[
     """Answer golden prompts side by side, each sent when the one before has been read.
 
     Every stream waits while the engine reads what came together, so they must not come at once; one after the other
-    they would take so many steps that a busy engine does not end in time.
+    they would take so many steps that a busy engine does not end in time. When one fails the others are called off.
     """
     turns = [asyncio.Event() for _ in range(len(goldens) + 1)]
     turns[0].set()
 
     async def answer(index: int, golden: Golden) -> Completion:
         await turns[index].wait()
-        following = turns[index + 1]
         sampling = Sampling(max_tokens=len(golden.token_ids))
-        try:
-            return await engine.generate(list(golden.prompt_ids), sampling, f"{name}-{index}", following.set)
-        finally:
-            following.set()
+        return await engine.generate(list(golden.prompt_ids), sampling, f"{name}-{index}", turns[index + 1].set)
 
-    return await asyncio.gather(*(answer(index, golden) for index, golden in enumerate(goldens)))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(index, golden)) for index, golden in enumerate(goldens)]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _promised_tau(version: Version) -> float:

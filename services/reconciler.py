@@ -6,7 +6,8 @@ speculation. A draft that the running engine can't take by a swap (another shape
 the replica ask to be replaced; the new one boots with it.
 
 A draft that showed a fault of its own is refused for good. One that could not be judged, because the engine failed or
-was too busy to answer the golden prompts in time, is postponed: tried again after a wait that doubles each time.
+was too busy to answer the golden prompts in time, is postponed: tried again after a wait that doubles each time. The
+draft that a replica booted with goes on serving meanwhile, and another champion is followed at once.
 
 While an operator has speculation switched off nothing is swapped: a probation would have nothing to measure.
 """
@@ -35,14 +36,12 @@ class Postponed(NamedTuple):
     """A draft that could not be judged.
 
     Attributes:
-        name: its label.
         num_attempts: how many failed.
         reason: why the last one did.
         wait_s: how long the next one waits.
         due_s: when that is over, on the monotonic clock.
     """
 
-    name: str
     num_attempts: int
     reason: str
     wait_s: float
@@ -62,7 +61,7 @@ class Reconciler:
         counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, registry_unavailable,
             errors.
         refused: why versions are not served, by label.
-        postponed: the champion that is tried again later, None if there is none.
+        postponed: the drafts that are tried again later, by label: the champion, and the one the replica booted with.
         serving: the draft in the engine; None without one, or while only speculation off is safe.
         champion: the number that the registry named last.
         fallback: why speculation is off, None while it may be on.
@@ -84,7 +83,7 @@ class Reconciler:
     ) -> None:
         self.counts = counts
         self.refused: dict[str, str] = dict(state.refused)
-        self.postponed: Postponed | None = None
+        self.postponed: dict[str, Postponed] = {}
         self.serving = boot
         self.champion: int | None = None
         self.fallback: str | None = None if boot else "no draft"
@@ -118,13 +117,13 @@ class Reconciler:
             StoreUnavailable: nothing was changed, the last good draft serves.
         """
         async with self._turn:
-            if self.wanted and self.serving is not None and self.proof is None:
-                await self._prove_boot(self.serving)
+            boot = self.serving
+            if self.wanted and boot is not None and self.proof is None and self._is_due(boot.version):
+                await self._prove_boot(boot)
             await self._report()
             champion = await asyncio.to_thread(self._source.champion)
             self.champion = None if champion is None else champion.number
-            if self.postponed is not None and (champion is None or label(champion) != self.postponed.name):
-                self.postponed = None
+            self._forget_postponed(champion)
             if champion is None:
                 await self._retire()
             elif self._is_new(champion):
@@ -147,7 +146,17 @@ class Reconciler:
         if self._swapped_s is not None and now_s - self._swapped_s < self._config.min_swap_interval_s:
             self.counts["deferred"] += 1
             return False
-        return self.postponed is None or now_s >= self.postponed.due_s
+        return self._is_due(champion)
+
+    def _is_due(self, version: Version) -> bool:
+        postponed = self.postponed.get(label(version))
+        return postponed is None or time.monotonic() >= postponed.due_s
+
+    def _forget_postponed(self, champion: Version | None) -> None:
+        """Drop the waits of drafts that are neither served nor wanted."""
+        current = [champion, self.serving.version if self.serving else None]
+        names = {label(version) for version in current if version is not None}
+        self.postponed = {name: postponed for name, postponed in self.postponed.items() if name in names}
 
     async def _follow(self, version: Version) -> None:
         try:
@@ -182,7 +191,7 @@ class Reconciler:
             await self._put_back()
             await self._refuse(version, str(error))
         except TimeoutError:
-            self._postpone(version, f"more than {self._config.probation.timeout_s:g} s on probation")
+            self._postpone(version, self._too_long())
             await self._put_back()
         except Exception as error:
             self._postpone(version, type(error).__name__)
@@ -194,11 +203,13 @@ class Reconciler:
     def _postpone(self, version: Version, reason: str) -> None:
         self.counts["postponed"] += 1
         num_attempts, wait_s = 1, self._config.probation.timeout_s
-        if self.postponed is not None:
-            num_attempts, wait_s = self.postponed.num_attempts + 1, 2 * self.postponed.wait_s
+        before = self.postponed.get(label(version))
+        if before is not None:
+            num_attempts, wait_s = before.num_attempts + 1, 2 * before.wait_s
         wait_s = min(wait_s, MAX_WAIT_S)
-        self.postponed = Postponed(label(version), num_attempts, reason, wait_s, time.monotonic() + wait_s)
-        log.warning("draft %s is postponed: %s", version.number, self.postponed.describe())
+        postponed = Postponed(num_attempts, reason, wait_s, time.monotonic() + wait_s)
+        self.postponed[label(version)] = postponed
+        log.warning("draft %s is postponed: %s", version.number, postponed.describe())
 
     async def _prove_boot(self, boot: Loaded) -> None:
         try:
@@ -208,8 +219,16 @@ class Reconciler:
             self.serving = None
             await self._put_back(exclude=boot.version)
             await self._refuse(boot.version, str(error))
+        except TimeoutError:
+            self._postpone(boot.version, self._too_long())
+        except Exception as error:
+            self._postpone(boot.version, type(error).__name__)
+            raise
         else:
             await self._accept(boot, proof)
+
+    def _too_long(self) -> str:
+        return f"more than {self._config.probation.timeout_s:g} s on probation"
 
     async def _prove(self, loaded: Loaded) -> Proof:
         await self._engine.set_speculation(True)
@@ -218,7 +237,8 @@ class Reconciler:
         )
 
     async def _accept(self, loaded: Loaded, proof: Proof) -> None:
-        self.serving, self.proof, self.fallback, self.postponed = loaded, proof, None, None
+        self.serving, self.proof, self.fallback = loaded, proof, None
+        self.postponed.pop(label(loaded.version), None)
         await self._remember(self._state.with_good(loaded.version))
         log.info("draft %s serves, mean accepted length %.3f on probation", loaded.version.number, proof.tau)
 
@@ -256,7 +276,7 @@ class Reconciler:
     async def _refuse(self, version: Version, reason: str) -> None:
         """Note that a version is bad; the registry is told now or at a later tick."""
         self.counts["refused"] += 1
-        self.postponed = None
+        self.postponed.pop(label(version), None)
         self.refused[label(version)] = reason
         self._unreported[label(version)] = reason
         log.warning("draft %s is refused: %s", version.number, reason)

@@ -89,7 +89,7 @@ class Service:
         reconciler = self.reconciler
         serving = reconciler.serving if reconciler else None
         proof = reconciler.proof if reconciler else None
-        postponed = reconciler.postponed if reconciler else None
+        postponed = reconciler.postponed if reconciler else {}
         return {
             "champion": reconciler.champion if reconciler else None,
             "draft_version": serving.version.number if serving else None,
@@ -100,7 +100,7 @@ class Service:
             "swap_ms": reconciler.swap_ms if reconciler else None,
             "proof": proof.model_dump() if proof else None,
             "refused": dict(reconciler.refused) if reconciler else {},
-            "postponed": {postponed.name: postponed.describe()} if postponed else {},
+            "postponed": {name: one.describe() for name, one in postponed.items()},
             "reconciler": dict(reconciler.counts) if reconciler else {},
             "acceptance": self.recorder.acceptance(),
             "log": self.recorder.counts(),

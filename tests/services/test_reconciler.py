@@ -46,7 +46,7 @@ class FaultyEngine(TorchEngine):
     """The reference engine with a fault for each draft that is to have one; it counts what it reads and answers."""
 
     faults: dict[str, str]
-    num_reading = most_reading = num_running = most_running = 0
+    num_asked = num_reading = most_reading = num_running = most_running = 0
 
     @cached_property
     def sound(self) -> tuple[Any, BaseParams]:
@@ -66,6 +66,7 @@ class FaultyEngine(TorchEngine):
             self.num_reading -= 1
             on_first_token()
 
+        self.num_asked += 1
         self.num_reading += 1
         self.num_running += 1
         self.most_reading = max(self.most_reading, self.num_reading)
@@ -81,7 +82,7 @@ class FaultyEngine(TorchEngine):
         fault = self.faults.get(self.draft_version)
         if fault == "hangs":
             await asyncio.sleep(60)
-        if fault == "stumbles":
+        if fault == "stumbles" and request_id.endswith("-1"):
             raise RuntimeError("the engine stumbled")
         rule, params = self.sound
         self._rules[True] = (SimpleNamespace(verify=accept_everything) if fault == "corrupts" else rule), params
@@ -158,9 +159,9 @@ class World:
             self.runner.run(self.loop.tick())
 
     def make_due(self) -> None:
-        """Let the wait of the postponed draft be over."""
-        assert self.loop.postponed is not None
-        self.loop.postponed = self.loop.postponed._replace(due_s=0.0)
+        """Let the waits of the postponed drafts be over."""
+        assert self.loop.postponed
+        self.loop.postponed = {name: one._replace(due_s=0.0) for name, one in self.loop.postponed.items()}
 
     def champion(self) -> int | None:
         champion = self.registry.champion("draft")
@@ -224,11 +225,17 @@ def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: Wor
     assert world.engine.most_running > 2
 
 
-def test_a_golden_prompt_that_the_engine_can_not_answer_ends_the_probation(running: World) -> None:
-    running.push(fault="stumbles")
+def test_a_golden_prompt_that_the_engine_can_not_answer_ends_the_probation_and_the_others(world: World) -> None:
+    world.goldens = world.goldens * 3
+    world.push()
+    world.boot()
+    world.tick()
+    world.push(fault="stumbles")
+    num_asked = world.engine.num_asked
     with pytest.raises(RuntimeError, match="stumbled"):
-        running.tick()
-    assert running.serving() == 1
+        world.tick()
+    assert (world.serving(), world.engine.num_running) == (1, 0)
+    assert world.engine.num_asked == num_asked + 2
 
 
 def drop(tensors: dict[str, Tensor]) -> None:
@@ -314,31 +321,64 @@ def test_a_draft_that_the_engine_fails_to_take_is_tried_again_after_waits_that_d
         with pytest.raises(RuntimeError, match="did not answer"):
             running.tick()
         assert running.serving() == 1
-        postponed = running.loop.postponed
-        assert postponed is not None
-        assert (postponed.name, postponed.num_attempts, postponed.wait_s) == (label(version), num_attempts, wait_s)
+        postponed = running.loop.postponed[label(version)]
+        assert (postponed.num_attempts, postponed.wait_s) == (num_attempts, wait_s)
         running.tick()  # too early
         assert running.counts["postponed"] == num_attempts
         running.make_due()
     assert label(version) not in running.loop.refused
     running.faults.clear()
     running.tick()
-    assert (running.serving(), running.loop.postponed) == (2, None)
+    assert (running.serving(), running.loop.postponed) == (2, {})
     assert "quarantined" not in running.registry.get("draft", version.number).tags
 
 
 def test_a_probation_that_takes_too_long_is_ended_and_tried_again_later(running: World) -> None:
     running.boot(probation=Probation(timeout_s=2))
     running.tick()
-    running.push(fault="hangs")
+    version = running.push(fault="hangs")
     running.tick(2)
     assert (running.serving(), running.counts["postponed"]) == (1, 1)
-    assert running.loop.postponed is not None
-    assert "more than 2 s on probation; the next comes in " in running.loop.postponed.describe()
+    assert "more than 2 s on probation; the next comes in " in running.loop.postponed[label(version)].describe()
     running.faults.clear()
     running.make_due()
     running.tick()
-    assert (running.serving(), running.loop.postponed) == (2, None)
+    assert (running.serving(), running.loop.postponed) == (2, {})
+
+
+def test_a_boot_draft_that_can_not_be_judged_goes_on_serving_and_holds_up_no_other_champion(world: World) -> None:
+    boot = world.push(fault="hangs")
+    world.boot(probation=Probation(timeout_s=2))
+    world.tick(2)
+    assert (world.serving(), world.engine.speculating, world.loop.proof) == (1, True, None)
+    assert world.loop.postponed[label(boot)].num_attempts == 1
+    champion = world.push(fault="crashes")
+    with pytest.raises(RuntimeError, match="did not answer"):
+        world.tick()
+    world.tick()  # too early for either
+    assert (world.serving(), set(world.loop.postponed)) == (1, {label(boot), label(champion)})
+    world.faults.clear()
+    world.push()
+    world.tick(2)
+    assert (world.serving(), world.loop.postponed) == (3, {})
+
+
+@pytest.mark.parametrize("fault", ["stumbles", "corrupts"])
+def test_a_boot_draft_is_proven_when_its_wait_is_over(world: World, fault: str) -> None:
+    boot = world.push(fault="stumbles")
+    world.boot()
+    with pytest.raises(RuntimeError, match="stumbled"):
+        world.tick()
+    world.tick()
+    assert (world.loop.postponed[label(boot)].reason, world.loop.proof) == ("RuntimeError", None)
+    world.faults["1"] = "" if fault == "stumbles" else fault
+    world.make_due()
+    world.tick()
+    assert world.loop.postponed == {}
+    if fault == "stumbles":
+        assert world.loop.proof is not None
+    else:
+        assert (world.serving(), "another output" in world.loop.refused[label(boot)]) == (None, True)
 
 
 @pytest.mark.parametrize("champion", [1, 3])
@@ -351,7 +391,7 @@ def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champio
     else:
         running.registry.promote("draft", champion)
     running.tick()
-    assert (running.serving(), running.loop.postponed) == (champion, None)
+    assert (running.serving(), running.loop.postponed) == (champion, {})
 
 
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
