@@ -1,7 +1,8 @@
 """B6: what the query log costs those who ask, how many rows a second it takes, and whether any is lost.
 
-The same prompts are asked with consent "full" and with "none", all of them each way in turn, after each was asked once
-so that both find the prompt's keys and values cached. Paired by prompt. The rate of the log is measured without an
+The same prompts are asked with consent "full" and with "none", a few of them each way in turn and the other way first
+the next time, so that a machine whose speed drifts favours neither; each is asked once before, so that both find the
+prompt's keys and values cached. Paired by prompt. The rate of the log is measured without an
 engine beside it, by a process that runs the service's own recorder (services/log_rate.py).
 """
 
@@ -25,6 +26,8 @@ TITLE, QUESTION = "B6", "what does logging cost?"
 OFF, ON = "off", "on"
 CONSENT: dict[str, LogLevel] = {OFF: "none", ON: "full"}
 AIM = 0.01
+# What is asked one way before it is asked the other: a few seconds.
+BLOCK_PER_STREAM = 4
 # The log's thread writes after the answer has gone out.
 SETTLE_S = 10.0
 POLL_S = 0.2
@@ -53,8 +56,7 @@ def measure(run: Run, num_prompts: int, num_rounds: int, concurrency: int, num_r
         with Endpoint(run.recipe, run.settings) as endpoint:
             endpoint.wait_for_draft(run.served().champion)
             for name, (streams, number) in cells.items():
-                order = (OFF, ON) if number % 2 == 0 else (ON, OFF)
-                run.cells.keep(name, lambda: _round(run, endpoint, prompts, streams, order))  # noqa: B023
+                run.cells.keep(name, lambda: _round(run, endpoint, prompts, streams, number))  # noqa: B023
             run.cells.keep("reference", lambda: record_reference(run, endpoint, prompts))
     rate = run.cells.keep("rate", lambda: _rate(run, num_rows))
     by_streams: dict[int, list[Row]] = {}
@@ -63,15 +65,17 @@ def measure(run: Run, num_prompts: int, num_rounds: int, concurrency: int, num_r
     return _report(run, by_streams, rate)
 
 
-def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], streams: int, order: Sequence[str]) -> Row:
+def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], streams: int, number: int) -> Row:
     """Ask all prompts three times: unlogged to warm, then both ways; return the answers and what was logged."""
-    with run.bar(f"{streams} at once, {order[0]} first", 3 * len(prompts)) as bar:
-        endpoint.ask(prompts, concurrency=streams, on_answer=bar.advance)
+    size = BLOCK_PER_STREAM * streams
+    sides: dict[str, list[Row]] = {OFF: [], ON: []}
+    with run.bar(f"{streams} at once, logging off and on in turn", 3 * len(prompts)) as bar:
         before = endpoint.status()["log"]
-        sides = {
-            side: dump(endpoint.ask(prompts, concurrency=streams, log=CONSENT[side], on_answer=bar.advance))
-            for side in order
-        }
+        for turn, start in enumerate(range(0, len(prompts), size), start=number):
+            block = prompts[start : start + size]
+            endpoint.ask(block, concurrency=streams, on_answer=bar.advance)
+            for side in (OFF, ON) if turn % 2 == 0 else (ON, OFF):
+                sides[side] += dump(endpoint.ask(block, concurrency=streams, log=CONSENT[side], on_answer=bar.advance))
     return {"sides": sides, **_logged(endpoint, before, len(prompts))}
 
 
