@@ -117,9 +117,9 @@ class Reconciler:
             StoreUnavailable: nothing was changed, the last good draft serves.
         """
         async with self._turn:
-            boot = self.serving
-            if self.wanted and boot is not None and self.proof is None and self._is_due(boot.version):
-                await self._prove_boot(boot)
+            serving = self.serving
+            if self.wanted and serving is not None and self.proof is None and self._is_due(serving.version):
+                await self._prove_boot(serving)
             await self._report()
             champion = await asyncio.to_thread(self._source.champion)
             self.champion = None if champion is None else champion.number

@@ -2,8 +2,8 @@
 
 The same prompts are asked with consent "full" and with "none", a few of them each way in turn and the other way first
 the next time, so that a machine whose speed drifts favours neither; each is asked once before, so that both find the
-prompt's keys and values cached. Paired by prompt. The rate of the log is measured without an
-engine beside it, by a process that runs the service's own recorder (services/log_rate.py).
+prompt's keys and values cached. Paired by prompt. The rate of the log is measured without an engine beside it, by a
+process that runs the service's own recorder (services/log_rate.py).
 """
 
 import sys

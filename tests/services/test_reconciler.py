@@ -363,22 +363,33 @@ def test_a_boot_draft_that_can_not_be_judged_goes_on_serving_and_holds_up_no_oth
     assert (world.serving(), world.loop.postponed) == (3, {})
 
 
-@pytest.mark.parametrize("fault", ["stumbles", "corrupts"])
-def test_a_boot_draft_is_proven_when_its_wait_is_over(world: World, fault: str) -> None:
+@pytest.fixture
+def undecided(world: World) -> World:
+    """A replica whose boot draft could not be judged, because the engine stumbled."""
     boot = world.push(fault="stumbles")
     world.boot()
     with pytest.raises(RuntimeError, match="stumbled"):
         world.tick()
     world.tick()
     assert (world.loop.postponed[label(boot)].reason, world.loop.proof) == ("RuntimeError", None)
-    world.faults["1"] = "" if fault == "stumbles" else fault
-    world.make_due()
-    world.tick()
-    assert world.loop.postponed == {}
-    if fault == "stumbles":
-        assert world.loop.proof is not None
-    else:
-        assert (world.serving(), "another output" in world.loop.refused[label(boot)]) == (None, True)
+    return world
+
+
+def test_a_postponed_boot_draft_is_proven_when_its_wait_is_over(undecided: World) -> None:
+    undecided.faults.clear()
+    undecided.make_due()
+    undecided.tick()
+    assert undecided.loop.postponed == {}
+    assert undecided.loop.proof is not None
+
+
+def test_a_postponed_boot_draft_that_turns_out_bad_is_refused(undecided: World) -> None:
+    (boot,) = undecided.loop.postponed
+    undecided.faults["1"] = "corrupts"
+    undecided.make_due()
+    undecided.tick()
+    assert undecided.loop.postponed == {}
+    assert (undecided.serving(), "another output" in undecided.loop.refused[boot]) == (None, True)
 
 
 @pytest.mark.parametrize("champion", [1, 3])
