@@ -10,7 +10,7 @@ STAMP := .venv/.installed-$(REDRAFT_DEVICE)
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast drills test-bench clean
+.PHONY: install demo test test-fast drills test-bench references tutorial clean
 
 install: $(STAMP)
 
@@ -34,6 +34,7 @@ demo: install
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m engine -n 2 --dist loadscope
 
@@ -45,6 +46,13 @@ drills: install
 
 test-bench: install
 	$(BIN)/python -m pytest tests/benchmarks
+
+# What is generated from the code and committed beside it; a test fails where it is out of date.
+references: install
+	$(BIN)/python -m tests.references
+
+tutorial: install
+	$(BIN)/python -m tests.tutorial
 
 clean:
 	rm -rf .redraft build *.egg-info

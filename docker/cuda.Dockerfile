@@ -6,7 +6,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/redraft
-COPY pyproject.toml README.md Makefile ./
+COPY pyproject.toml README.md LICENSE Makefile ./
 COPY infra ./infra
 COPY models ./models
 COPY tasks ./tasks

@@ -7,15 +7,15 @@ from prefect import flow
 
 from flows.build import make_target, prepare
 from infra.registry import Version
+from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft
 from tasks.claim_window import hold_out_past
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
 from tasks.promote import find_champions, find_judged, promote_build, promote_candidate
-from tasks.recipe import Recipe
 from tasks.register import first_samples, register_adopted, register_judged, register_target
 
-Outcome = Literal["promoted", "refused", "already trained", "registered"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained", "registered"]
 
 
 @flow(name="adopt")
@@ -28,7 +28,7 @@ def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[Outcome,
         promote: whether to hold it against the champion; otherwise it is registered and measured only.
     """
     weights = make_target(recipe)
-    adopted = adopt_draft(recipe, weights, source)
+    adopted = adopt_draft(weights, source)
     target, samples = prepare(recipe, weights)
     version, pair = register_target(target), find_champions()
     if pair is not None and promote:

@@ -4,21 +4,21 @@ from prefect import flow
 
 from infra.artifacts import Artifact
 from infra.registry import Version
+from models.recipe import Recipe
 from tasks.distill_draft import distill_draft
 from tasks.finetune_model import finetune_model
 from tasks.generate_answers import generate_answers
 from tasks.measure_draft import measure_draft
 from tasks.prepare_target import complete_target, prepare_target
+from tasks.prepare_text import prepare_text
 from tasks.pretrain_model import pretrain_model
 from tasks.promote import promote_build
 from tasks.prune_model import prune_model
 from tasks.quantize_target import quantize_target
-from tasks.recipe import Recipe
 from tasks.register import register_draft, register_target
 from tasks.select_data import select_data
 from tasks.select_text import select_text
 from tasks.shrink_model import shrink_model
-from tasks.text import prepare_text
 
 
 @flow(name="build")
@@ -45,17 +45,17 @@ def make_target(recipe: Recipe) -> Artifact:
         return target
     text = prepare_text(recipe.text, recipe.seed)
     if recipe.select:
-        text = select_text(recipe, target, text)
+        text = select_text(recipe.select, recipe.seed, target, text)
     if recipe.pretrain:
-        target = pretrain_model(recipe, target, text)
+        target = pretrain_model(recipe.pretrain, recipe.seed, target, text)
     if recipe.shrink:
-        target = shrink_model(recipe, target, text)
+        target = shrink_model(recipe.shrink, recipe.seed, target, text)
     if recipe.prune:
-        target = prune_model(recipe, target, text)
+        target = prune_model(recipe.prune, recipe.seed, target, text)
     if recipe.finetune:
-        target = finetune_model(recipe, target, text)
+        target = finetune_model(recipe.finetune, recipe.seed, target, text, keep_zeros=recipe.prune is not None)
     if recipe.quantize:
-        target = quantize_target(recipe, target, text)
+        target = quantize_target(recipe.quantize, recipe.seed, target, text)
     return target
 
 

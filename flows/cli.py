@@ -1,10 +1,9 @@
-"""Command `redraft`. What is wrong with the input is one clear line on standard error and exit code 2; Ctrl-C is 130.
+"""Command `redraft`. Wrong input is one clear line on standard error and exit code 2; Ctrl-C is 130.
 
 Torch, Prefect and MLflow take seconds to import, so each command imports what it needs. The settings go into the
 environment before that, because these libraries read it when they are imported.
 """
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -13,17 +12,19 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.table import Table
 
-from flows.bench.commands import bench
-from flows.command import DEFAULT_RECIPE, RecipeName, command_of, open_settings, out, prepare
+from flows.bench import bench
+from flows.command import RecipeName, command_of, open_settings, out, prepare
 from flows.service_commands import down, logs, serve, status, traffic, up
 from infra.priority import lower_session
 from infra.settings import load_settings
-from tasks.find_comparison import families
+from models.recipe import DEFAULT_RECIPE
+from tasks.measure.find_comparison import families
 
 if TYPE_CHECKING:
     from infra.registry import Version
 
 WIDEST = 60
+MEASURE = "Measure"
 
 app = typer.Typer(
     name="redraft",
@@ -41,7 +42,10 @@ def main() -> None:
 
 
 def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
-    """Build the target and its first draft, and make them the champions; what is there is not made again."""
+    """Build the target and its first draft, and make them the champions. Finished steps are reused.
+
+    Example: redraft build --recipe tiny
+    """
     _, parsed = prepare(recipe)
     lower_session()
     from flows.build import build as flow
@@ -50,10 +54,16 @@ def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
 
 def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
-    """Train on the requests served since the last time; a draft that passes the gate is promoted."""
+    """Train a draft on the requests served since the last refresh, and promote it if it passes the gate.
+
+    Example: redraft refresh --recipe tiny
+    """
     _, parsed = prepare(recipe)
-    lower_session()
     from flows.refresh import refresh as flow
+    from tasks.promote import open_champions
+
+    open_champions.fn()  # with nothing built it fails here in one line, not in the flow with a traceback
+    lower_session()
 
     outcome, version = flow(parsed)
     if version is None:
@@ -63,29 +73,39 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
 
 def import_draft(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="config.json and safetensors of an EAGLE-3 head.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A published draft: its config.json and safetensors.")
+    ],
     recipe: RecipeName = DEFAULT_RECIPE,
     promote: Annotated[
-        bool, typer.Option("--promote", help="Let the gate hold it against the champion, and serve it if it passes.")
+        bool, typer.Option("--promote", help="Have the gate compare it with the champion, and promote it if it passes.")
     ] = False,
 ) -> None:
-    """Register a draft that was trained elsewhere; where none is served yet it becomes the champion."""
+    """Register a draft that was trained elsewhere. If no draft is served yet, it becomes the champion.
+
+    Example: redraft import-draft ./my-eagle3-head --promote
+    """
+    if not directory.is_dir():
+        raise ValueError(f"there is no folder {directory}")
     _, parsed = prepare(recipe)
     from flows.adopt import adopt
 
     outcome, version = adopt(parsed, directory.absolute(), promote)
     _show_draft(outcome, version)
     if outcome == "registered":
-        out.print("the champion stays; to have this one judged against it, add --promote")
+        out.print("the champion stays; to have the gate compare this draft with it, add --promote")
 
 
 def import_logs(
     files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON Lines, Parquet or CSV.")],
     recipe: RecipeName = DEFAULT_RECIPE,
-    domain: Annotated[str, typer.Option(help="Of all rows; by default each row's own.")] = "",
-    strict: Annotated[bool, typer.Option("--strict", help="Add nothing if one row can't be used.")] = False,
+    domain: Annotated[str, typer.Option(help="The domain of all rows; by default each row's own.")] = "",
+    strict: Annotated[bool, typer.Option("--strict", help="Add nothing if any row can't be used.")] = False,
 ) -> None:
-    """Add requests that were served elsewhere to the query log; only what its owners agreed to have trained on."""
+    """Add requests that were served elsewhere to the query log. You vouch that their owners agreed to training.
+
+    Example: redraft import-logs old.jsonl --domain chat
+    """
     _, parsed = prepare(recipe)
     from tasks.import_logs import import_logs as add
 
@@ -98,12 +118,15 @@ def import_logs(
 
 
 def promote(
-    number: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of the draft, see `redraft status`.")],
+    number: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Number of the draft, see `redraft status`.")],
     force: Annotated[
-        str, typer.Option(help="Why it is promoted although no gate passed it; kept with the version.")
+        str, typer.Option(help="Promote it although no gate passed it, for this reason; kept with the version.")
     ] = "",
 ) -> None:
-    """Make a draft the champion; a running service follows within its poll interval."""
+    """Make a draft the champion. A running service follows within its poll interval.
+
+    Example: redraft promote 3
+    """
     open_settings()
     from tasks.promote import promote_version
 
@@ -111,9 +134,12 @@ def promote(
 
 
 def rollback(
-    quarantine: Annotated[str, typer.Option(help="Why the draft that is left must never be served again.")] = "",
+    quarantine: Annotated[str, typer.Option(help="Never serve the present champion again, for this reason.")] = "",
 ) -> None:
-    """Go back to the champion before this one; a running service follows within its poll interval."""
+    """Go back to the previous champion. A running service follows within its poll interval.
+
+    Example: redraft rollback --quarantine "worse on invoices"
+    """
     open_settings()
     from tasks.promote import roll_back
 
@@ -121,12 +147,15 @@ def rollback(
 
 
 def diff(
-    first: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of a draft.")],
-    second: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Of another.")],
+    first: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Number of a draft.")],
+    second: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Number of another.")],
 ) -> None:
-    """Show in what two drafts differ: lineage, training window, gate and acceptance."""
+    """Show how two drafts differ: lineage, training window, gate and acceptance.
+
+    Example: redraft diff 2 3
+    """
     open_settings()
-    from tasks.lineage import open_registry
+    from infra.registry import open_registry
     from tasks.promote import differences
 
     registry = open_registry()
@@ -138,19 +167,27 @@ def diff(
 
 
 def report(
-    output: Annotated[Path | None, typer.Option(help="The file; by default report.html in the home folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; by default report.html in the home folder.")
+    ] = None,
 ) -> None:
-    """Write one HTML page: what serves, acceptance, speed, drafts with their gates, the query log."""
+    """Write one HTML page: what serves, acceptance, speed, drafts with their gates, the query log.
+
+    Example: redraft report --output page.html
+    """
     settings = open_settings()
-    from flows.report import write_report
+    from tasks.write_report import write_report
 
     with out.status("writing the report"):
-        file = write_report(settings, output)
+        file = write_report.fn(settings, output)
     out.print(f"report: {file}", soft_wrap=True, markup=False)
 
 
 def demo(recipe: RecipeName = DEFAULT_RECIPE) -> None:
-    """Build, serve, let the traffic change, refresh, and show what it brought."""
+    """Build, serve, change the traffic, refresh, swap the draft while serving, and show what it gained.
+
+    Example: redraft demo --recipe tiny
+    """
     settings, parsed = prepare(recipe)
     from flows.demo import demo as run
 
@@ -161,14 +198,17 @@ def compare(
     family: Annotated[str, typer.Argument(metavar="FAMILY", help=f"One of: {', '.join(families()) or 'none'}.")],
     recipe: RecipeName = DEFAULT_RECIPE,
     budget: Annotated[
-        float, typer.Option(min=0.001, help="How much is trained or calibrated; 1 is minutes for a family.")
+        float, typer.Option(min=0.001, help="Scales how much is trained or calibrated; 1 takes minutes per family.")
     ] = 1.0,
-    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="Below 3 the figures say little.")] = 3,
+    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; fewer than 3 say little.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where cells and report lie; by default below the home.")
+        Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
     ] = None,
 ) -> None:
-    """Measure every method of a family on a recipe's target and text; run again, it goes on with what is missing."""
+    """Measure every method of a family on a recipe's target and text. Finished cells are reused.
+
+    Example: redraft compare prune --budget 0.1
+    """
     settings = open_settings()
     from flows.compare import compare as run
 
@@ -176,7 +216,10 @@ def compare(
 
 
 def doctor() -> None:
-    """Check that this machine can run redraft; each fault comes with the command that mends it."""
+    """Check that this machine can run redraft. Each fault comes with the command that fixes it.
+
+    Example: redraft doctor
+    """
     from infra.doctor import check_environment
 
     checks = check_environment(load_settings())
@@ -193,22 +236,26 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _taus(version: "Version") -> str:
-    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in json.loads(version.tags["tau"]).items())
+    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in version.lineage.tau.items())
 
 
 def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
     if outcome == "refused":
-        out.print(version.tags.get("quarantined") or version.tags["gate_reasons"], markup=False)
+        out.print(version.quarantined or version.lineage.gate_reasons, markup=False)
+    if outcome == "outdated":
+        out.print("the champion that it was compared with was replaced or quarantined meanwhile; run it again")
 
 
 # In the order of `redraft --help`.
-for function in (
-    build, refresh, import_draft, import_logs, serve, traffic, promote, rollback, diff, up, down, logs, status, report,
-    demo, compare, doctor,
-):  # fmt: skip
-    command_of(app)(function)
-app.add_typer(bench)
+for panel, functions in {
+    "Every day": (build, serve, refresh, up, down, status, logs, report, doctor),
+    "Drafts": (promote, rollback, diff, import_draft, import_logs),
+    MEASURE: (demo, traffic, compare),
+}.items():
+    for function in functions:
+        command_of(app, panel)(function)
+app.add_typer(bench, rich_help_panel=MEASURE)
 
 
 if __name__ == "__main__":

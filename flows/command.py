@@ -6,29 +6,26 @@ And what commands begin with: settings, a recipe, and where to write.
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from infra.settings import Settings, load_settings
+from models.recipe import Recipe, load_recipe
 
-if TYPE_CHECKING:
-    from tasks.recipe import Recipe
-
-DEFAULT_RECIPE = "smollm2-cpu"
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 out = Console()
 
-RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="A recipe that ships, or the path of a TOML file.")]
+RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a TOML file.")]
 
 
-def command_of(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the decorator that adds a function to `app` with the exit codes of this program."""
+def command_of(app: typer.Typer, panel: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the decorator that adds a function to `app`, under heading `panel` of its help, with our exit codes."""
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
-        @app.command()
+        @app.command(rich_help_panel=panel)
         @wraps(function)
         def wrapped(**options: Any) -> None:
             try:
@@ -45,24 +42,28 @@ def command_of(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[...
     return command
 
 
-def prepare(recipe: str) -> "tuple[Settings, Recipe]":
+def prepare(recipe: str) -> tuple[Settings, Recipe]:
     """Return the settings, already in the environment, and a recipe.
 
     Raises:
         ValueError: a setting or the recipe is wrong.
     """
     settings = open_settings()
-    from flows.recipe import load_recipe
-
     return settings, load_recipe(recipe)
 
 
 def open_settings() -> Settings:
-    """Read the settings and put them into the environment, before anything that reads it is imported."""
+    """Read the settings, put them into the environment before anything that reads it is imported, and open the home.
+
+    Raises:
+        ValueError: a setting is wrong, or the home is of a newer format.
+    """
     settings = load_settings()
     settings.prepare_environment()
-    settings.home.mkdir(parents=True, exist_ok=True)  # Prefect makes its folder, but not the one above
+    from infra.home import open_home
     from infra.supervisor import read_state
+
+    open_home(settings)
 
     if (state := read_state(settings.home)) is not None and (prefect := state.url("prefect")):
         os.environ.setdefault("PREFECT_API_URL", f"{prefect}/api")  # flows show up in the server that runs

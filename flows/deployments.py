@@ -16,11 +16,10 @@ from prefect.events import DeploymentEventTrigger
 from prefect.types.entrypoint import EntrypointType
 
 from flows.build import build
-from flows.recipe import load_recipe
 from flows.refresh import refresh
 from infra.events import ACCEPTANCE_FELL, RESOURCE
 from infra.priority import lower_session
-from tasks.recipe import Recipe
+from models.recipe import Recipe, load_recipe
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)

@@ -5,32 +5,38 @@ from typing import Literal
 from prefect import flow
 
 from infra.querylog import Window
-from infra.registry import Version
+from infra.registry import Pair, Version
+from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out
+from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import distill_draft
 from tasks.gate_draft import gate_draft
-from tasks.lineage import Pair
 from tasks.promote import find_candidate, open_champions, promote_candidate
-from tasks.recipe import Recipe
 from tasks.register import first_samples, register_candidate
 
-Outcome = Literal["promoted", "refused", "already trained", "nothing to do"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained", "nothing to do"]
 
 
 @flow(name="refresh")
 def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
     """Train on the next window and promote what passes the gate; returns what came of it, and the candidate.
 
-    Each step leaves something that the next run finds, and the cursor moves last, so it may be killed anywhere.
+    Each step leaves something that the next run finds, and the cursor moves last, so it may be killed anywhere. A
+    window that three runs failed on is set aside, so that no window stops the ones after it. One whose candidate is
+    outdated stays open: the next run takes the same rows for the draft that is the champion then, unless its line has
+    them by that time.
     """
     pair = open_champions()
     window = claim_window(recipe.refresh)
     if window is None:
         return "nothing to do", None
-    candidate = find_candidate(pair, window) or _train(recipe, pair, window)
-    outcome = promote_candidate(pair, candidate)
-    advance_cursor(window)
+    with hold_window(window):
+        candidate = find_candidate(pair, window) or _train(recipe, pair, window)
+        outcome = promote_candidate(pair, candidate)
+        if outcome == "outdated":
+            leave_window(window)
+        else:
+            advance_cursor(window)
     return outcome, candidate
 
 

@@ -14,18 +14,17 @@ import sys
 import time
 from pathlib import Path
 
-from flows.recipe import load_recipe
-from flows.serving import START_TIMEOUT_S, config_path, write_config
 from infra.doctor import openmp_preload
+from infra.home import open_home
 from infra.processes import free_port, process_identity
+from infra.service_process import END_TIMEOUT_S, START_TIMEOUT_S, health_url, service_argv, write_config
 from infra.settings import Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
+from models.recipe import load_recipe
 
 PREFECT, MLFLOW, SERVICE, RUNNER, SUPERVISOR = "prefect", "mlflow", "service", "runner", "supervisor"
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
-# A service drains its streams for 30 s and then takes some seconds to end.
-SERVICE_GRACE_S = 60.0
 
 
 def start(recipe: str, settings: Settings) -> UpState:
@@ -40,7 +39,7 @@ def start(recipe: str, settings: Settings) -> UpState:
         RuntimeError: a program did not start; nothing is left running.
     """
     if (running := read_state(settings.home)) is not None:
-        raise ValueError(f"redraft is up already (process {running.pid}); run: redraft status")
+        raise ValueError(f"redraft is up already (process {running.pid}); see: redraft status")
     (settings.home / STATE).unlink(missing_ok=True)
     log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,9 +58,9 @@ def start(recipe: str, settings: Settings) -> UpState:
             if state is not None and state.ready:
                 return state
             if process.poll() is not None:
-                raise RuntimeError(f"redraft did not come up:\n{_failure(settings, log_path)}")
+                raise RuntimeError(f"redraft did not come up: {_failure(settings, log_path)}")
             time.sleep(POLL_S)
-        raise RuntimeError(f"redraft did not come up in {UP_TIMEOUT_S:g} s; run: redraft logs")
+        raise RuntimeError(f"redraft did not come up in {UP_TIMEOUT_S:g} s; see: redraft logs")
     except BaseException:
         process.terminate()
         process.wait(DOWN_TIMEOUT_S)
@@ -78,7 +77,7 @@ def stop(settings: Settings) -> None:
     """
     state = read_state(settings.home)
     if state is None:
-        raise ValueError("redraft is not up")
+        raise ValueError("redraft is not up, so there is nothing to stop")
     os.kill(state.pid, signal.SIGTERM)
     deadline_s = time.monotonic() + DOWN_TIMEOUT_S
     while process_identity(state.pid) == state.identity:
@@ -114,17 +113,19 @@ def _programs(recipe: str, settings: Settings) -> list[Program]:
         argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", settings.mlflow_uri]
         argv += ["--host", host, "--port", str(port), "--workers", "1"]
         programs.append(Program(MLFLOW, argv, url=mlflow, health=f"{mlflow}/health"))
-    config = write_config(load_recipe(recipe), settings, orchestrator=orchestrated["PREFECT_API_URL"])
-    service = f"http://{config['host']}:{config['port']}"
+    from tasks.configure_service import configure_service  # torch: too slow for who only asks what runs
+
+    parsed = load_recipe(recipe)
+    service = write_config(configure_service.fn(parsed, orchestrated["PREFECT_API_URL"]), settings)
     programs.append(
         Program(
             SERVICE,
-            [sys.executable, "-m", "services.main", "--config", str(config_path(settings))],
+            service_argv(settings),
             url=service,
-            health=f"{service}/healthz",
+            health=health_url(service),
             env=openmp_preload(),
             start_timeout_s=START_TIMEOUT_S,
-            grace_s=SERVICE_GRACE_S,
+            grace_s=parsed.serve.drain_s + END_TIMEOUT_S,
         )
     )
     argv = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
@@ -141,6 +142,7 @@ def main() -> int:
     settings = load_settings()
     settings.prepare_environment()
     try:
+        open_home(settings)
         programs = _programs(recipe, settings)
     except ValueError as error:
         print(error, flush=True)

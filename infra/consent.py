@@ -5,6 +5,7 @@ The strictest that speaks wins, something malformed means "none", and when nobod
 """
 
 import hmac
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -13,9 +14,11 @@ from infra.manifest import canonical_json
 
 Consent = Literal["none", "metadata", "full"]
 CONSENT_LEVELS: tuple[Consent, ...] = ("none", "metadata", "full")  # strictest first
+DOMAIN = r"^[a-z0-9_-]{1,32}$"  # a recipe's tables are named by the same words
 DEFAULT_DOMAIN = "default"  # of a request that names none
 CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids")
 
+Domain = Annotated[str, Field(pattern=DOMAIN)]
 Count = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -36,7 +39,7 @@ class QueryRow(BaseModel):
     time_ms: int
     subject: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     key: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
-    domain: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    domain: Domain
     consent: Consent
     scrubber_revision: int
     target_version: int
@@ -75,6 +78,19 @@ class QueryRow(BaseModel):
         return self
 
 
+def parse_domain(named: object) -> Domain:
+    """Return the domain that a request or a row names, the default one for None.
+
+    Raises:
+        ValueError: it is no domain.
+    """
+    if named is None:
+        return DEFAULT_DOMAIN
+    if not isinstance(named, str) or re.fullmatch(DOMAIN, named) is None:
+        raise ValueError(f"domain is {named!r}, wanted 1 to 32 of a-z, 0-9, _ and -")
+    return named
+
+
 def consent_level(header: str | None, store: bool | None, key_policy: str | None) -> Consent:
     """Return what may be logged of one request.
 
@@ -86,9 +102,8 @@ def consent_level(header: str | None, store: bool | None, key_policy: str | None
     said: list[Consent] = []
     if store is not None:
         said.append("full" if store is True else "none")
-    for value in (header, key_policy):
-        if value is not None:
-            said.append(value if isinstance(value, str) and value in CONSENT_LEVELS else "none")
+    spoken = [value for value in (header, key_policy) if value is not None]
+    said += [value if isinstance(value, str) and value in CONSENT_LEVELS else "none" for value in spoken]
     return min(said, key=CONSENT_LEVELS.index, default="metadata")
 
 

@@ -13,6 +13,8 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
+from infra.status import EventCounts
+
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
 RESOURCE = "redraft.domain"
 TIMEOUT_S = 3.0
@@ -58,6 +60,10 @@ class Emitter:
         except queue.Full:
             return self._drop("the queue is full")
         return True
+
+    def counts(self) -> EventCounts:
+        """Return events sent and dropped, and the last error."""
+        return EventCounts(sent=self.sent, dropped=self.dropped, last_error=self.last_error)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is queued and end the thread."""

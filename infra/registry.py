@@ -2,22 +2,26 @@
 
 Alias `champion` is the truth. It moves last and in one call, after the tag `previous` of the new champion names the
 former one, so a crash leaves either champion in place. A quarantined version is never promoted and never fallen back
-to. MLflow holds plain directories with a manifest; nothing here imports a model library, pickles, or sets MLflow's
-process-wide address.
+to. MLflow can't compare and swap, so whoever moves the alias holds a lock of the home meanwhile. MLflow holds plain
+directories with a manifest; nothing here imports a model library, pickles, or sets MLflow's process-wide address.
 """
 
 import fcntl
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.artifacts import renamed_when_complete
+from infra.artifacts import Artifact, renamed_when_complete
+from infra.lineage import Lineage, Target
 from infra.manifest import check_manifest
+from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 
 if TYPE_CHECKING:
@@ -26,32 +30,23 @@ if TYPE_CHECKING:
 Kind = Literal["target", "draft"]
 
 CHAMPION = "champion"
-LINEAGE_TAGS = (
-    "target_name",
-    "target_version",
-    "target_sha256",
-    "tokenizer_sha256",
-    "vocab_size",
-    "chat_template_sha256",
-    "parent",
-    "window_first_seq",
-    "window_last_seq",
-    "window_sha256",
-    "sampling",
-    "quantization",
-    "git_commit",
-    "flow_run",
-    "gate",
-)
 OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced")
 
 
 class ForeignVersion(ValueError):
-    """A version that somebody made by hand: nothing is known of it, so it is neither listed nor served."""
+    """A version that somebody made or changed by hand: what is known of it can't be trusted, so it is not served."""
+
+
+class Outdated(ValueError):
+    """The champion that a version was judged against is no longer the one to beat."""
 
 
 class Version(BaseModel):
-    """One registered directory; `sha256` is the digest of its manifest."""
+    """One registered directory; `sha256` is the digest of its manifest.
+
+    What the tags say is parsed when it is asked for, so that a version that somebody damaged by hand can still be
+    quarantined; ForeignVersion names the version and the tag.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,6 +55,63 @@ class Version(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tags: dict[str, str]
     created_ms: int
+
+    @cached_property
+    def target(self) -> Target:
+        """What the target is, or the one that the draft was made for."""
+        with self._read():
+            return Target.from_tags(self.tags)
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """Where the draft came from."""
+        with self._read():
+            return Lineage.from_tags(self.tags)
+
+    @property
+    def previous(self) -> int | None:
+        """The champion that this one replaced."""
+        number = self.tags.get("previous", "")
+        if not number.isdecimal() and number:
+            raise ForeignVersion(f"{self.kind} {self.number}: tag previous is {number!r}, wanted a version's number")
+        return int(number) if number else None
+
+    @property
+    def was_champion(self) -> bool:
+        """Whether it was ever promoted."""
+        return "previous" in self.tags
+
+    @property
+    def quarantined(self) -> str:
+        """Why it must never be served, "" if it may."""
+        return self.tags.get("quarantined", "")
+
+    @property
+    def forced(self) -> str:
+        """Why it was promoted against its gate, "" if it was not."""
+        return self.tags.get("forced", "")
+
+    def require_lineage(self) -> None:
+        """Raise ForeignVersion if the draft's lineage can't be read."""
+        _ = self.lineage
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ForeignVersion(f"{self.kind} {self.number}: {error}") from error
+
+
+class Pair(BaseModel):
+    """A target and the draft that is served with it: registry entries and checked local files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: Version
+    draft: Version
+    target_files: Artifact
+    draft_files: Artifact
 
 
 class Registry:
@@ -72,6 +124,30 @@ class Registry:
     def __init__(self, uri: str, artifact_root: Path) -> None:
         """Remember the addresses; see `Store`."""
         self.store = Store(uri, artifact_root)
+        self._threads = threading.RLock()
+        self._depth = 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody else of this home moves an alias or quarantines, and keep them from it in the block.
+
+        Everything here that does either holds it by itself; hold it around a decision and the move that follows from
+        it. One registry may take it again inside.
+
+        It is a lock on a file beside the artifact root, which ends with the process. So it can't cover who does not
+        share that folder: homes on several machines that share an MLflow server, a file system without flock, and
+        whoever moves the alias in MLflow by hand. Between these the last one wins.
+        """
+        root = self.store.artifact_root
+        with self._threads, ExitStack() as held:
+            if not self._depth:
+                root.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_locked(root.with_name(f".{root.name}.lock")))
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
 
     def register(
         self,
@@ -87,18 +163,18 @@ class Registry:
         Args:
             kind: "target" or "draft".
             directory: with a manifest that fits.
-            tags: the lineage; a draft must have each of LINEAGE_TAGS, an empty string says "does not apply".
+            tags: of the target or, for a draft, of its lineage, see `infra.lineage`.
             metrics: finite numbers, shown with the version.
             files: reports, kept in the version's run before the version is listed; `attached` reads them.
             description: what MLflow shows first of the version; where the files lie is added.
 
         Raises:
-            ValueError: the manifest does not fit, a tag is missing or is one of OWN_TAGS, or a metric is not finite.
+            ValueError: the manifest does not fit, a tag of a draft is missing or wrong, a tag is one of OWN_TAGS, or a
+                metric is not finite.
             StoreUnavailable: the store failed; a version that was not finished is never listed.
         """
-        missing = [name for name in LINEAGE_TAGS if kind == "draft" and name not in tags]
-        if missing:
-            raise ValueError(f"a draft needs the tags {', '.join(missing)}; an empty string says 'does not apply'")
+        if kind == "draft":
+            Lineage.from_tags(tags)
         if reserved := [name for name in OWN_TAGS if name in tags]:
             raise ValueError(f"the registry sets the tags {', '.join(reserved)} itself")
         sha256 = check_manifest(directory)
@@ -135,8 +211,11 @@ class Registry:
 
     def get(self, kind: Kind, number: int) -> Version:
         """Return one version; NotFound, a ValueError, if there is no such number."""
-        with translated(f"looking up {kind} {number}"):
-            return _version(self.store.client.get_model_version(kind, str(number)))
+        try:
+            with translated(f"looking up {kind} {number}"):
+                return _version(self.store.client.get_model_version(kind, str(number)))
+        except NotFound as error:
+            raise NotFound(f"the registry has no {kind} {number}") from error
 
     def versions(self, kind: Kind) -> list[Version]:
         """Return all versions of a kind, newest first, without foreign ones."""
@@ -154,6 +233,7 @@ class Registry:
         try:
             with translated(f"reading {name} of {version.kind} {version.number}"):
                 run_id = self.store.client.get_model_version(version.kind, str(version.number)).run_id
+                assert run_id is not None  # `register` makes every version of a run
                 if name not in [file.path for file in self.store.client.list_artifacts(run_id)]:
                     return None
                 with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +241,7 @@ class Registry:
         except NotFound:  # somebody deleted the run
             return None
 
-    def promote(self, kind: Kind, number: int, forced: str = "") -> None:
+    def promote(self, kind: Kind, number: int, forced: str = "", judged_against: int | None = None) -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
         Promoting the champion changes nothing.
@@ -170,28 +250,47 @@ class Registry:
             kind: "target" or "draft".
             number: of the version.
             forced: why it is promoted against its gate; kept as a tag.
+            judged_against: the champion that it was found better than, which must still be the champion, and good; None
+                replaces whichever there is.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
+            Outdated: another version than `judged_against` is the champion, or that one was quarantined.
         """
-        version = self.get(kind, number)
-        if is_quarantined(version):
-            raise ValueError(f"{kind} {number} is quarantined: {version.tags['quarantined']}")
+        with self.alone():
+            version = self.get(kind, number)
+            if is_quarantined(version):
+                raise ValueError(f"{kind} {number} is quarantined: {version.quarantined}")
+            try:
+                champion = self.champion(kind)
+            except ForeignVersion:  # promoting is how the alias is put right
+                champion = None
+            if champion is not None and champion.number == number:
+                return
+            if judged_against is not None:
+                self.require_champion(kind, judged_against)
+            with translated(f"promoting {kind} {number}"):
+                if forced:
+                    self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
+                previous = "" if champion is None else str(champion.number)
+                self.store.client.set_model_version_tag(kind, str(number), "previous", previous)
+                self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
+
+    def require_champion(self, kind: Kind, number: int) -> None:
+        """Raise Outdated unless a version that something was judged against is the champion still, and good."""
         try:
             champion = self.champion(kind)
-        except ForeignVersion:  # promoting is how the alias is put right
+        except ForeignVersion:
             champion = None
-        if champion is not None and champion.number == number:
-            return
-        with translated(f"promoting {kind} {number}"):
-            if forced:
-                self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
-            previous = "" if champion is None else str(champion.number)
-            self.store.client.set_model_version_tag(kind, str(number), "previous", previous)
-            self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
+        judged = f"it was judged against {kind} {number}"
+        if champion is None or champion.number != number:
+            now = "there is none" if champion is None else f"that is {champion.number}"
+            raise Outdated(f"{judged}, which is no longer the champion: {now}")
+        if is_quarantined(champion):
+            raise Outdated(f"{judged}, which is quarantined: {champion.quarantined}")
 
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
-        """Quarantine a version and, if it is the champion, go back to the last good one before it.
+        """Quarantine a version and, if it is still the champion, go back to the last good one before it.
 
         Returns:
             The champion afterwards; None if no good version was left, and the alias is gone.
@@ -199,32 +298,40 @@ class Registry:
         Raises:
             ValueError: there is no such version, or the reason is empty.
         """
-        self.quarantine(kind, number, reason)
-        champion = self.champion(kind)
-        if champion is None or champion.number != number:
-            return champion
-        target = self._last_good(champion)
-        with translated(f"reverting {kind} {number}"):
-            if target is None:
-                self.store.client.delete_registered_model_alias(kind, CHAMPION)
-            else:
-                self.store.client.set_registered_model_alias(kind, CHAMPION, str(target.number))
-        return target
+        with self.alone():
+            self.quarantine(kind, number, reason)
+            champion = self.champion(kind)
+            if champion is None or champion.number != number:
+                return champion
+            target = self._last_good(champion)
+            with translated(f"reverting {kind} {number}"):
+                if target is None:
+                    self.store.client.delete_registered_model_alias(kind, CHAMPION)
+                else:
+                    self.store.client.set_registered_model_alias(kind, CHAMPION, str(target.number))
+            return target
 
-    def roll_back(self, kind: Kind) -> Version:
-        """Make the last good champion before this one the champion again; the version left may be promoted again.
+    def roll_back(self, kind: Kind, quarantine: str = "") -> Version:
+        """Make the last good champion before this one the champion again, and return it.
+
+        Args:
+            kind: "target" or "draft".
+            quarantine: why the version left must never be served again; without a reason it may be promoted again.
 
         Raises:
             NotFound: there is no champion, or no good one before it.
         """
-        champion = self.champion(kind)
-        previous = None if champion is None else self._previous_good(champion)
-        if previous is None:
-            was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
-            raise NotFound(f"there is no good {kind} to go back to: {was}")
-        with translated(f"rolling {kind} back"):
-            self.store.client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
-        return previous
+        with self.alone():
+            champion = self.champion(kind)
+            previous = None if champion is None else self._previous_good(champion)
+            if champion is None or previous is None:
+                was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
+                raise NotFound(f"there is no good {kind} to go back to: {was}")
+            with translated(f"rolling {kind} back"):
+                self.store.client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
+            if quarantine:
+                self.quarantine(kind, champion.number, quarantine)
+            return previous
 
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
         """Mark a version as never to be served; the first reason stays.
@@ -234,9 +341,10 @@ class Registry:
         """
         if not reason:
             raise ValueError("a quarantine needs a reason, got an empty one")
-        if not is_quarantined(self.get(kind, number)):
-            with translated(f"quarantining {kind} {number}"):
-                self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
+        with self.alone():
+            if not is_quarantined(self.get(kind, number)):
+                with translated(f"quarantining {kind} {number}"):
+                    self.store.client.set_model_version_tag(kind, str(number), "quarantined", reason)
 
     def download(self, version: Version, cache: Path) -> Path:
         """Return a local directory with the version's files, checked against its digest.
@@ -282,8 +390,8 @@ class Registry:
     def _previous_good(self, version: Version) -> Version | None:
         """Follow `previous` past quarantined versions; going back and forth between two can make it a circle."""
         seen = {version.number}
-        while (previous := version.tags.get("previous", "")) and int(previous) not in seen:
-            version = self.get(version.kind, int(previous))
+        while (previous := version.previous) is not None and previous not in seen:
+            version = self.get(version.kind, previous)
             if not is_quarantined(version):
                 return version
             seen.add(version.number)
@@ -297,6 +405,12 @@ class Registry:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+
+
+def open_registry(settings: Settings | None = None) -> Registry:
+    """Return the registry that settings name, by default those of this process."""
+    settings = settings or load_settings()
+    return Registry(settings.mlflow_uri, settings.mlflow_files)
 
 
 def is_quarantined(version: Version) -> bool:

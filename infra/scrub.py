@@ -130,4 +130,5 @@ def _is_phone(text: str) -> bool:
     num_digits = sum(character.isdigit() for character in text)
     is_signed_float = re.fullmatch(r"\+\d+\.\d+", text) is not None
     is_national = not text.startswith("+")
-    return not is_signed_float and (is_national and 10 <= num_digits <= 11 or not is_national and 8 <= num_digits <= 15)
+    fewest, most = (10, 11) if is_national else (8, 15)
+    return not is_signed_float and fewest <= num_digits <= most

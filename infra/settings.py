@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 PREFIX = "REDRAFT_"
 
@@ -66,6 +66,16 @@ class Settings(BaseModel):
     host: str = Field(default="127.0.0.1", min_length=1)
     hub: bool = False
 
+    @property
+    def api_key(self) -> str | None:
+        """The key that redraft's own requests carry; None if the endpoint asks for none."""
+        return self.api_keys[0] if self.api_keys else None
+
+    @property
+    def mlflow_files(self) -> Path:
+        """Where MLflow keeps files."""
+        return self.artifacts / "mlflow"
+
     def prepare_environment(self) -> None:
         """Set the process variables of Prefect, MLflow and Hugging Face; one that is already set stays."""
         for name, value in self.process_variables().items():
@@ -115,4 +125,9 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
             nearest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0]
             raise ValueError(f"{variable} is not a setting; did you mean {nearest}?")
         values[field] = environment[variable]
-    return Settings(**values)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        # Only the causes, without their values: one may be a key.
+        faults = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
+        raise ValueError("\n".join(f"{PREFIX}{str(one['loc'][0]).upper()}: {one['msg']}" for one in faults)) from None

@@ -66,7 +66,7 @@ class Store:
         with translated(f"recording run {name}"):
             from mlflow.entities import Metric, Param
 
-            run_id = self.client.create_run(self.experiment_id, run_name=name).info.run_id
+            run_id: str = self.client.create_run(self.experiment_id, run_name=name).info.run_id
             now_ms = int(time.time() * 1000)
             self.client.log_batch(
                 run_id,
@@ -107,14 +107,16 @@ class Store:
         from mlflow.exceptions import MlflowException
 
         if (experiment := self.client.get_experiment_by_name(EXPERIMENT)) is not None:
-            return experiment.experiment_id
+            return str(experiment.experiment_id)
         self.artifact_root.mkdir(parents=True, exist_ok=True)
         try:
             return self.client.create_experiment(EXPERIMENT, artifact_location=self.artifact_root.resolve().as_uri())
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-            return self.client.get_experiment_by_name(EXPERIMENT).experiment_id  # made by another process just now
+            experiment = self.client.get_experiment_by_name(EXPERIMENT)  # made by another process just now
+            assert experiment is not None
+            return str(experiment.experiment_id)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class Supervisor:
             self._pause_s[name] = FIRST_PAUSE_S if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
             self._due_s[name] = now_s + self._pause_s[name]
             self._ready.discard(name)
-            log.warning("%s ended with %s; again in %g s", name, code, self._pause_s[name])
+            log.warning("%s ended with %s; restarting in %g s", name, code, self._pause_s[name])
             self._write()
         elif now_s >= self._due_s[name] and (now_s >= self._due_s[name] + HELD_S or not _port_held(program)):
             del self._due_s[name]

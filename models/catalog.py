@@ -5,13 +5,15 @@ imported until `load`, so listing a family costs no torch.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, SerializeAsAny
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from models.params import BaseParams, did_you_mean, validate
 
@@ -56,13 +58,23 @@ def parse(family: str, table: Mapping[str, Any]) -> BaseParams:
     name = table.get("name")
     if not isinstance(name, str):
         raise ValueError(f'{family}: key "name" must be a method{did_you_mean("", names(family))}; got {name!r}')
-    return validate(load(family, name).Params, table, f"{family}.{name}")
+    params: BaseParams = validate(load(family, name).Params, table, f"{family}.{name}")
+    return params
 
 
-def method_of(family: str) -> Any:
-    """Return the type of a pydantic field that holds the parameters of one of a family's methods."""
+@dataclass(frozen=True)
+class Method:
+    """Marks a pydantic field as the parameters of one of a family's methods, to be parsed from that method's table.
 
-    def parse_table(value: object) -> object:
-        return parse(family, value) if isinstance(value, Mapping) else value
+    Written `Annotated[BaseParams, Method("sources")]`; the value is of the method's own `Params`, and stays whole when
+    it is serialized.
+    """
 
-    return Annotated[SerializeAsAny[BaseParams], BeforeValidator(parse_table)]
+    family: str
+
+    def __get_pydantic_core_schema__(self, source: type[BaseParams], handler: GetCoreSchemaHandler) -> CoreSchema:
+        whole = core_schema.simple_ser_schema("any")
+        return core_schema.no_info_before_validator_function(self._parse, handler(source), serialization=whole)
+
+    def _parse(self, value: object) -> object:
+        return parse(self.family, value) if isinstance(value, Mapping) else value

@@ -73,3 +73,12 @@ def read_stored(directory: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{file.name} of {directory.name} is not a safetensors file: {error}") from error
     return tensors
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Return the names of a safetensors file's tensors; ValueError if it can't be read."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file.name} of {file.parent.name} is not a safetensors file: {error}") from error

@@ -106,15 +106,20 @@ def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Args:
         model: changed in place; layers of packed weights round no inputs and stay.
         tensors: of a checkpoint that `packed_scheme` or `plain_scheme` describes.
+
+    Raises:
+        ValueError: a layer that is stored so is no `nn.Linear`; names it.
     """
     for name, values in tensors.items():
         layer, _, part = name.rpartition(".")
         scales = tensors.get(f"{layer}.weight_scale")
         if part == "weight" and scales is not None:
-            bias = model.get_submodule(layer).bias
-            made: nn.Module = Float8Linear(values, scales, bias)
+            linear = model.get_submodule(layer)
+            if not isinstance(linear, nn.Linear):
+                raise ValueError(f"layer {layer} is a {type(linear).__name__}; inputs are rounded for nn.Linear")
+            made: nn.Module = Float8Linear(values, scales, linear.bias)
             if values.dtype == torch.int8:
-                made = IntegerLinear(Integers(values, scales), bias, tensors.get(f"{layer}.input_scale"))
+                made = IntegerLinear(Integers(values, scales), linear.bias, tensors.get(f"{layer}.input_scale"))
             model.set_submodule(layer, made)
 
 

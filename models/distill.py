@@ -10,16 +10,16 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.catalog import load as load_method
-from models.catalog import parse
+from models import catalog
 from models.checkpoint import output_embedding, read_tensor
-from models.drafts import Draft, Rows
+from models.drafts import Draft, Rows, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
+from models.losses import Drafted, forward_kl
 from models.params import BaseParams
 from models.resume import load_progress, save_progress
 
@@ -30,7 +30,13 @@ class Params(BaseParams):
     """Settings of the loop.
 
     Attributes:
-        num_unroll: drafted tokens a row is trained for, the served K; families whose steps are all alike take one.
+        learning_rate: of AdamW, at its highest.
+        warmup: share of the steps in which the learning rate rises.
+        weight_decay: of AdamW.
+        num_epochs: passes over the answers.
+        max_grad_norm: gradients are clipped to this norm.
+        num_threads: of the processor; 0 leaves it to torch.
+        loss: what is minimised.
         step_decay: weight of unroll j is step_decay ** j.
         follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one.
         batch_tokens: tokens, padding included, of one optimizer step.
@@ -44,14 +50,13 @@ class Params(BaseParams):
     weight_decay: float = 0.0
     num_epochs: int = 6
     batch_tokens: int = 1536
-    num_unroll: int = 3
     step_decay: float = 0.8
     follow: Literal["accepted", "all"] = "accepted"
     max_grad_norm: float = 1.0
     max_minutes: float | None = None
     checkpoint_s: float = 30.0
     num_threads: int = 0
-    loss: dict[str, Any] = {"name": "forward_kl"}  # noqa: RUF012 - pydantic copies defaults
+    loss: Annotated[BaseParams, catalog.Method("losses")] = forward_kl.Params()
 
 
 class Progress(NamedTuple):
@@ -83,9 +88,12 @@ class _Teacher(NamedTuple):
     eps: float
     head: Tensor
 
-    def probs(self, states: Tensor, log_sums: Tensor) -> Tensor:
-        """[N, H] last residual stream, [N] → [N, D] probabilities, not normalised over D."""
-        normed = torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
+    def normed(self, states: Tensor) -> Tensor:
+        """[N, H] last residual stream → [N, H] what the output matrix multiplies."""
+        return torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
+
+    def probs(self, normed: Tensor, log_sums: Tensor) -> Tensor:
+        """[N, H] normed states, [N] → [N, D] probabilities, not normalised over D."""
         return (normed @ self.head.T - log_sums[:, None]).exp()
 
 
@@ -94,6 +102,7 @@ def train(
     target_dir: Path,
     samples: Sequence[Sample],
     params: Params,
+    num_draft_tokens: int,
     work_dir: Path,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
@@ -106,18 +115,22 @@ def train(
         target_dir: the target that the answers came from.
         samples: prompts with the target's answers of two tokens and more.
         params: the loop's settings.
+        num_draft_tokens: K as served: so many tokens a row is unrolled for; families whose steps are all alike take
+            one.
         work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
         seed: of the order of batches.
         on_progress: called a few times a second at most.
         device: where target and draft run; the draft is moved there.
 
     Raises:
-        ValueError: no sample has anything to learn from.
+        ValueError: no sample has anything to learn from, or K is 0.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
     if not samples:
         raise ValueError("no sample has an answer of more than two tokens")
+    if num_draft_tokens < 1:
+        raise ValueError(f"a draft is trained for num_draft_tokens from 1; got {num_draft_tokens}")
     if params.num_threads:
         torch.set_num_threads(params.num_threads)
     report = on_progress or (lambda progress: None)
@@ -125,7 +138,7 @@ def train(
         draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r)), device
     )
     draft.to(device)
-    return _Loop(draft, target_dir, states, params, work_dir, seed).run(report)
+    return _Loop(draft, target_dir, states, params, num_draft_tokens, work_dir, seed).run(report)
 
 
 def hidden_states(
@@ -146,14 +159,21 @@ def hidden_states(
 
 class _Loop:
     def __init__(
-        self, draft: Draft, target_dir: Path, states: HiddenStates, params: Params, work_dir: Path, seed: int
+        self,
+        draft: Draft,
+        target_dir: Path,
+        states: HiddenStates,
+        params: Params,
+        num_draft_tokens: int,
+        work_dir: Path,
+        seed: int,
     ) -> None:
         self.draft, self.states, self.params, self.seed = draft, states, params, seed
         self.work_dir = work_dir
-        loss = parse("losses", params.loss)
-        self.loss = lambda logits, probs: load_method("losses", loss.name).loss(logits, probs, loss)
+        self.loss = catalog.load("losses", params.loss.name)
         self.teacher = teacher(draft, target_dir)
-        self.num_unroll = min(params.num_unroll, draft.max_unroll or params.num_unroll)
+        self.draft_ids = _draft_ids(draft, target_dir)
+        self.num_unroll = min(num_draft_tokens, draft.max_unroll or num_draft_tokens)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
@@ -234,30 +254,64 @@ class _Loop:
 
         More rows go on as the draft gets better, so only the latter falls.
         """
-        packed = pack(batch, self.states, self.num_unroll, self.draft)
-        rows, final, log_sums, lengths = packed
+        rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
         last = lengths[rows.sequence] - 1
-        vocabulary = self.draft.vocabulary
+
+        def came(step: int, running: Tensor) -> Tensor:
+            return rows.token_ids[rows.sequence[running], rows.index[running] + 2 + step]
 
         def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
-            index, sequence = rows.index[running], rows.sequence[running]
-            going = index + 3 + step <= last[running]
+            going = rows.index[running] + 3 + step <= last[running]
             if self.params.follow == "accepted":
-                going &= vocabulary[logits.argmax(-1)] == rows.token_ids[sequence, index + 2 + step]
+                going &= self._choice(logits) == came(step, running)
             return going
 
         total, first = torch.zeros((), device=final.device), 0.0
-        for step, (running, logits) in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
+        own = torch.ones_like(rows.index, dtype=torch.bool)
+        for step, unrolled in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
+            running = unrolled.running
             if len(running) == 0:
                 break
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
-            with torch.no_grad():
-                probs = self.teacher.probs(final[sequence, position], log_sums[sequence, position])
-            values = self.loss(logits, probs)
+            target = final[sequence, position], log_sums[sequence, position]
+            drafted = self._drafted(step, unrolled, came(step, running), own[running], *target)
+            values = self.loss.loss(drafted, self.params.loss)
             total = total + self.params.step_decay**step * values.sum()
             if step == 0:
                 first = float(values.detach().mean())
+            if "on_policy" in self.loss.NEEDS:
+                own[running] &= self._choice(unrolled.logits) == came(step, running)
         return total / len(rows.index), first
+
+    def _choice(self, logits: Tensor) -> Tensor:
+        """[n, D] → [n] the target ids that the draft would have proposed."""
+        return self.draft.vocabulary[logits.argmax(-1)]
+
+    def _drafted(
+        self, step: int, unrolled: Unrolled, came: Tensor, own: Tensor, states: Tensor, log_sums: Tensor
+    ) -> Drafted:
+        """Put together what the loss needs of rows [n], and compute no more.
+
+        Args:
+            step, unrolled: what was drafted.
+            came: [n] target ids of the tokens that came instead.
+            own: [n] whether the draft was led by its own tokens.
+            states, log_sums: [n, H] the target's last residual stream, [n].
+        """
+        needs = set(self.loss.NEEDS)
+        columns = {"on_policy": own}
+        with torch.no_grad():
+            if needs & {"target_probs", "target_hidden"}:
+                columns["target_hidden"] = self.teacher.normed(states)
+            if "target_probs" in needs:
+                columns["target_probs"] = self.teacher.probs(columns["target_hidden"], log_sums)
+            if "token" in needs:
+                columns["token"] = self.draft_ids[came]
+        if "draft_hidden" in needs:
+            if unrolled.hidden is None:
+                raise ValueError(f'loss "{self.params.loss.name}" reads draft_hidden, and this draft has none')
+            columns["draft_hidden"] = unrolled.hidden
+        return Drafted(step, unrolled.logits, **{name: columns[name] for name in self.loss.NEEDS})
 
     def _save(self) -> None:
         progress = {
@@ -278,7 +332,7 @@ class _Loop:
         """What must be equal for a checkpoint to be this run's."""
         settings = self.params.model_dump(exclude={"num_threads", "checkpoint_s"})
         ids = [[s.id for s in bucket] for bucket in self.buckets]
-        return json.dumps([settings, self.seed, ids], sort_keys=True)
+        return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)
 
 
 def teacher(draft: Draft, target_dir: Path) -> _Teacher:
@@ -288,6 +342,15 @@ def teacher(draft: Draft, target_dir: Path) -> _Teacher:
     vocabulary = draft.vocabulary
     head = output_embedding(target_dir)[vocabulary.cpu()].to(vocabulary.device)
     return _Teacher(norm.to(vocabulary.device), config["rms_norm_eps"], head)
+
+
+def _draft_ids(draft: Draft, target_dir: Path) -> Tensor:
+    """[V] each target id's place in the draft's vocabulary, −1 for those that are not in it."""
+    vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
+    vocabulary = draft.vocabulary
+    ids = torch.full((vocab_size,), -1, device=vocabulary.device)
+    ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+    return ids
 
 
 def pack(

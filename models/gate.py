@@ -19,7 +19,6 @@ from typing import Literal
 
 import numpy as np
 from pydantic import Field
-from scipy.special import stdtrit
 
 from models.acceptance import Estimate, Floats, resample_sums
 from models.params import BaseParams, Frozen
@@ -46,7 +45,7 @@ class Params(BaseParams):
     name: Literal["gate"] = "gate"
     floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of each one-sided bound")
-    num_resamples: int = Field(2000, ge=100)
+    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each bound")
     min_conversations: int = Field(20, ge=2, description="in each domain")
     alpha_total: float = Field(
         0.05, gt=0, lt=0.5, description="chance that a line of tests promotes a draft without gain"
@@ -109,8 +108,8 @@ def decide(
     Args:
         parent: the serving draft's scores.
         candidate: the candidate's, of the same conversations in any order.
-        best: domain to the best τ that a champion ever had there. A domain of `best` without conversations here counts
-            as one with too few.
+        best: domain to the best τ that a champion ever had there. A domain of `best` without conversations here is
+            not judged.
         params: what the candidate is held to.
         test_index: how many candidates of this line of champions were tested, this one included.
         seed: of the resampling.
@@ -130,7 +129,7 @@ def decide(
     # Each domain's mean is estimated apart, which costs a degree of freedom each; lone conversations show no spread.
     degrees = max(1, len(parent) - len(rows))
     overall = _estimate(candidate_tau - parent_tau, degrees, alpha)
-    domains = {domain: _judge(domain, sums, rows, best, params) for domain in sorted({*rows, *best})}
+    domains = {domain: _judge(domain, sums, rows, best, params) for domain in sums}
     reasons = [] if overall.low > 0 else [f"no gain shown: τ {overall.value:+.4f}, lower bound {overall.low:+.4f}"]
     reasons += [reason for domain, verdict in domains.items() for reason in refusals(domain, verdict, params)]
     return Verdict(promote=not reasons, reasons=tuple(reasons), overall=overall, alpha=alpha, domains=domains)
@@ -167,7 +166,7 @@ def _taus(sums: Floats) -> tuple[Floats, Floats]:
 def _judge(
     domain: str, sums: Mapping[str, Floats], rows: Mapping[str, Floats], best: Mapping[str, float], params: Params
 ) -> DomainVerdict:
-    num_conversations = len(rows.get(domain, ()))
+    num_conversations = len(rows[domain])
     if num_conversations < params.min_conversations:
         return DomainVerdict(num_conversations=num_conversations)
     parent_tau, candidate_tau = _taus(sums[domain])
@@ -194,6 +193,8 @@ def refusals(domain: str, verdict: DomainVerdict, params: Params) -> list[str]:
 
 def _estimate(values: Floats, degrees: int, alpha: float) -> Estimate:
     """Make an estimate of [1 + R] values: the figure, then its resamples; each end is wrong with chance alpha."""
+    from scipy.special import stdtrit  # slow to import, and recipes are read by commands that judge nothing
+
     # Resampling N rows shows a spread smaller by the root of (N − 1) / N, so it is put back.
     spread = float(stdtrit(degrees, 1 - alpha)) * float(values[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
     value = float(values[0])

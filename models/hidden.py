@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from models.layers.linears import blocks
 from models.loading import load_model
 from models.precision import fast_dtype
 
@@ -112,7 +114,7 @@ class HiddenStates:
         device: str,
     ) -> None:
         model = load_model(target_dir, fast_dtype(device), device)
-        taps = _Taps(model.model, self.layers)
+        taps = _Taps(model, self.layers)
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]
         index = self._directory / "index.jsonl"
@@ -168,18 +170,18 @@ class HiddenStates:
 class _Taps:
     """Hooks that keep residual streams; the library's own list holds the last one after the norm only."""
 
-    def __init__(self, model: torch.nn.Module, layers: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._kept: dict[int, Tensor] = {}
         self._layers = layers
         self._hooks = []
-        for number, layer in enumerate(model.layers, start=1):
+        for number, layer in enumerate(blocks(model), start=1):
             if number in layers:
                 self._hooks.append(layer.register_forward_hook(self._keeper(number)))
         if 0 in layers:
-            self._hooks.append(model.embed_tokens.register_forward_hook(self._keeper(0)))
+            self._hooks.append(model.model.embed_tokens.register_forward_hook(self._keeper(0)))
 
     def _keeper(self, number: int) -> Callable[..., None]:
-        def keep(module: torch.nn.Module, inputs: object, output: object) -> None:
+        def keep(module: torch.nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self._kept[number] = output[0] if isinstance(output, tuple) else output
 
         return keep

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -22,10 +23,10 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str 
         ValueError: a tensor is missing, or it is quantized in a way that can't be read.
     """
     if quantization(directory) is None:
-        return _load_plain(directory, dtype).to(device)
-    model = load_floats(directory).to(dtype)
+        return moved(_load_plain(directory, dtype), device)
+    model = moved(load_floats(directory), dtype)
     compressed.round_inputs(model, read_stored(directory))
-    return model.to(device)
+    return moved(model, device)
 
 
 def load_floats(directory: Path) -> PreTrainedModel:
@@ -38,16 +39,36 @@ def load_floats(directory: Path) -> PreTrainedModel:
         return _load_plain(directory, torch.float32)
     config = AutoConfig.from_pretrained(directory)
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     _require_all(set(model.load_state_dict(read_tensors(directory), strict=False).missing_keys) - tied, directory)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _load_plain(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model, report = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-    _require_all(report["missing_keys"], directory)  # the library would draw them at random
-    return model.eval()
+    model, missing = load_reported(directory, dtype=dtype)
+    _require_all(missing, directory)
+    model.eval()
+    return model
+
+
+def load_reported(source: str | Path, **settings: Any) -> tuple[PreTrainedModel, list[str]]:
+    """Return a causal language model, and which of its tensors `source` lacks: the library draws those at random.
+
+    Args:
+        source: a directory, or a name on the hub.
+        settings: of `from_pretrained`.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **settings)
+    model, report = loaded  # which is annotated as the model alone
+    return model, sorted(report["missing_keys"])
+
+
+def moved(model: PreTrainedModel, to: torch.dtype | torch.device | str) -> PreTrainedModel:
+    """Return the model itself in another number format, or on another device."""
+    same: PreTrainedModel = model.to(to)  # type: ignore[arg-type]  # transformers' wrapper asks for the model again
+    return same
 
 
 def _require_all(missing: Collection[str], directory: Path) -> None:

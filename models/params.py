@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -23,6 +23,30 @@ class BaseParams(Frozen):
     """Settings of one method; a subclass sets `name` to a literal of its file's name."""
 
     name: str
+
+
+class TrainingParams(Frozen):
+    """Settings of the training loop of language models, `models.training`.
+
+    Attributes:
+        learning_rate: of AdamW, at its highest.
+        weight_decay: of AdamW.
+        max_grad_norm: gradients are clipped to this norm.
+        num_epochs: passes over the documents.
+        batch_tokens: tokens, padding included, of one optimizer step.
+        max_length: longer documents are cut into pieces of this length.
+        warmup: share of the steps in which the learning rate rises.
+        checkpoint_s: seconds between checkpoints.
+    """
+
+    learning_rate: float = Field(1e-3, gt=0)
+    warmup: float = Field(0.05, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
+    num_epochs: int = Field(1, ge=1)
+    batch_tokens: int = Field(2048, ge=2)
+    max_length: int = Field(256, ge=2)
+    max_grad_norm: float = Field(1.0, gt=0)
+    checkpoint_s: float = Field(30.0, gt=0)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -59,6 +83,7 @@ def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
         return f'unknown key "{key}"{choices}'
     if detail["type"] == "missing":
         return f'key "{key}" is missing'
-    if not key:  # a validator over the whole model names no key
-        return str(detail["msg"])
+    if detail["type"] == "value_error":  # one of ours, which says what came
+        said = str(detail["ctx"]["error"])
+        return f'key "{key}": {said}' if key else said  # a validator over the whole model names no key
     return f'key "{key}": {detail["msg"]}, got {detail["input"]!r}'

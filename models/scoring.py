@@ -1,8 +1,9 @@
 """Would-be acceptance of a draft on answers that the target has already given.
 
-The draft is run on the target's own tokens with its own state, as in serving, so for greedy answers the count is what
-the engine would have accepted, with no engine started. Parent and candidate are scored on the same tokens; that pairing
-is what lets a gate tell a small gain from noise.
+The draft is run on the target's own tokens with its own state, as in serving, and the verification rule says how many
+of its tokens it would have accepted: for greedy answers the engine's own count, with no engine started, for sampled
+ones an expected number whose mean over answers is the engine's. Parent and candidate are scored on the same tokens;
+that pairing is what lets a gate tell a small gain from noise.
 """
 
 import json
@@ -13,11 +14,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from models import catalog
 from models.checkpoint import output_embedding, read_tensor
 from models.distill import hidden_states, pack
 from models.drafts import Draft, Rows
 from models.gate import Score
 from models.hidden import HiddenStates, Sample, length_buckets
+from models.params import BaseParams
+from models.verify import Rules, greedy, rejection
+
+STANDARD = Rules(greedy.Params(), rejection.Params())
+STARTS = 64  # of one sampled answer at a time: p and q hold the whole vocabulary for each of their tokens
 
 
 def score(
@@ -27,6 +34,7 @@ def score(
     num_draft_tokens: int,
     work_dir: Path,
     device: str = "cpu",
+    rules: Rules = STANDARD,
 ) -> list[Score]:
     """Score a draft conversation by conversation.
 
@@ -37,33 +45,40 @@ def score(
         num_draft_tokens: K as served.
         work_dir: keeps the target's hidden states for the next draft.
         device: where target and draft run; the draft is moved there.
+        rules: the engine's.
 
     Returns:
-        a score for each sample with at least one step, in the order given. For sampled answers `accepted` is the
-        expected number Σ min(p, q) along the answer, each token taken as a possible start of a block.
+        a score for each sample with at least one step, in the order given. Of a greedy answer `steps` and `accepted`
+        are those of serving it; of a sampled one each token is taken as the start of a step.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
     states = hidden_states(draft, target_dir, samples, work_dir, device=device)
     draft.to(device)
-    greedy = [s for s in samples if s.temperature == 0]
+    chosen = [s for s in samples if s.temperature == 0]
     sampled = [s for s in samples if s.temperature > 0]
     with torch.inference_mode():
-        scores = _greedy_scores(draft, states, greedy, num_draft_tokens)
+        scores = _greedy_scores(draft, states, chosen, num_draft_tokens, rules.greedy)
         if sampled:
-            scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens)
+            scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens, rules.sampling)
     return [scores[s.id] for s in samples]
 
 
-def _greedy_scores(draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int) -> dict[str, Score]:
+def _greedy_scores(
+    draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
+) -> dict[str, Score]:
     scores = {}
     for batch in length_buckets(samples, 2048):
         rows, _, _, lengths = pack(batch, states, num_steps, draft)
         last = lengths[rows.sequence] - 1
-        matches = torch.zeros_like(rows.index)
-
+        # Of the vocabulary only two kinds count: what the target said, here token 0, and all other tokens together.
+        q = torch.zeros(len(rows.index), num_steps, 2, device=last.device)
         matched = partial(_matched, rows, last, draft.vocabulary)
-        for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, matched)):
-            matches[running] += matched(step, running, logits)
+        for step, (running, logits, _) in enumerate(draft.unroll(rows, num_steps, matched)):
+            hits = matched(step, running, logits)
+            q[running, step] = torch.stack([hits, ~hits], dim=-1).to(q)
+        said = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+        p = torch.tensor([1.0, 0.0], device=q.device).expand_as(q)
+        matches = catalog.load("verify", rule.name).expected_accepted(said, q, p, rule).long()
         for number, sample in enumerate(batch):
             scores[sample.id] = _walk(sample, matches[rows.sequence == number].tolist())
     return scores
@@ -93,26 +108,38 @@ def _walk(sample: Sample, matches: list[int]) -> Score:
 
 
 def _sampled_scores(
-    draft: Draft, target_dir: Path, states: HiddenStates, samples: Sequence[Sample], num_steps: int
+    draft: Draft,
+    target_dir: Path,
+    states: HiddenStates,
+    samples: Sequence[Sample],
+    num_steps: int,
+    rule: BaseParams,
 ) -> dict[str, Score]:
     device = draft.vocabulary.device
     norm = read_tensor(target_dir, "model.norm.weight").float().to(device)
     eps = json.loads((target_dir / "config.json").read_text())["rms_norm_eps"]
     output = output_embedding(target_dir).to(device)
+    expected_accepted = catalog.load("verify", rule.name).expected_accepted
     scores = {}
     for sample in samples:
         rows, final, _, lengths = pack([sample], states, num_steps, draft)
-        alive = torch.ones(len(rows.index), device=device)
-        expected = torch.zeros(len(rows.index), device=device)
-        inside = partial(_inside, rows, int(lengths[0]))
-        for step, (running, logits) in enumerate(draft.unroll(rows, num_steps, inside)):
-            states_here = final[0, rows.index[running] + 1 + step]
-            normed = torch.nn.functional.rms_norm(states_here, states_here.shape[-1:], norm, eps)
-            p = ((normed @ output.T) / sample.temperature).softmax(-1)[:, draft.vocabulary]
-            q = (logits / sample.temperature).softmax(-1)
-            alive[running] *= torch.minimum(p, q).sum(-1)
-            expected[running] += alive[running]
-        scores[sample.id] = Score(
-            id=sample.id, domain=sample.domain, steps=len(rows.index), accepted=float(expected.sum())
-        )
+        drafted = draft.unroll(rows, num_steps, partial(_inside, rows, int(lengths[0])))
+        expected = 0.0
+        for start in range(0, len(rows.index), STARTS):
+            index = rows.index[start : start + STARTS]
+            q = torch.zeros(len(index), num_steps, len(output), device=device)
+            for step, (running, logits, _) in enumerate(drafted):
+                here = (running >= start) & (running < start + STARTS)
+                law = (logits[here] / sample.temperature).softmax(-1)
+                q[(running[here] - start)[:, None], step, draft.vocabulary] = law
+            places = torch.arange(int(index[0]) + 1, int(index[-1]) + 1 + num_steps, device=device)
+            told = final[0, places.clamp(max=final.shape[1] - 1)]  # past the answer's end nothing is drafted
+            normed = torch.nn.functional.rms_norm(told, told.shape[-1:], norm, eps)
+            laws = ((normed @ output.T) / sample.temperature).softmax(-1)
+            # Neighbouring starts share all tokens but one.
+            p, said = (
+                of_places.unfold(0, num_steps, 1).movedim(-1, 1) for of_places in (laws, rows.token_ids[0, places + 1])
+            )
+            expected += float(expected_accepted(said, q, p, rule).sum())
+        scores[sample.id] = Score(id=sample.id, domain=sample.domain, steps=len(rows.index), accepted=expected)
     return scores

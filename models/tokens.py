@@ -59,7 +59,8 @@ def _encode(tokenizer: Any, messages: Sequence[Mapping[str, str]], add_generatio
             raise ValueError(f"the chat template leaves out a message of role {message['role']!r}")
         ids += tokenizer.encode(head, add_special_tokens=False)
         ids += tokenizer.encode(message["content"], add_special_tokens=False, split_special_tokens=True)
-    return ids + tokenizer.encode(rest, add_special_tokens=False)
+    ids += tokenizer.encode(rest, add_special_tokens=False)
+    return ids
 
 
 def rewrite(tokenizer: Any, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:

@@ -13,36 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.params import BaseParams, Frozen
+from models.params import BaseParams, TrainingParams
 from models.regimes import PARTS, Batch, Plan, Regime
 from models.resume import load_progress, save_progress
 
 IGNORED = -100
-
-
-class Params(Frozen):
-    """Settings of the loop.
-
-    Attributes:
-        num_epochs: passes over the documents.
-        batch_tokens: tokens, padding included, of one optimizer step.
-        max_length: longer documents are cut into pieces of this length.
-        warmup: share of the steps in which the learning rate rises.
-        checkpoint_s: seconds between checkpoints.
-    """
-
-    learning_rate: float = Field(1e-3, gt=0)
-    warmup: float = Field(0.05, ge=0, lt=1)
-    weight_decay: float = Field(0.01, ge=0)
-    num_epochs: int = Field(1, ge=1)
-    batch_tokens: int = Field(2048, ge=2)
-    max_length: int = Field(256, ge=2)
-    max_grad_norm: float = Field(1.0, gt=0)
-    checkpoint_s: float = Field(30.0, gt=0)
 
 
 class Progress(NamedTuple):
@@ -80,7 +58,7 @@ OnProgress = Callable[[Progress], None]
 def train(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
-    params: Params,
+    params: TrainingParams,
     regimes: Sequence[Regime] = (),
     seed: int = 0,
     work_dir: Path | None = None,
@@ -110,7 +88,7 @@ def train(
 def train_by_name(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
-    params: Params,
+    params: TrainingParams,
     methods: Sequence[BaseParams],
     seed: int = 0,
     work_dir: Path | None = None,
@@ -180,7 +158,7 @@ class _Loop:
         self,
         model: PreTrainedModel,
         documents: Sequence[Sequence[int]],
-        params: Params,
+        params: TrainingParams,
         regimes: Sequence[Regime],
         seed: int,
         work_dir: Path | None,
@@ -317,7 +295,7 @@ class _Loop:
         return json.dumps([settings, names, self.label, self.seed, sorted(self.trained), _digest(self.batches)])
 
 
-def learning_rate(params: Params, step: int, total: int) -> float:
+def learning_rate(params: TrainingParams, step: int, total: int) -> float:
     """Return the rate of a step: a linear rise, then half a cosine down to 2%."""
     warm = min(1.0, (step + 1) / max(params.warmup * total, 1.0))
     return params.learning_rate * warm * max(0.5 * (1 + math.cos(math.pi * step / total)), 0.02)
@@ -340,4 +318,5 @@ def _digest(batches: Sequence[Sequence[Sequence[int]]]) -> int:
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(None if tensor is None else tensor.to(device) for tensor in batch))
+    positions = None if batch.position_ids is None else batch.position_ids.to(device)
+    return Batch(batch.token_ids.to(device), batch.labels.to(device), positions)

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import json
 import logging
-import re
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,26 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.consent import DEFAULT_DOMAIN, Consent, consent_level, subject_of
+from infra.consent import Consent, consent_level, parse_domain, subject_of
 from services.config import ApiKey
 
 OPEN_PATHS = ("/healthz",)
+# What of a request's headers reaches the service (services/edge.py), and what an answer has beyond HTTP's own.
+REQUEST_HEADERS = {
+    "Authorization": "`Bearer KEY`, on every path but `/healthz`, if the service was started with API keys.",
+    "Content-Type": "`application/json`, required with a body.",
+    "Host": "As in HTTP.",
+    "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it.",
+    "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
+    "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
+}
+RESPONSE_HEADERS = {
+    "X-Redraft-Request": "Id of the request, as in the service's log.",
+    "WWW-Authenticate": "With a 401: `Bearer`.",
+    "Retry-After": "With a 429 or 503: seconds to wait.",
+}
 # On every answer that a replica gave, so that one which Serve made up is told apart.
 ANSWER_MARK = b"x-redraft-request"
-DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -97,7 +109,7 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = key
         if found is None or scheme.lower() != "bearer":
-            raise Refusal(401, "a valid key is needed: Authorization: Bearer <key>", code="invalid_api_key")
+            raise Refusal(401, "a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
         return found
 
 
@@ -177,7 +189,7 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
         value = json.loads(body.decode(), parse_constant=_no_constant)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and lone surrogates fail here
     except RecursionError as error:
-        raise Refusal(400, "the body is nested too deep") from error
+        raise Refusal(400, "the body is nested too deeply") from error
     except ValueError as error:
         reason = "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)[:200]
         raise Refusal(400, f"the body is not valid JSON: {reason}") from error
@@ -190,10 +202,11 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
 def check_limits(body: Mapping[str, Any]) -> None:
     """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
     if body.get("min_p") not in (None, 0):
-        raise Refusal(400, "min_p is not honoured under speculative decoding; leave it out", "min_p", "unsupported")
+        raise Refusal(400, "min_p has no effect under speculative decoding; leave it out", "min_p", "unsupported")
     if body.get("logit_bias"):
-        message = "logit_bias is not honoured under speculative decoding; leave it out"
-        raise Refusal(400, message, "logit_bias", "unsupported")
+        raise Refusal(
+            400, "logit_bias has no effect under speculative decoding; leave it out", "logit_bias", "unsupported"
+        )
     if body.get("use_beam_search"):
         raise Refusal(400, "beam search is not served here", "use_beam_search", "unsupported")
     messages = body.get("messages")
@@ -212,7 +225,7 @@ def check_limits(body: Mapping[str, Any]) -> None:
     limits = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS, "prompt": MAX_PROMPTS if texts else None}
     for name, most in limits.items():
         if most is not None and isinstance(entries := body.get(name), list) and len(entries) > most:
-            raise Refusal(400, f"{name} has {len(entries)} entries, at most {most} are taken", name)
+            raise Refusal(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
 
 
 def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], key: ApiKey | None) -> Origin:
@@ -221,9 +234,10 @@ def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], 
     Raises:
         Refusal: 400, the domain is malformed.
     """
-    domain = headers.get("x-redraft-domain", DEFAULT_DOMAIN)
-    if DOMAIN.fullmatch(domain) is None:
-        raise Refusal(400, "X-Redraft-Domain must be 1 to 32 of a-z, 0-9, _ and -", "X-Redraft-Domain")
+    try:
+        domain = parse_domain(headers.get("x-redraft-domain"))
+    except ValueError as error:
+        raise Refusal(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
     consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
     secret = key.key if key else None

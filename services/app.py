@@ -14,9 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from models.engines.vllm.openai import Answer
 from services import metrics
 from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body
-from services.handlers import Answer, from_error
+from services.handlers import answered, from_error
 from services.service import Service
 from services.stream import opened
 
@@ -25,6 +26,11 @@ Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
 
 def build_app(service: Service) -> ASGIApp:
     """Return the ASGI app over a running service; closing the app closes the service."""
+    return service.admission.around(routes(service))
+
+
+def routes(service: Service) -> FastAPI:
+    """Return the routes; their docstrings are what the reference of the API says of them."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -38,6 +44,7 @@ def build_app(service: Service) -> ASGIApp:
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
+        """`{"status": "ok"}`, or 503 if the target can't serve. Needs no key."""
         try:
             await service.health()
         except RuntimeError:
@@ -46,14 +53,17 @@ def build_app(service: Service) -> ASGIApp:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
+        """Prometheus' text format, see [METRICS.md](METRICS.md)."""
         return Response(metrics.render(service.status()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/redraft/status")
     async def status() -> JSONResponse:
-        return JSONResponse(service.status())
+        """What serves and why, with acceptance by domain, counts of requests, swaps and log rows."""
+        return JSONResponse(service.status().model_dump(mode="json"))
 
     @app.post("/redraft/speculation")
     async def speculation(raw: Request) -> JSONResponse:
+        """Takes `{"on": true}` or `{"on": false}`; answers `{"speculating": …}`, false if there is no good draft."""
         body = await _body(raw)
         if body.keys() != {"on"} or not isinstance(body["on"], bool):
             raise Refusal(400, 'wanted {"on": true} or {"on": false}', "on")
@@ -61,17 +71,20 @@ def build_app(service: Service) -> ASGIApp:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
+        """OpenAI's list of models: the target, by its served name."""
         return JSONResponse(await service.handlers.models())
 
     @app.post("/v1/chat/completions")
     async def chat(raw: Request) -> Response:
+        """OpenAI's chat completions, whole or streamed; `usage.redraft` says what speculation did."""
         return await _generate(service, service.handlers.chat, raw)
 
     @app.post("/v1/completions")
     async def complete(raw: Request) -> Response:
+        """OpenAI's completions, whole or streamed; `usage.redraft` as above."""
         return await _generate(service, service.handlers.complete, raw)
 
-    return service.admission.around(app)
+    return app
 
 
 async def _body(raw: Request) -> dict[str, Any]:
@@ -84,7 +97,7 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
     recorder.expect(describe_origin(request_id, raw.headers, body, raw.scope["redraft.key"]))
     try:
-        answer = await handler(body, raw)
+        answer = await answered(handler(body, raw))
     except BaseException:
         recorder.forget(request_id)
         raise

@@ -1,4 +1,4 @@
-"""What one service is started with: a JSON file, read once. Only target, draft method and K need a restart."""
+"""What one service is started with: a JSON file, read once."""
 
 import ipaddress
 import json
@@ -11,9 +11,7 @@ from infra.consent import Consent
 from models import catalog
 from models.engines.vllm import Params, require_tool_parser
 from models.params import Frozen, validate
-from models.watch import Params as WatchParams
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from models.serving import Serving
 
 
 class ApiKey(Frozen):
@@ -21,20 +19,6 @@ class ApiKey(Frozen):
 
     key: str = Field(pattern=r"^[\x21-\x7e]{8,512}$", repr=False)
     log: Consent | None = None
-
-
-class Probation(Frozen):
-    """What a draft must show after it was loaded.
-
-    Attributes:
-        num_prompts: how many golden prompts are generated, from the first.
-        tolerance: share of the promised gain over 1.0 (tag `probe_tau`) that may be missing.
-        timeout_s: a draft that takes longer is put back, and tried again after as long, then twice as long, and so on.
-    """
-
-    num_prompts: int = Field(default=8, ge=1)
-    tolerance: float = Field(default=0.5, ge=0, lt=1)
-    timeout_s: Positive = 300.0
 
 
 def _as_key(value: object) -> object:
@@ -47,7 +31,7 @@ class ServiceConfig(Frozen):
     Attributes:
         target_dir: the target's Hugging Face directory, with its golden.json if drafts are followed.
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
-        draft: method of the drafts that are followed, a file of models/drafts; None serves the target alone.
+        follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
         engine: table of the engine, with its name and Params.
         registry_uri: MLflow's store.
         artifact_root: where MLflow keeps files.
@@ -58,22 +42,13 @@ class ServiceConfig(Frozen):
         port: TCP port.
         api_keys: accepted keys, as text or with a logging policy; none means that none is asked for.
         served_name: the model's name in requests.
-        tool_parser: vLLM's name of how the target writes tool calls; "" takes no tools.
-        poll_s: seconds between looks at the registry.
-        min_swap_interval_s: seconds that a swap is kept from the one before.
-        max_ongoing_requests: requests in the engine at once.
-        max_queued_requests: requests that wait in the proxy; above it the answer is 503.
-        max_body_bytes: largest request body.
-        body_timeout_s: seconds that a body may take to arrive.
-        drain_s: seconds that running requests get when the service ends.
-        probation: the checks after a load.
-        orchestrator: API of the Prefect server that is told when acceptance fell; "" tells nobody.
-        watch: when it is told.
+        orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.
+        serve: how it serves, as table [serve] of a recipe says.
     """
 
     target_dir: Path
     target_version: int = Field(default=0, ge=0)
-    draft: str | None = "eagle3"
+    follow_drafts: bool = True
     engine: dict[str, Any] = {"name": "vllm"}  # noqa: RUF012 - pydantic copies defaults
     registry_uri: str = Field(min_length=1)
     artifact_root: Path
@@ -81,27 +56,18 @@ class ServiceConfig(Frozen):
     cache: Path
     state: Path
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
+    port: int = Field(ge=1, le=65535)
     api_keys: tuple[Annotated[ApiKey, BeforeValidator(_as_key)], ...] = ()
     served_name: str = Field(default="target", pattern=r"^[\w./:-]{1,128}$")
-    tool_parser: str = ""
-    poll_s: Positive = 5.0
-    min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    max_ongoing_requests: int = Field(default=64, ge=1)
-    max_queued_requests: int = Field(default=256, ge=0)
-    max_body_bytes: int = Field(default=1 << 20, ge=1)
-    body_timeout_s: Positive = 30.0
-    drain_s: Positive = 30.0
-    probation: Probation = Probation()
     orchestrator: str = ""
-    watch: WatchParams = WatchParams()
+    serve: Serving = Serving()
 
-    @field_validator("tool_parser")
+    @field_validator("serve")
     @classmethod
-    def _is_known(cls, tool_parser: str) -> str:
-        if tool_parser:
-            require_tool_parser(tool_parser)
-        return tool_parser
+    def _tools_can_be_parsed(cls, serve: Serving) -> Serving:
+        if serve.tool_parser:
+            require_tool_parser(serve.tool_parser)
+        return serve
 
     @field_validator("target_dir", "artifact_root", "querylog", "cache", "state")
     @classmethod
@@ -111,7 +77,7 @@ class ServiceConfig(Frozen):
     @model_validator(mode="after")
     def _strangers_need_a_key(self) -> "ServiceConfig":
         if not self.api_keys and not is_loopback(self.host):
-            raise ValueError(f"host {self.host} can be reached from other machines, so api_keys must not be empty")
+            raise ValueError(f"host {self.host} is reachable from other machines, so api_keys must not be empty")
         return self
 
     def engine_params(self) -> Params:

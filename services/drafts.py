@@ -1,86 +1,54 @@
 """Which drafts a replica may load, and what it remembers of them over a restart.
 
-Two kinds of refusal: a draft that is bad (wrong bytes, tensors or output) is quarantined for everyone; one that was
-made for another target is only left alone here, since another service may want it.
+Three kinds of refusal: a draft that is bad (wrong bytes, tensors or output) is quarantined for everyone; one that was
+made for another target, or whose family this release can't tell, is only left alone here, since another service may
+want it; one of another family, K or shape than the running engine's is as good as any, and waits for a replica of its
+own.
 """
 
 import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from infra.registry import ForeignVersion, Registry, Version, is_quarantined
 from infra.store import StoreUnavailable
-from models.params import Frozen
+from models.drafts import UnknownFamily, check_draft
 from models.targets import TargetCard
-
-KEPT_GOOD = 3
-# (directory, a directory of the wanted shape or None, target); ValueError says what is wrong.
-Check = Callable[[Path, Path | None, TargetCard], None]
+from services.states import Loaded, Memory, label
 
 log = logging.getLogger(__name__)
 
 
 class Unfit(ValueError):
-    """The draft was made for another target."""
+    """The draft was made for another target, or this release can't tell its family."""
 
 
-class Loaded(NamedTuple):
-    """A draft in the engine and the directory it came from."""
-
-    version: Version
-    directory: Path
+class OtherReplica(ValueError):
+    """The draft can't be swapped into this engine; a replica that boots with it serves it."""
 
 
-class State(Frozen):
-    """What outlives the process.
-
-    Attributes:
-        good: the versions that passed probation last, newest first.
-        refused: why a version must not be tried again, by its label.
-    """
-
-    good: tuple[Version, ...] = ()
-    refused: dict[str, str] = {}  # noqa: RUF012 - pydantic copies defaults
-
-    def with_good(self, version: Version) -> "State":
-        """Put a version first."""
-        others = [other for other in self.good if label(other) != label(version)]
-        return State(good=(version, *others)[:KEPT_GOOD], refused=self.refused)
-
-    def with_refused(self, version: Version, reason: str) -> "State":
-        """Note a refusal; the version is no longer good."""
-        good = tuple(other for other in self.good if label(other) != label(version))
-        return State(good=good, refused=self.refused | {label(version): reason})
-
-
-def label(version: Version) -> str:
-    """Return number and digest; the number alone could come again in a new registry."""
-    return f"{version.number}-{version.sha256[:12]}"
-
-
-def read_state(path: Path) -> State:
-    """Read the state; empty if there is none yet, ValueError if it is damaged."""
+def read_memory(path: Path) -> Memory:
+    """Read what the replica before this one knew; empty if there is nothing yet, ValueError if it is damaged."""
     try:
-        return State.model_validate_json(path.read_bytes())
+        return Memory.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        return State()
+        return Memory()
     except ValidationError as error:
-        raise ValueError(f"{path} is not a state of drafts: {error.error_count()} faults") from error
+        raise ValueError(f"{path} is not a memory of drafts: {error.error_count()} faults") from error
 
 
-def write_state(path: Path, state: State) -> None:
-    """Write the state in one rename, flushed to the disk."""
+def write_memory(path: Path, memory: Memory) -> None:
+    """Write it in one rename, flushed to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w") as file:
-            json.dump(state.model_dump(mode="json"), file, indent=1, sort_keys=True)
+            json.dump(memory.model_dump(mode="json"), file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -88,64 +56,111 @@ def write_state(path: Path, state: State) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def remember(path: Path, memory: Memory, counts: Counter[str]) -> None:
+    """Write the memory; a full disk costs the memory of a restart, counted in `errors`, and not the service."""
+    try:
+        write_memory(path, memory)
+    except OSError as error:
+        counts["errors"] += 1
+        log.warning("the state was not written: %s", error)
+
+
 class DraftSource:
     """Fetches versions and checks everything that can be said of them before loading."""
 
-    def __init__(self, registry: Registry, cache: Path, target: TargetCard, check: Check) -> None:
+    def __init__(self, registry: Registry, cache: Path, target: TargetCard, num_draft_tokens: int) -> None:
+        """Remember where drafts come from and what they must fit.
+
+        Args:
+            registry: of the drafts.
+            cache: where downloaded versions lie.
+            target: what is served.
+            num_draft_tokens: K as configured, for drafts that don't say theirs; 0 for an engine that can't speculate.
+        """
         self.registry = registry
-        self._cache, self._target, self._check = cache, target, check
+        self._cache, self._target, self._num_draft_tokens = cache, target, num_draft_tokens
 
     def champion(self) -> Version | None:
         """Return the draft that the registry wants served.
 
         Raises:
             StoreUnavailable: the registry can't be asked.
-            ForeignVersion: somebody pointed it at something else.
+            ForeignVersion: somebody pointed it at something else, or changed a tag by hand.
         """
-        return self.registry.champion("draft")
+        champion = self.registry.champion("draft")
+        if champion is not None:
+            champion.require_lineage()
+        return champion
 
     def fetch(self, version: Version) -> Path:
         """Return a local directory of the version, checked against its digest and the served target.
 
         Raises:
-            Unfit: it was made for another target.
+            Unfit: it was made for another target, or its family can't be told.
+            ForeignVersion: its lineage can't be read.
             ValueError: it is quarantined, or its files are bad.
             OSError: the store or the disk failed; the same call may succeed later.
         """
         if is_quarantined(version):
-            raise ValueError(f"quarantined: {version.tags['quarantined']}")
-        served = self._target
-        for tag, wanted in (
-            ("target_sha256", served.sha256),
-            ("tokenizer_sha256", served.tokenizer_sha256),
-            ("vocab_size", str(served.vocab_size)),
+            raise ValueError(f"quarantined: {version.quarantined}")
+        served, made_for = self._target, version.lineage.target
+        for tag, found, wanted in (
+            ("target_sha256", made_for.sha256, served.sha256),
+            ("tokenizer_sha256", made_for.tokenizer_sha256, served.tokenizer_sha256),
+            ("vocab_size", str(made_for.vocab_size), str(served.vocab_size)),
         ):
-            if (found := version.tags.get(tag, "")) != wanted:
+            if found != wanted:
                 raise Unfit(f"tag {tag} is {found[:16]!r}, the served target has {wanted[:16]!r}")
         directory = self.registry.download(version, self._cache)
-        self._check(directory, None, served)
+        try:
+            check_draft(directory, None, served)
+        except UnknownFamily as error:
+            raise Unfit(str(error)) from error
         return directory
 
-    def require_shape(self, directory: Path, like: Path) -> None:
-        """Raise ValueError if the draft can't be swapped in for the one that the engine was started with."""
-        self._check(directory, like, self._target)
+    def served_k(self, boot: Version) -> int:
+        """Return the K of an engine that boots with a version: its own, if it says one; a configured 0 stays."""
+        return self._num_draft_tokens and (boot.lineage.num_draft_tokens or self._num_draft_tokens)
+
+    def require_swappable(self, draft: Loaded, boot: Loaded | None) -> None:
+        """Raise OtherReplica if a draft can't be swapped in for the one that the engine was started with.
+
+        Args:
+            draft: a fetched one.
+            boot: what the engine was started with, None if with none.
+        """
+        name = f"draft {draft.version.number}"
+        if boot is None:
+            raise OtherReplica(f"{name} came, and the engine was started without one: it needs a replica of its own")
+        served_k, k = self.served_k(boot.version), draft.version.lineage.num_draft_tokens
+        if served_k and k is not None and k != served_k:
+            raise OtherReplica(f"{name} drafts {k} tokens a step, this replica {served_k}: needs a replica of its own")
+        try:
+            check_draft(draft.directory, boot.directory, self._target)
+        except ValueError as error:
+            raise OtherReplica(f"{name} needs a replica of its own: {error}") from error
 
 
-def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -> tuple[Loaded | None, State]:
+def choose_boot_draft(
+    source: DraftSource, memory: Memory, counts: Counter[str], failed: Collection[str] = ()
+) -> tuple[Loaded | None, Memory]:
     """Pick what a starting replica loads: the champion, or the last good version that is in the cache.
 
     Args:
         source: registry and cache.
-        state: what the replica before this one knew.
+        memory: what the replica before this one knew.
         counts: gets `registry_unavailable`, `refused`, `unfit` and `errors`.
+        failed: labels of the drafts that this start has failed with; they are passed over.
 
     Returns:
-        The draft, None if there is no usable one, and the state with what was refused.
+        The draft, None if there is no usable one, and the memory with what was refused and without what was cleared.
     """
-    candidates: list[Version] = list(state.good)
+    candidates: list[Version] = list(memory.good)
     try:
         champion = source.champion()
-        candidates = [version for version in (champion, *state.good) if version is not None]
+        if champion is not None:
+            candidates.insert(0, champion)
+            memory = memory.without_cleared(champion)
     except StoreUnavailable as error:
         counts["registry_unavailable"] += 1
         log.warning("starting without the registry: %s", error)
@@ -153,18 +168,21 @@ def choose_boot_draft(source: DraftSource, state: State, counts: Counter[str]) -
         counts["errors"] += 1
         log.warning("starting without the champion: %s", error)
     for version in candidates:
-        if label(version) in state.refused:
+        if label(version) in memory.refused or label(version) in failed:
             continue
         try:
-            return Loaded(version, source.fetch(version)), state
+            return Loaded(version, source.fetch(version)), memory
         except Unfit as error:
             counts["unfit"] += 1
             log.warning("draft %s does not fit: %s", version.number, error)
+        except ForeignVersion as error:
+            counts["errors"] += 1
+            log.warning("draft %s is left alone: %s", version.number, error)
         except ValueError as error:
             counts["refused"] += 1
             log.warning("draft %s is refused: %s", version.number, error)
-            state = state.with_refused(version, str(error))
+            memory = memory.with_refused(version, str(error))
         except OSError as error:
             counts["errors"] += 1
             log.warning("draft %s can't be fetched: %s", version.number, error)
-    return None, state
+    return None, memory

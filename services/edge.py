@@ -16,12 +16,12 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.access import ANSWER_MARK, Refusal
+from services.access import ANSWER_MARK, REQUEST_HEADERS, Refusal
 from services.config import read_config
 
 # The proxy is a process of Ray's: it learns by this variable which configuration it stands before.
 CONFIG_VARIABLE = "SERVICE_CONFIG"
-KEPT_HEADERS = (b"authorization", b"content-type", b"host", b"x-redraft-domain", b"x-redraft-log")
+KEPT_HEADERS = tuple(name.lower().encode() for name in REQUEST_HEADERS)
 SERVE_PATHS = "/-/"
 NO_REPLICA = Refusal(503, "no replica is running; ask again in a few seconds", code="engine_unavailable")
 OVERLOADED = Refusal(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 def middlewares() -> list[Middleware]:
     """Return what Serve puts around its proxy; called by it, see `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    config = read_config(Path(os.environ[CONFIG_VARIABLE]))
-    return [Middleware(Edge, config.max_body_bytes, config.body_timeout_s)]
+    limits = read_config(Path(os.environ[CONFIG_VARIABLE])).serve.limits
+    return [Middleware(Edge, limits.max_body_bytes, limits.body_timeout_s)]
 
 
 class Edge:

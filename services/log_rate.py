@@ -67,14 +67,14 @@ def measure(rows: Sequence[QueryRow], tokenizer: Any, log: Path, num_rows: int) 
         recorder.close(TIMEOUT_S)
     ended, stats = recorder.counts(), store.stats()
     store.close()
-    written, dropped = ended["written"] - held["written"], ended["dropped"] - held["dropped"]
+    written, dropped = ended.written - held.written, ended.dropped - held.dropped
     return {
         "rows_per_s": num_rows / seconds,
-        "dropped_while_held": held["dropped"],
+        "dropped_while_held": held.dropped,
         "offered": num_rows,
         "written": written,
         "dropped": dropped,
-        "lost": 2 * num_rows - stats.total - ended["dropped"],
+        "lost": 2 * num_rows - stats.total - ended.dropped,
         "bytes_per_row": stats.bytes / max(stats.total, 1),
     }
 
@@ -96,14 +96,14 @@ def _offer(recorder: Recorder, row: QueryRow) -> None:
         draft_version=str(row.draft_version or ""),
         speculating=row.speculating,
     )
-    recorder.finished(completion, SimpleNamespace(n=1, **row.sampling))  # type: ignore[arg-type]
+    recorder.finished(completion, SimpleNamespace(n=1, **row.sampling))
     recorder.forget(request_id)
 
 
 def _wait(recorder: Recorder, num_rows: int) -> None:
     """Wait until so many rows are written or dropped."""
     until_s = time.monotonic() + TIMEOUT_S
-    while (counts := recorder.counts())["written"] + counts["dropped"] < num_rows:
+    while (counts := recorder.counts()).written + counts.dropped < num_rows:
         if time.monotonic() > until_s:
             raise TimeoutError(f"waited {TIMEOUT_S:g} s for {num_rows} rows, got {counts}")
         time.sleep(POLL_S)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from infra.home import open_home
 from infra.processes import require_port_free
 from infra.settings import load_settings
 from services.config import read_config
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = load_settings()
+        open_home(settings)
         config = read_config(arguments.config)
         config.engine_params()
         require_port_free(config.host, config.port)
@@ -37,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"services.main: {error}", file=sys.stderr)
         return 2
     settings.prepare_environment()
-    return _watch([sys.executable, "-m", "services.runner", str(arguments.config)], config.drain_s + SHUTDOWN_GRACE_S)
+    return _watch(
+        [sys.executable, "-m", "services.runner", str(arguments.config)], config.serve.drain_s + SHUTDOWN_GRACE_S
+    )
 
 
 def _watch(argv: list[str], grace_s: float) -> int:

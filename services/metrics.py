@@ -1,45 +1,52 @@
 """Prometheus text: the service's own figures, then everything that vLLM keeps in this process."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from infra.status import ServiceStatus
 
-class _StatusCollector(Collector):
-    """Turns one status (`Service.status`) into metrics."""
 
-    def __init__(self, status: dict[str, Any]) -> None:
+class StatusCollector(Collector):
+    """Turns one status into metrics."""
+
+    def __init__(self, status: ServiceStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
         status = self._status
-        requests = CounterMetricFamily("redraft_requests", "Answers by status.", labels=["status"])
-        for code, number in status["requests"].items():
-            requests.add_metric([str(code)], number)
+        requests = CounterMetricFamily("redraft_requests", "Answers by HTTP status.", labels=["status"])
+        for code, number in status.requests.items():
+            requests.add_metric([code], number)
         yield requests
-        events = CounterMetricFamily("redraft_reconciler_events", "What the draft loop did.", labels=["event"])
-        for event, number in status["reconciler"].items():
+        events = CounterMetricFamily(
+            "redraft_reconciler_events", "How often the loop that swaps drafts did what.", labels=["event"]
+        )
+        for event, number in status.reconciler.items():
             events.add_metric([event], number)
         yield events
-        tau = GaugeMetricFamily("redraft_mean_accepted_length", "Of the last requests.", labels=["domain"])
-        for domain, figures in status["acceptance"].items():
-            tau.add_metric([domain], figures["mean_accepted_length"])
+        tau = GaugeMetricFamily(
+            "redraft_mean_accepted_length", "τ over the last 256 requests of a domain, 1 is no gain.", labels=["domain"]
+        )
+        for domain, figures in status.acceptance.items():
+            tau.add_metric([domain], figures.mean_accepted_length)
         yield tau
-        yield CounterMetricFamily("redraft_log_written", "Rows in the query log.", value=status["log"]["written"])
-        yield CounterMetricFamily("redraft_log_dropped", "Rows lost.", value=status["log"]["dropped"])
-        yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status["tokens"])
-        yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status["in_flight"])
-        yield GaugeMetricFamily("redraft_speculating", "1 while drafts are used.", value=float(status["speculating"]))
-        yield GaugeMetricFamily("redraft_draft_version", "Served draft, 0 if none.", value=status["draft_version"] or 0)
-        yield GaugeMetricFamily("redraft_champion", "The registry's draft, 0 if none.", value=status["champion"] or 0)
-        yield GaugeMetricFamily("redraft_uptime_seconds", "Since the start.", value=status["uptime_s"])
+        yield CounterMetricFamily("redraft_log_written", "Rows written to the query log.", value=status.log.written)
+        yield CounterMetricFamily(
+            "redraft_log_dropped", "Rows that did not reach the query log.", value=status.log.dropped
+        )
+        yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status.tokens)
+        yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
+        yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
+        yield GaugeMetricFamily("redraft_draft_version", "Served draft, 0 if none.", value=status.draft_version or 0)
+        yield GaugeMetricFamily("redraft_champion", "The registry's draft, 0 if none.", value=status.champion or 0)
+        yield GaugeMetricFamily("redraft_uptime_seconds", "Seconds since the start.", value=status.uptime_s)
 
 
-def render(status: dict[str, Any]) -> bytes:
+def render(status: ServiceStatus) -> bytes:
     """Return the text of /metrics for one status."""
     own = CollectorRegistry(auto_describe=False)
-    own.register(_StatusCollector(status))
+    own.register(StatusCollector(status))
     return generate_latest(own) + generate_latest(REGISTRY)

@@ -5,29 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.registry import Version
+from infra.status import Proof
 from models.acceptance import mean_accepted_length
 from models.engines import Completion, Engine, Sampling
-from models.golden import Golden, equal_output
-from models.params import Frozen
-from services.config import Probation
-
-PROBE_TAG = "probe_tau"
+from models.golden import Golden, equal_output, first_difference
+from models.serving import Probation
 
 
-class Proof(Frozen):
-    """What a draft showed.
-
-    Attributes:
-        weight_error: largest relative difference from the file's weights on fixed inputs.
-        num_near_ties: golden outputs that differ first where the target itself was undecided.
-        tau: mean accepted length on the golden prompts.
-        promised_tau: the same, measured before the draft was registered.
-    """
-
-    weight_error: float
-    num_near_ties: int
-    tau: float
-    promised_tau: float
+class TargetDiffers(RuntimeError):
+    """The target alone gives another output than its reference too, so that no draft can be judged by it."""
 
 
 async def prove(
@@ -40,6 +26,9 @@ async def prove(
 ) -> Proof:
     """Check the draft that the engine just loaded, beside its traffic.
 
+    Before the draft is blamed for an output, the target alone is asked for it, with the engine's speculation off; other
+    requests are not drafted for meanwhile. Speculation is left off then: the caller knows whether it is wanted.
+
     Args:
         engine: speculating with the draft.
         directory: the draft's files.
@@ -50,8 +39,11 @@ async def prove(
 
     Raises:
         ValueError: the draft failed; says in what.
+        TargetDiffers: the target failed, with or without the draft.
     """
-    promised = _promised_tau(version)
+    promised = version.lineage.probe_tau
+    if promised is None:
+        raise ValueError("tag probe_tau is empty, wanted the mean accepted length on the golden prompts")
     error = await engine.check_draft(directory)
     asked = goldens[: settings.num_prompts]
     completions = await _answer(engine, asked, f"probe-{version.number}")
@@ -59,8 +51,13 @@ async def prove(
         equal_output(golden, completion.token_ids, threshold)
         for golden, completion in zip(asked, completions, strict=True)
     ]
-    if "different" in verdicts:
-        raise ValueError(f"golden prompt {verdicts.index('different')} gave another output than the target alone")
+    if different := [index for index, verdict in enumerate(verdicts) if verdict == "different"]:
+        await engine.set_speculation(False)
+        alone = await _answer(engine, [asked[index] for index in different], f"probe-{version.number}-alone")
+        for index, completion in zip(different, alone, strict=True):
+            if _parts_first(asked[index], completions[index], completion):
+                raise ValueError(f"golden prompt {index} gave another output than the target alone")
+        raise TargetDiffers(f"the target alone parts from its reference too, on {len(alone)} golden prompts")
     traces = [completion.trace("probe") for completion in completions]
     if not any(any(trace.drafted) for trace in traces):
         raise ValueError(f"nothing was drafted on {len(traces)} golden prompts")
@@ -69,6 +66,13 @@ async def prove(
     if tau < wanted:
         raise ValueError(f"mean accepted length on the golden prompts is {tau:.3f}, promised {promised:.3f}")
     return Proof(weight_error=error, num_near_ties=verdicts.count("near-tie"), tau=tau, promised_tau=promised)
+
+
+def _parts_first(golden: Golden, drafted: Completion, alone: Completion) -> bool:
+    """Whether an output parts from the reference where the target alone still follows it."""
+    of_both = (first_difference(golden.token_ids, one.token_ids) for one in (drafted, alone))
+    drafted_parts, alone_parts = (len(golden.token_ids) if at is None else at for at in of_both)
+    return drafted_parts < alone_parts
 
 
 async def _answer(engine: Engine, goldens: Sequence[Golden], name: str) -> list[Completion]:
@@ -91,16 +95,3 @@ async def _answer(engine: Engine, goldens: Sequence[Golden], name: str) -> list[
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _promised_tau(version: Version) -> float:
-    text = version.tags.get(PROBE_TAG, "")
-    try:
-        tau = float(text)
-    except ValueError:
-        raise ValueError(
-            f"tag {PROBE_TAG} is {text!r}, wanted the mean accepted length on the golden prompts"
-        ) from None
-    if not 1 <= tau < float("inf"):
-        raise ValueError(f"tag {PROBE_TAG} is {text}, wanted a number from 1")
-    return tau

@@ -15,18 +15,18 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
 from infra.consent import QueryRow, redact
 from infra.logwriter import BackgroundWriter
+from infra.status import DomainAcceptance, LogCounts
 from models.acceptance import Trace, acceptance_rate, mean_accepted_length
+from models.params import Frozen
 from models.tokens import rewrite
 from services.access import Origin
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-
     from models.engines import Completion
 
 REQUEST_ID = re.compile(r"[0-9a-f]{32}")
@@ -40,6 +40,34 @@ MAX_LEFT = 256
 OTHER_DOMAINS = "other"
 
 log = logging.getLogger(__name__)
+
+
+class Asked(Protocol):
+    """What a request asked for: vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
+
+    n: int
+
+
+class Speculated(Frozen):
+    """What speculation did for a request: `usage.redraft` of an answer.
+
+    Attributes:
+        draft_version: number of the draft in the registry, "" without one.
+        drafted: tokens drafted.
+        accepted: drafted tokens that the target kept.
+        steps: verification steps.
+        mean_accepted_length: τ, 1 + accepted / steps; null without a step.
+        drafted_per_step: tokens drafted in each step.
+        accepted_per_step: tokens accepted in each step.
+    """
+
+    draft_version: str
+    drafted: int
+    accepted: int
+    steps: int
+    mean_accepted_length: float | None
+    drafted_per_step: list[int]
+    accepted_per_step: list[int]
 
 
 class Recorder:
@@ -76,7 +104,7 @@ class Recorder:
             if len(self._left) > MAX_LEFT:
                 self._left.popitem(last=False)
 
-    def finished(self, completion: "Completion", params: "SamplingParams") -> None:
+    def finished(self, completion: "Completion", params: Asked) -> None:
         """Take a finished generation; the engine calls it in the event loop."""
         found = REQUEST_ID.search(completion.request_id)
         origin = (self._running.get(found[0]) or self._left.pop(found[0], None)) if found else None
@@ -103,35 +131,35 @@ class Recorder:
         drafted = sum(sum(completion.drafted) for completion in completions)
         accepted = sum(sum(completion.accepted) for completion in completions)
         steps = sum(len(completion.drafted) for completion in completions)
-        return {
-            "draft_version": completions[-1].draft_version,
-            "drafted": drafted,
-            "accepted": accepted,
-            "steps": steps,
-            "mean_accepted_length": round(1 + accepted / steps, 4) if steps else None,
-            "drafted_per_step": [count for completion in completions for count in completion.drafted],
-            "accepted_per_step": [count for completion in completions for count in completion.accepted],
-        }
+        return Speculated(
+            draft_version=completions[-1].draft_version,
+            drafted=drafted,
+            accepted=accepted,
+            steps=steps,
+            mean_accepted_length=round(1 + accepted / steps, 4) if steps else None,
+            drafted_per_step=[count for completion in completions for count in completion.drafted],
+            accepted_per_step=[count for completion in completions for count in completion.accepted],
+        ).model_dump()
 
-    def acceptance(self) -> dict[str, dict[str, float | int | None]]:
+    def acceptance(self) -> dict[str, DomainAcceptance]:
         """Return the acceptance of each domain's last requests that the present draft drafted for."""
-        figures: dict[str, dict[str, float | int | None]] = {}
+        figures: dict[str, DomainAcceptance] = {}
         for domain, traces in sorted(self._rolling.items()):
             kept = list(traces)
-            figures[domain] = {
-                "requests": len(kept),
-                "acceptance_rate": acceptance_rate(kept) if any(map(_drafted, kept)) else None,
-                "mean_accepted_length": mean_accepted_length(kept),
-            }
+            figures[domain] = DomainAcceptance(
+                requests=len(kept),
+                acceptance_rate=acceptance_rate(kept) if any(map(_drafted, kept)) else None,
+                mean_accepted_length=mean_accepted_length(kept),
+            )
         return figures
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> LogCounts:
         """Return rows written and dropped, and the last error."""
-        return {
-            "written": self._writer.written,
-            "dropped": self._writer.dropped + self.dropped,
-            "last_error": self._writer.last_error,
-        }
+        return LogCounts(
+            written=self._writer.written,
+            dropped=self._writer.dropped + self.dropped,
+            last_error=self._writer.last_error,
+        )
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, then end the threads."""
@@ -198,7 +226,12 @@ class Recorder:
             if same
             else {"drafted": None, "accepted": None}
         )
-        content = {"prompt": prompt, "completion": text, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        content: dict[str, Any] = {
+            "prompt": prompt,
+            "completion": text,
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+        }
         return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
 
 

@@ -26,7 +26,7 @@ HEALTH_TIMEOUT_S = 30.0
 class Replica:
     """What Serve starts, asks for its health, and drains."""
 
-    async def __init__(self, config_json: str) -> None:
+    async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
         from services.service import Service
 
         logging.getLogger("services").setLevel(logging.INFO)
@@ -51,15 +51,15 @@ def deployment(config: ServiceConfig) -> serve.Application:
     """Return the Serve application of one configuration."""
     params = config.engine_params()
     environment = {**child_environment(params), **openmp_preload()}
-    return serve.deployment(
-        Replica,
+    deployed = serve.deployment(
         name="replica",
-        max_ongoing_requests=config.max_ongoing_requests,
-        max_queued_requests=config.max_queued_requests,
+        max_ongoing_requests=config.serve.limits.max_ongoing_requests,
+        max_queued_requests=config.serve.limits.max_queued_requests,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.drain_s,
+        graceful_shutdown_timeout_s=config.serve.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
-    ).bind(config.model_dump_json())
+    )
+    return deployed(Replica).bind(config.model_dump_json())

@@ -63,7 +63,7 @@ def run(config: ServiceConfig, ray_dir: Path) -> int:
         handle = serve.run(deployment(config), name=APP_NAME, route_prefix="/", blocking=False)
         print(f"serving {config.served_name} on http://{config.host}:{config.port}", flush=True)
         ended.wait()
-        left = handle.drain.remote().result(timeout_s=config.drain_s + 10)
+        left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
         print(f"drained, {left} requests were cut off", flush=True)
     except RuntimeError as error:
         print(f"services.runner: {error}", file=sys.stderr, flush=True)

@@ -2,27 +2,31 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 from infra.events import ACCEPTANCE_FELL, Emitter
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from models import catalog
+from infra.status import ServiceStatus
 from models.engines.vllm import VllmEngine
+from models.engines.vllm.openai import Handlers
 from models.golden import load_golden
 from models.targets import describe
 from models.watch import AcceptanceWatch
 from services.access import Admission
+from services.boot import start_engine
 from services.config import ServiceConfig
-from services.drafts import DraftSource, Loaded, State, choose_boot_draft, read_state, write_state
-from services.handlers import Handlers
+from services.drafts import DraftSource
 from services.reconciler import Reconciler
 from services.recorder import Recorder
+from services.states import DraftState, Loaded, Memory
+
+UNFOLLOWED = replace(DraftState.started(None, Memory()), fallback="drafts are not followed")
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +57,19 @@ class Service:
             RuntimeError: the engine does not start, even without a draft.
         """
         counts: Counter[str] = Counter()
-        if config.draft is None:
+        if not config.follow_drafts:
             engine = await VllmEngine.start(config.target_dir, None, config.engine_params(), config.served_name)
             follow = None
         else:
             target = await asyncio.to_thread(describe, config.target_dir)
             goldens, threshold = load_golden(config.target_dir)
-            check = catalog.load("drafts", config.draft).check
-            source = DraftSource(Registry(config.registry_uri, config.artifact_root), config.cache, target, check)
-            engine, boot, state = await _start_engine(config, source, counts)
-            follow = Reconciler(engine, source, goldens, threshold, config, boot, state, counts)
+            registry = Registry(config.registry_uri, config.artifact_root)
+            source = DraftSource(registry, config.cache, target, config.engine_params().num_draft_tokens)
+            start = partial(_start, config, source)
+            engine, boot, memory = await start_engine(start, source, config.state, counts)
+            follow = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
         try:
-            return cls(config, engine, await Handlers.build(engine, config.tool_parser), follow)
+            return cls(config, engine, await Handlers.build(engine, config.serve.tool_parser), follow)
         except BaseException:
             await engine.close()
             raise
@@ -81,46 +86,43 @@ class Service:
 
     def require_no_replacement(self) -> None:
         """Raise RuntimeError if only a new replica can serve what the registry wants."""
-        if self.reconciler is not None and self.reconciler.replacement is not None:
-            raise RuntimeError(self.reconciler.replacement)
+        if self.reconciler is not None and self.reconciler.state.replacement is not None:
+            raise RuntimeError(self.reconciler.state.replacement)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         """Return what /redraft/status shows."""
-        reconciler = self.reconciler
-        serving = reconciler.serving if reconciler else None
-        proof = reconciler.proof if reconciler else None
-        postponed = reconciler.postponed if reconciler else {}
-        return {
-            "champion": reconciler.champion if reconciler else None,
-            "draft_version": serving.version.number if serving else None,
-            "speculating": self.engine.speculating,
-            "fallback": reconciler.fallback if reconciler else "drafts are not followed",
-            "replacement": reconciler.replacement if reconciler else None,
-            "swaps": reconciler.counts["swaps"] if reconciler else 0,
-            "swap_ms": reconciler.swap_ms if reconciler else None,
-            "proof": proof.model_dump() if proof else None,
-            "refused": dict(reconciler.refused) if reconciler else {},
-            "postponed": {name: one.describe() for name, one in postponed.items()},
-            "reconciler": dict(reconciler.counts) if reconciler else {},
-            "acceptance": self.recorder.acceptance(),
-            "log": self.recorder.counts(),
-            "events": {
-                "sent": self._events.sent,
-                "dropped": self._events.dropped,
-                "last_error": self._events.last_error,
-            },
-            "tokens": self.recorder.tokens,
-            "requests": {str(status): number for status, number in sorted(self.admission.responses.items())},
-            "in_flight": self.admission.in_flight,
-            "target_version": self.config.target_version,
-            "served_name": self.config.served_name,
-            "uptime_s": round(time.monotonic() - self._started_s, 3),
-        }
+        state, counts = UNFOLLOWED, Counter[str]()
+        if self.reconciler is not None:
+            state, counts = self.reconciler.state, self.reconciler.counts
+        now_s = time.monotonic()
+        return ServiceStatus(
+            phase=state.phase,
+            champion=state.champion,
+            draft_version=state.serving.version.number if state.serving else None,
+            speculating=self.engine.speculating,
+            fallback=state.fallback,
+            replacement=state.replacement,
+            swaps=counts["swaps"],
+            swap_ms=state.swap_ms,
+            proof=state.proof,
+            refused=state.refused,
+            postponed={name: one.describe(now_s) for name, one in state.postponed.items()},
+            reconciler=counts,
+            acceptance=self.recorder.acceptance(),
+            log=self.recorder.counts(),
+            events=self._events.counts(),
+            tokens=self.recorder.tokens,
+            requests={str(status): number for status, number in sorted(self.admission.responses.items())},
+            in_flight=self.admission.in_flight,
+            target_version=self.config.target_version,
+            served_name=self.config.served_name,
+            uptime_s=round(now_s - self._started_s, 3),
+        )
 
     async def drain(self) -> int:
         """Refuse new requests, wait for the running ones, and return how many were left at the end of the time."""
         self.admission.draining = True
-        deadline_s = time.monotonic() + self.config.drain_s
+        deadline_s = time.monotonic() + self.config.serve.drain_s
         while self.admission.in_flight and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
         return self.admission.in_flight
@@ -137,39 +139,30 @@ class Service:
 
     async def _watch(self) -> None:
         """Tell the orchestrator when a domain's acceptance fell short of what its draft was promoted for."""
-        watch = AcceptanceWatch(self.config.watch)
+        watch = AcceptanceWatch(self.config.serve.watch)
         while True:
-            await asyncio.sleep(self.config.watch.period_s)
-            serving = self.reconciler.serving if self.reconciler is not None else None
+            await asyncio.sleep(self.config.serve.watch.period_s)
+            serving = self.reconciler.state.serving if self.reconciler is not None else None
             if serving is None:
                 continue
-            promised = json.loads(serving.version.tags.get("tau") or "{}")
-            fallen = watch.see(str(serving.version.number), promised, self.recorder.acceptance(), time.monotonic())
+            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance().items()}
+            fallen = watch.see(str(serving.version.number), serving.version.lineage.tau, served, time.monotonic())
             for domain, figures in fallen.items():
                 self._events.emit(ACCEPTANCE_FELL, domain, {"draft": serving.version.number, **figures})
 
 
-async def _start_engine(
-    config: ServiceConfig, source: DraftSource, counts: Counter[str]
-) -> tuple[VllmEngine, Loaded | None, State]:
-    """Start with the best draft there is; one that the engine can't start with is refused, and the next one tried."""
+async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | None) -> VllmEngine:
+    """Start an engine with a draft, or with the target alone."""
     params = config.engine_params()
-    try:
-        state = read_state(config.state)
-    except ValueError as error:
-        counts["errors"] += 1
-        log.warning("%s; starting without it", error)
-        state = State()
-    while True:
-        boot, state = await asyncio.to_thread(choose_boot_draft, source, state, counts)
-        if boot is None:
-            return await VllmEngine.start(config.target_dir, None, params, config.served_name), None, state
-        version = str(boot.version.number)
-        try:
-            engine = await VllmEngine.start(config.target_dir, boot.directory, params, config.served_name, version)
-            return engine, boot, state
-        except (ValueError, RuntimeError) as error:
-            counts["errors"] += 1
-            log.exception("the engine did not start with draft %s", version)
-            state = state.with_refused(boot.version, f"the engine did not start with it: {type(error).__name__}")
-            await asyncio.to_thread(write_state, config.state, state)
+    if draft is None:
+        return await VllmEngine.start(config.target_dir, None, params, config.served_name)
+    version, num_draft_tokens = str(draft.version.number), source.served_k(draft.version)
+    if num_draft_tokens != params.num_draft_tokens:
+        log.warning(
+            "the engine drafts %d tokens a step, as draft %s was gated at; num_draft_tokens is %d",
+            num_draft_tokens,
+            version,
+            params.num_draft_tokens,
+        )
+    own = params.model_copy(update={"num_draft_tokens": num_draft_tokens})
+    return await VllmEngine.start(config.target_dir, draft.directory, own, config.served_name, version)

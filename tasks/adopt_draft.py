@@ -8,9 +8,8 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
-from models import catalog
+from models.drafts import adopter_of, name_of
 from models.params import Frozen
-from tasks.recipe import Recipe
 from tasks.stages import produce
 
 READ = ("config.json", "tokenizer.json", "*.safetensors")
@@ -29,37 +28,27 @@ class Adopted(Frozen):
     source: str
     source_sha256: str
 
-    def tags(self) -> dict[str, str]:
-        """Return what its lineage has instead of a parent."""
-        return {"source": self.source, "source_sha256": self.source_sha256}
-
 
 @task(cache_policy=NO_CACHE)
-def adopt_draft(recipe: Recipe, target: Artifact, source: Path) -> Adopted:
+def adopt_draft(target: Artifact, source: Path) -> Adopted:
     """Check a published draft against the target and convert it.
 
     Args:
-        recipe: its draft's method says who reads it.
         target: what it is to draft for.
-        source: its directory.
+        source: its directory; its layout says which family reads it.
 
     Raises:
-        ValueError: the method has no published drafts, or this one does not fit; names what does not.
+        ValueError: no family reads its layout, or it does not fit; names what does not.
     """
-    method = catalog.load("drafts", recipe.draft.name)
-    if not hasattr(method, "adopt"):
-        families = [name for name in catalog.names("drafts") if hasattr(catalog.load("drafts", name), "adopt")]
-        raise ValueError(
-            f'drafts of method "{recipe.draft.name}" can\'t be imported; set the draft to: {", ".join(families)}'
-        )
+    family = adopter_of(source)
     sha256 = _digest(source)
     draft = produce(
         stage="adopted",
         kind="draft",
         params={"source_sha256": sha256},
         inputs={"target": target},
-        code=(__name__, f"models.drafts.{recipe.draft.name}"),
-        make=lambda directory, _: method.save(method.adopt(source, open_artifact(target)), directory),
+        code=(__name__, f"models.drafts.{name_of(family)}"),
+        make=lambda directory, _: family.save(family.adopt(source, open_artifact(target)), directory),
     )
     return Adopted(draft=draft, source=str(source), source_sha256=sha256)
 

@@ -1,11 +1,14 @@
-"""Say that a window is done with. It comes last: until then, a crash only makes the same window be claimed again."""
+"""Say that a window is done with.
+
+It comes last: until then, a crash only makes the same window be claimed again. After three it is set aside.
+"""
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.querylog import QueryLog, Window
 from infra.settings import load_settings
-from tasks.reporting import run_logger
+from tasks.stages.reporting import run_logger
 
 
 @task(cache_policy=NO_CACHE)

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefect import task
@@ -14,20 +16,21 @@ from infra.consent import QueryRow
 from infra.manifest import canonical_json
 from infra.processes import process_identity
 from infra.querylog import QueryLog, Window
+from infra.registry import Pair
 from infra.settings import load_settings
 from models.hidden import Sample
-from tasks.lineage import Pair
-from tasks.recipe import Recipe, Refresh
-from tasks.reporting import run_logger, table
-from tasks.samples import draw_per_domain, part_of, read_samples, usable, write_samples
+from models.recipe import Recipe, Refresh
 from tasks.stages import produce
+from tasks.stages.reporting import run_logger, table
+from tasks.stages.samples import Part, draw_per_domain, part_of, read_samples, usable, write_samples
 
 
 @task(cache_policy=NO_CACHE)
 def claim_window(refresh: Refresh) -> Window | None:
     """Claim the next rows of the query log, or return None if too few wait.
 
-    The claim is this process's: if it fails, it gets the same window again, and if it dies, the next one does.
+    The claim is this process's: if it fails or dies, the next one gets the same window. A window that failed three
+    times is set aside, and the rows after it are claimed.
 
     Raises:
         WindowBusy: another process is at work on the window.
@@ -40,6 +43,39 @@ def claim_window(refresh: Refresh) -> Window | None:
     else:
         run_logger().info("claimed %d rows, %d to %d", window.num_rows, window.first_seq, window.last_seq)
     return window
+
+
+@contextmanager
+def hold_window(window: Window) -> Iterator[None]:
+    """Hold a claimed window until it is done with.
+
+    What goes wrong meanwhile is recorded beside it and raised again. Where somebody stops the run, nothing went wrong,
+    and the attempt does not count.
+    """
+    log = QueryLog(load_settings().querylog)
+    with log.hold(window):
+        try:
+            yield
+        except Exception as error:
+            with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
+                if log.fail(window, _one_line(error)):
+                    told = "rows %d to %d are set aside: no attempt at them got through"
+                    run_logger().warning(told, window.first_seq, window.last_seq)
+            raise
+        except BaseException:
+            with suppress(sqlite3.Error):
+                log.withdraw(window)
+            raise
+
+
+@task(cache_policy=NO_CACHE)
+def leave_window(window: Window) -> None:
+    """Let go of a window that nothing came of, through no fault of its own; the next run gets it again."""
+    QueryLog(load_settings().querylog).withdraw(window)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 @task(cache_policy=NO_CACHE)
@@ -69,10 +105,10 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Artifa
 
 def _write_parts(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], first_samples: Artifact) -> Artifact:
     refresh = recipe.refresh
-    traffic, left_out = usable(rows, pair.target.number, refresh.max_share_per_key)
+    traffic, left_out = usable(rows, pair.target.number, refresh.max_share_per_key, refresh.min_rows)
     if left_out:
         run_logger().info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in left_out.items()))
-    parts: dict[str, list[Sample]] = {"train": [], "held_out": []}
+    parts: dict[Part, list[Sample]] = {"train": [], "held_out": []}
     for sample in traffic:
         parts[part_of(sample.prompt_ids, refresh.held_out_fraction)].append(sample)
     first_train = draw_per_domain(read_samples(first_samples, "train"), refresh.replay_per_domain, recipe.seed)
@@ -89,7 +125,7 @@ def _write_parts(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], first_sam
         kind="samples",
         params={"sha256": hashlib.sha256(content).hexdigest()},
         inputs={},
-        code=(__name__, "tasks.samples"),
+        code=(__name__, "tasks.stages.samples"),
         make=make,
     )
     _show(parts)
@@ -101,7 +137,7 @@ def _not_asked_in(others: Sequence[Sample], samples: Sequence[Sample]) -> list[S
     return [sample for sample in samples if tuple(sample.prompt_ids) not in asked]
 
 
-def _show(parts: dict[str, list[Sample]]) -> None:
+def _show(parts: Mapping[Part, Sequence[Sample]]) -> None:
     counts = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
     domains = sorted(set().union(*counts.values()))
     rows = [{"domain": domain, **{part: count[domain] for part, count in counts.items()}} for domain in domains]

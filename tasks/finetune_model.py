@@ -11,25 +11,24 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact
 from models import adapters, training
 from models.layers.linears import put_zeros, zeros
-from tasks.change_target import Changed, Start, change_target, training_metrics
-from tasks.recipe import Recipe
+from models.stages import Finetune
+from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 
 
 @task(cache_policy=NO_CACHE)
-def finetune_model(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
-    """Finetune the target; an artifact of kind "target"."""
-    table = recipe.finetune
+def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact, keep_zeros: bool = False) -> Artifact:
+    """Finetune the target; an artifact of kind "target", whose zeros are those of `target` if they are to be kept."""
 
     def change(start: Start) -> Changed:
-        pruned = None if recipe.prune is None else zeros(start.model)
-        adapted = adapters.attach(start.model, table.method, torch.Generator().manual_seed(recipe.seed))
+        pruned = zeros(start.model) if keep_zeros else None
+        adapted = adapters.attach(start.model, table.method, torch.Generator().manual_seed(seed))
         share = adapted.trained_share
         trained = training.train_by_name(
             adapted.model,
             start.train[table.domain],
             table.training,
             table.regimes,
-            recipe.seed,
+            seed,
             start.work,
             start.on_progress,
         )
@@ -45,4 +44,4 @@ def finetune_model(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact
         f"models.adapters.{table.method.name}",
         *(f"models.regimes.{regime.name}" for regime in table.regimes),
     )
-    return change_target("finetune", table, recipe.seed, target, text, code, change)
+    return change_target("finetune", table, seed, target, text, code, change)

@@ -1,28 +1,31 @@
 """Hold a candidate against its parent, and against the best that each domain ever had."""
 
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish
+from infra.lines import ancestors, best_versions, next_test_index
 from infra.priority import gently
+from infra.querylog import Window
+from infra.registry import Pair, Version, open_registry
 from infra.settings import load_settings
+from infra.views import Interval
+from infra.views.gate import PASSED, REFUSED, DomainEvidence, GateReport, GateTest, Limits
 from models import gate
 from models.acceptance import Estimate
 from models.drafts import open_draft
 from models.gate import Score, Verdict
 from models.hidden import Sample
 from models.params import Frozen
+from models.recipe import Recipe
 from models.scoring import score
-from tasks.lineage import Pair, ancestors, best_versions, next_test_index, open_registry
-from tasks.measure_draft import Measured, measure_probe, summarise, tau_of
-from tasks.recipe import Recipe
-from tasks.reporting import run_logger, table
-from tasks.samples import read_samples
+from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
+from tasks.stages.reporting import run_logger, table
+from tasks.stages.samples import read_samples
 
 JUDGED = "judged.json"
 
@@ -35,7 +38,7 @@ class Judged(Frozen):
         measured: the candidate's τ.
         parent_tau: domain to the parent's τ on the same conversations.
         test_index: which test of its line of drafts this was; each test is held to a smaller error.
-        unjudged: new domains with too few conversations to say anything about.
+        unjudged: domains with too few conversations to say anything about: new small ones, and known ones with none.
     """
 
     verdict: Verdict
@@ -53,7 +56,7 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     that, traffic that got harder would look like a loss.
     """
     registry = open_registry()
-    test_index = next_test_index(registry.versions("draft"), pair.draft.tags["line"])
+    test_index = next_test_index(registry.versions("draft"), pair.draft.lineage.line)
     best = {
         domain: version
         for domain, version in best_versions(ancestors(registry, pair.draft)).items()
@@ -66,24 +69,26 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     def make(directory: Path, work: Path) -> None:
         target_dir, device = open_artifact(pair.target_files), load_settings().device
         held_out, unjudged = judgeable(
-            read_samples(samples, "held_out"), json.loads(pair.draft.tags["tau"]), recipe.gate.min_conversations
+            read_samples(samples, "held_out"), pair.draft.lineage.tau, recipe.gate.min_conversations
         )
 
         def scored(draft: Artifact) -> list[Score]:
             opened = open_draft(open_artifact(draft), target_dir)
-            return score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device)
+            return score(
+                opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device, recipe.engine.rules
+            )
 
         parent, after = scored(pair.draft_files), scored(candidate)
         past_scores = {number: scored(draft) for number, draft in past.items()}
-        best_taus = {
-            domain: tau_of([one for one in past_scores[version.number] if one.domain == domain])
-            for domain, version in best.items()
-        }
         probe_tau = measure_probe(
-            open_draft(open_artifact(candidate), target_dir), target_dir, recipe.num_draft_tokens, work / "golden"
+            open_draft(open_artifact(candidate), target_dir),
+            target_dir,
+            recipe.num_draft_tokens,
+            work / "golden",
+            recipe.engine.rules,
         )
         judged = Judged(
-            verdict=gate.decide(parent, after, best_taus, recipe.gate, test_index, recipe.seed),
+            verdict=gate.decide(parent, after, best_taus(best, past_scores), recipe.gate, test_index, recipe.seed),
             measured=summarise(after, probe_tau, recipe.seed),
             parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, recipe.seed).tau.items()},
             test_index=test_index,
@@ -97,6 +102,7 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
         params={
             "gate": recipe.gate.model_dump(),
             "num_draft_tokens": recipe.num_draft_tokens,
+            "rules": [rule.model_dump() for rule in recipe.engine.rules],
             "test_index": test_index,
             "best": {domain: version.sha256 for domain, version in best.items()},
             "seed": recipe.seed,
@@ -107,7 +113,7 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             "candidate": candidate,
             "samples": samples,
         },
-        code=(__name__, "tasks.measure_draft", "models.scoring", "models.gate"),
+        code=(__name__, "tasks.measure_draft", "models.scoring", "models.gate", *rule_modules(recipe)),
         make=gently(make),
     )
     judged = Judged.model_validate_json((open_artifact(artifact) / JUDGED).read_text())
@@ -120,14 +126,67 @@ def judgeable(
 ) -> tuple[list[Sample], tuple[str, ...]]:
     """Leave out the domains that are new and too small to judge; a few stray requests must not stop every refresh.
 
-    A domain that a champion was measured on stays in, however small: the gate then refuses.
+    A domain that a champion was measured on stays in, however small: the gate then refuses. Without any sample there is
+    nothing of it to judge.
 
     Returns:
-        The other samples, and the domains that were left out.
+        The other samples, and the domains that are not judged.
     """
     sizes = {domain: sum(sample.domain == domain for sample in samples) for domain in {one.domain for one in samples}}
     small = {domain for domain, size in sizes.items() if size < min_conversations and domain not in known}
-    return [sample for sample in samples if sample.domain not in small], tuple(sorted(small))
+    silent = set(known) - sizes.keys()
+    return [sample for sample in samples if sample.domain not in small], tuple(sorted(small | silent))
+
+
+def best_taus(best: Mapping[str, Version], scores: Mapping[int, Sequence[Score]]) -> dict[str, float]:
+    """Return domain to the τ of the draft that was best there, on the conversations at hand.
+
+    Args:
+        best: domain to that draft's version.
+        scores: version to its scores. A domain without any has no τ.
+    """
+    found = ((name, [one for one in scores[version.number] if one.domain == name]) for name, version in best.items())
+    return {name: tau_of(of_domain) for name, of_domain in found if of_domain}
+
+
+def judged_report(
+    judged: Judged, params: gate.Params, parent: int, window: Window | None, num_draft_tokens: int
+) -> GateReport:
+    """Report on a candidate that was held against its parent.
+
+    Args:
+        judged: the verdict and what it rests on.
+        params: what the candidate was held to.
+        parent: the parent's version.
+        window: what it was trained on; None for a draft from elsewhere.
+        num_draft_tokens: K.
+    """
+    verdict, after = judged.verdict, judged.measured.tau
+    return GateReport(
+        verdict=PASSED if verdict.promote else REFUSED,
+        reasons=verdict.reasons,
+        num_draft_tokens=num_draft_tokens,
+        domains={
+            domain: DomainEvidence(
+                num_conversations=found.num_conversations,
+                tau_before=judged.parent_tau.get(domain),
+                tau_after=after[domain].value if domain in after else None,
+                reference=found.best,
+                change=None if found.relative is None else Interval.of(found.relative),
+                refusals=tuple(gate.refusals(domain, found, params)),
+            )
+            for domain, found in verdict.domains.items()
+        },
+        test=GateTest(
+            parent=parent,
+            rows=None if window is None else (window.first_seq, window.last_seq),
+            gain=Interval.of(verdict.overall),
+            alpha=verdict.alpha,
+            test_index=judged.test_index,
+            params=Limits.model_validate(params.model_dump()),
+            left_out=judged.unjudged,
+        ),
+    )
 
 
 def _show(judged: Judged) -> None:

@@ -21,13 +21,13 @@ from models.engines import Completion, Engine, Sampling
 from models.golden import Golden, near_tie_threshold, save_golden
 from models.hidden import Sample
 from models.params import BaseParams
+from models.recipe import Generate, Recipe
 from models.sources import Prompt
 from models.tokens import encode_chat
-from tasks.recipe import Generate, Recipe
-from tasks.reporting import progress
-from tasks.samples import write_samples
 from tasks.select_data import read_prompts
 from tasks.stages import produce
+from tasks.stages.reporting import progress
+from tasks.stages.samples import Part, write_samples
 
 ANSWERS = "answers.jsonl"
 
@@ -42,7 +42,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
 
     def make(directory: Path, work: Path) -> None:
         folder = open_artifact(prompts)
-        parts = {part: read_prompts(folder, part) for part in ("train", "held_out")}
+        parts: dict[Part, list[Prompt]] = {part: read_prompts(folder, part) for part in ("train", "held_out")}
         golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
         wanted = [prompt for part in asked.values() for prompt in part]

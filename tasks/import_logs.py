@@ -26,18 +26,17 @@ from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra import scrub
-from infra.consent import DEFAULT_DOMAIN, QueryRow, subject_of
+from infra.consent import QueryRow, parse_domain, subject_of
 from infra.manifest import canonical_json
 from infra.querylog import QueryLog
+from infra.registry import open_registry
 from infra.settings import load_settings
 from models.params import Frozen
 from models.rowfiles import count_rows, read_rows
 from models.sources import parse_chat
 from models.targets import describe
 from models.tokens import encode_chat, rewrite
-from tasks.lineage import open_registry
-from tasks.recipe import DOMAIN
-from tasks.reporting import progress
+from tasks.stages.reporting import progress
 
 BATCH_ROWS = 256
 NUM_EXAMPLES = 5
@@ -92,7 +91,9 @@ class _Reader:
         registry = open_registry()
         target = registry.champion("target")
         if target is None:
-            raise ValueError("the registry has no champion target yet, whose tokens rows must have; run: redraft build")
+            raise ValueError(
+                "the registry has no champion target yet, whose tokenizer the rows need; run: redraft build"
+            )
         directory = registry.download(target, load_settings().cache)
         self._target_version, self._vocab_size = target.number, describe(directory).vocab_size
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -157,7 +158,7 @@ class _Reader:
             turns = (("user", values["prompt"]), ("assistant", values["completion"]))
             return self._encoded([{"role": role, "content": text} for role, text in turns], "prompt and completion")
         raise Unusable(
-            "of another shape",
+            "with wrong fields",
             f"wanted prompt_ids and completion_ids, messages, or prompt and completion; "
             f"got {', '.join(sorted(given)) or 'nothing'}",
         )
@@ -165,7 +166,7 @@ class _Reader:
     def _checked(self, name: str, values: Mapping[str, Any]) -> list[int]:
         ids = values[name]
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise Unusable("of another shape", f"{name}: wanted a list of whole numbers, at least one")
+            raise Unusable("with wrong fields", f"{name}: wanted a list of whole numbers, at least one")
         for place, token in enumerate(ids):
             if not 0 <= token < self._vocab_size:
                 raise Unusable("with unknown tokens", f"{name}[{place}] is {token}, wanted 0 to {self._vocab_size - 1}")
@@ -173,7 +174,7 @@ class _Reader:
 
     def _encoded(self, value: object, name: str) -> tuple[list[int], list[int]]:
         if not isinstance(value, list):
-            raise Unusable("of another shape", f"{name}: wanted a list of messages, got {type(value).__name__}")
+            raise Unusable("with wrong fields", f"{name}: wanted a list of messages, got {type(value).__name__}")
         if self._tokenizer.chat_template is None:
             raise Unusable("without token ids", f"{name}: the target has no chat template, so token ids were wanted")
         try:
@@ -184,7 +185,7 @@ class _Reader:
         except Unusable:
             raise
         except ValueError as error:
-            raise Unusable("of another shape", str(error)) from error
+            raise Unusable("with wrong fields", str(error)) from error
         answer = self._tokenizer.encode(messages[-1].content, add_special_tokens=False, split_special_tokens=True)
         end = self._tokenizer.eos_token_id
         return prompt_ids, answer if end is None else [*answer, end]
@@ -230,22 +231,21 @@ def import_logs(files: Sequence[Path], max_len: int, domain: str = "", strict: b
 
 
 def _domain(value: object) -> str:
-    if value is None or value == "":
-        return DEFAULT_DOMAIN
-    if not isinstance(value, str) or re.fullmatch(DOMAIN, value) is None:
-        raise Unusable("of no domain", f"domain is {value!r}, wanted 1 to 32 of a-z, 0-9, _ and -")
-    return value
+    try:
+        return parse_domain(None if value == "" else value)
+    except ValueError as error:
+        raise Unusable("with an invalid domain", str(error)) from error
 
 
 def _temperature(value: object) -> float:
     if value is None or value == "":
         return DEFAULT_TEMPERATURE
     try:
-        temperature = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        temperature = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # raises what is caught
     except (TypeError, ValueError):
         temperature = math.nan
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise Unusable("of no temperature", f"temperature is {value!r}, wanted a number from 0 on")
+        raise Unusable("with an invalid temperature", f"temperature is {value!r}, wanted a number from 0 on")
     return temperature
 
 
@@ -253,5 +253,5 @@ def _subject(value: object) -> str | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str):
-        raise Unusable("of no subject", f"subject is a {type(value).__name__}, wanted a text")
+        raise Unusable("with an invalid subject", f"subject is a {type(value).__name__}, wanted a text")
     return value if HASHED.fullmatch(value) else subject_of(None, value)

@@ -1,6 +1,5 @@
 """Measure what a draft would have accepted, without an engine."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,17 +10,19 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact
 from infra.priority import gently
 from infra.settings import load_settings
+from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.drafts import Draft, open_draft
 from models.gate import Score
 from models.golden import load_golden
 from models.hidden import Sample
 from models.params import Frozen
-from models.scoring import score
-from tasks.recipe import Recipe
-from tasks.reporting import table
-from tasks.samples import MIN_COMPLETION, read_samples
+from models.recipe import Recipe
+from models.scoring import STANDARD, score
+from models.verify import Rules
 from tasks.stages import produce
+from tasks.stages.reporting import table
+from tasks.stages.samples import MIN_COMPLETION, read_samples
 
 NUM_RESAMPLES = 2000
 MEASURED = "measured.json"
@@ -39,13 +40,6 @@ class Measured(Frozen):
     tau: dict[str, Estimate]
     probe_tau: float
     num_conversations: dict[str, int]
-
-    def tags(self) -> dict[str, str]:
-        """Return the tags that a registered draft carries."""
-        return {
-            "tau": json.dumps({domain: round(tau.value, 4) for domain, tau in self.tau.items()}),
-            "probe_tau": f"{self.probe_tau:.4f}",
-        }
 
     def metrics(self) -> dict[str, float]:
         """Return the figures for MLflow."""
@@ -74,16 +68,21 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         opened = open_draft(open_artifact(draft), target_dir)
         held_out = read_samples(samples, "held_out")
         device = load_settings().device
-        scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device)
-        probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden")
+        rules = recipe.engine.rules
+        scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device, rules)
+        probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden", rules)
         (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
 
     artifact = produce(
         stage="measured",
         kind="measured",
-        params={"num_draft_tokens": recipe.num_draft_tokens, "seed": recipe.seed},
+        params={
+            "num_draft_tokens": recipe.num_draft_tokens,
+            "rules": [rule.model_dump() for rule in recipe.engine.rules],
+            "seed": recipe.seed,
+        },
         inputs={"target": target, "draft": draft, "samples": samples},
-        code=(__name__, "models.scoring"),
+        code=(__name__, "models.scoring", *rule_modules(recipe)),
         make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
@@ -91,14 +90,19 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
     return measured
 
 
-def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path) -> float:
+def rule_modules(recipe: Recipe) -> tuple[str, ...]:
+    """Return the modules of the rules that drafts are scored by."""
+    return tuple(f"models.verify.{rule.name}" for rule in recipe.engine.rules)
+
+
+def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD) -> float:
     """Return τ on the target's golden prompts."""
     golden, _ = load_golden(target_dir)
     samples = [
         Sample(f"golden-{index}", "probe", list(one.prompt_ids), list(one.token_ids))
         for index, one in enumerate(golden)
     ]
-    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, load_settings().device))
+    return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, load_settings().device, rules))
 
 
 def tau_of(scores: Sequence[Score]) -> float:
@@ -120,6 +124,32 @@ def summarise(scores: Sequence[Score], probe_tau: float, seed: int) -> Measured:
         tau={domain: _estimate(of[domain], seed) for domain in domains},
         probe_tau=probe_tau,
         num_conversations={domain: len(of[domain]) for domain in domains},
+    )
+
+
+def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
+    """Report on a draft that was trained from nothing, so that there was no champion to compare it with.
+
+    Args:
+        measured: its τ.
+        num_draft_tokens: K.
+    """
+    return GateReport(
+        verdict=UNJUDGED,
+        reasons=(),
+        num_draft_tokens=num_draft_tokens,
+        domains={
+            domain: DomainEvidence(
+                num_conversations=measured.num_conversations[domain],
+                tau_before=None,
+                tau_after=tau.value,
+                reference=None,
+                change=None,
+                refusals=(),
+            )
+            for domain, tau in measured.tau.items()
+        },
+        test=None,
     )
 
 

@@ -6,15 +6,16 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, publish
+from infra.lineage import Lineage
+from infra.lines import ancestors, trained_on
 from infra.querylog import Window
-from infra.registry import LINEAGE_TAGS, Version, is_quarantined
+from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry
 from infra.settings import load_settings
-from tasks.gate_report import PASSED
-from tasks.lineage import Pair, ancestors, open_registry, trained_on
+from infra.views.gate import PASSED
 from tasks.register import same_files
-from tasks.reporting import run_logger
+from tasks.stages.reporting import run_logger
 
-Outcome = Literal["promoted", "refused", "already trained"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained"]
 
 
 @task(cache_policy=NO_CACHE)
@@ -41,9 +42,9 @@ def find_champions() -> Pair | None:
     target, draft = registry.champion("target"), registry.champion("draft")
     if target is None or draft is None:
         return None
-    if draft.tags["target_sha256"] != target.tags["target_sha256"]:
+    if draft.target.sha256 != target.target.sha256:
         raise ValueError(
-            f"draft {draft.number} was made for target {draft.tags['target_version']}, "
+            f"draft {draft.number} was made for target {draft.lineage.target_version}, "
             f"but target {target.number} is the champion; run: redraft build"
         )
     return Pair(
@@ -61,15 +62,16 @@ def promote_build(target: Version, draft: Version) -> None:
     A draft from elsewhere has no parents; while it is the target's champion it stays, because a person chose it.
     """
     registry = open_registry()
-    champion = registry.champion("draft")
-    if champion is not None and draft.number in [one.number for one in ancestors(registry, champion)]:
-        run_logger().info("draft %d stays: it descends from draft %d", champion.number, draft.number)
-    elif champion is not None and "source" in champion.tags and champion.tags["target_version"] == str(target.number):
-        run_logger().info("draft %d stays: it came from %s", champion.number, champion.tags["source"])
-    else:
-        registry.promote("target", target.number)
-        registry.promote("draft", draft.number)
-        run_logger().info("promoted target %d and draft %d", target.number, draft.number)
+    with registry.alone():
+        champion = registry.champion("draft")
+        if champion is not None and draft.number in [one.number for one in ancestors(registry, champion)]:
+            run_logger().info("draft %d stays: it descends from draft %d", champion.number, draft.number)
+        elif champion is not None and champion.lineage.source and champion.lineage.target_version == target.number:
+            run_logger().info("draft %d stays: it came from %s", champion.number, champion.lineage.source)
+        else:
+            registry.promote("target", target.number)
+            registry.promote("draft", draft.number)
+            run_logger().info("promoted target %d and draft %d", target.number, draft.number)
 
 
 @task(cache_policy=NO_CACHE)
@@ -82,12 +84,12 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
     registry = open_registry()
     line = {one.number for one in ancestors(registry, pair.draft)}
     found = trained_on(registry.versions("draft"), window)
-    return next((one for one in found if one.number in line or one.tags["parent"] == str(pair.draft.number)), None)
+    return next((one for one in found if one.number in line or one.lineage.parent == pair.draft.number), None)
 
 
 @task(cache_policy=NO_CACHE)
 def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
-    """Return the version of a draft from elsewhere that a run before this one held against the champion, if any.
+    """Return the version of a draft from elsewhere that a run before this one compared with the champion, if any.
 
     The champion itself needs no verdict.
 
@@ -102,20 +104,28 @@ def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     if pair.draft.sha256 == draft.sha256:
         return pair.draft
     versions = same_files(open_registry().versions("draft"), draft)
-    against = str(pair.draft.number)
-    return next((one for one in versions if one.tags.get("gated_against") == against), None)
+    return next((one for one in versions if one.lineage.gated_against == pair.draft.number), None)
 
 
 @task(cache_policy=NO_CACHE)
 def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
-    """Promote a candidate that passed its gate against the champion; say what came of it."""
+    """Promote a candidate that passed its gate against the champion; say what came of it.
+
+    It is "outdated" if that champion was replaced, rolled back or quarantined since: then the verdict, a refusal too,
+    says nothing of what is served now. The candidate stays registered, and the alias where somebody put it.
+    """
     registry = open_registry()
     if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
         return "already trained"
-    if candidate.tags["gate"] != PASSED or is_quarantined(candidate):
-        run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
-        return "refused"
-    registry.promote("draft", candidate.number)
+    try:
+        if candidate.lineage.gate != PASSED or is_quarantined(candidate):
+            registry.require_champion("draft", pair.draft.number)
+            run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
+            return "refused"
+        registry.promote("draft", candidate.number, judged_against=pair.draft.number)
+    except Outdated as error:
+        run_logger().info("draft %d is not promoted: %s", candidate.number, error)
+        return "outdated"
     run_logger().info("promoted draft %d", candidate.number)
     return "promoted"
 
@@ -126,22 +136,31 @@ def promote_version(number: int, forced: str = "") -> Version:
 
     Args:
         number: of the draft.
-        forced: the reason why a draft is promoted that no gate passed; kept with the version.
+        forced: the reason why a draft is promoted that no gate passed, or whose parent is quarantined; kept with the
+            version.
 
     Raises:
-        ValueError: no gate passed it and `forced` is empty, it is quarantined, or it was made for another target.
+        ValueError: no gate passed it or its parent is quarantined, and `forced` is empty; it is quarantined itself, or
+            was made for another target.
     """
     registry = open_registry()
     version, target = registry.get("draft", number), registry.champion("target")
-    if target is None or version.tags["target_sha256"] != target.tags["target_sha256"]:
+    if target is None or version.target.sha256 != target.target.sha256:
         served = "there is none" if target is None else f"that is {target.number}"
         raise ValueError(
-            f"draft {number} was made for target {version.tags['target_version']}, not for the champion: {served}"
+            f"draft {number} was made for target {version.lineage.target_version}, not for the champion: {served}"
         )
-    if version.tags["gate"] != PASSED and not forced:
-        verdict = f"{version.tags['gate']}: {version.tags['gate_reasons']}" if version.tags["gate"] else "none"
+    lineage = version.lineage
+    if lineage.gate != PASSED and not forced:
+        verdict = f"{lineage.gate}: {lineage.gate_reasons}" if lineage.gate else "none"
         raise ValueError(
-            f"draft {number} has no passing gate ({verdict}); to promote it anyway, give a reason: --force REASON"
+            f"draft {number} passed no gate ({verdict}); to promote it anyway, give a reason: --force REASON"
+        )
+    parent = None if lineage.parent is None else registry.get("draft", lineage.parent)
+    if parent is not None and is_quarantined(parent) and not forced:
+        raise ValueError(
+            f"draft {number} was trained from draft {parent.number}, which is quarantined: {parent.quarantined}; "
+            "to promote it anyway, give a reason: --force REASON"
         )
     registry.promote("draft", number, forced)
     run_logger().info("promoted draft %d%s", number, f", forced: {forced}" if forced else "")
@@ -158,21 +177,17 @@ def roll_back(quarantine: str = "") -> Version:
     Raises:
         ValueError: there is no good draft before the champion.
     """
-    registry = open_registry()
-    left = registry.champion("draft")
-    version = registry.roll_back("draft")
-    if quarantine and left is not None:
-        registry.quarantine("draft", left.number, quarantine)
+    version = open_registry().roll_back("draft", quarantine)
     run_logger().info("went back to draft %d", version.number)
     return version
 
 
 def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
     """Return name and both values of every tag that differs, the lineage's first."""
-    names = [*LINEAGE_TAGS, *sorted((first.tags.keys() | second.tags.keys()) - {*LINEAGE_TAGS})]
+    names = [*Lineage.tag_names(), *sorted((first.tags.keys() | second.tags.keys()) - {*Lineage.tag_names()})]
     pairs = ((name, first.tags.get(name, ""), second.tags.get(name, "")) for name in names)
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _reason(candidate: Version) -> str:
-    return candidate.tags.get("quarantined") or candidate.tags["gate_reasons"]
+    return candidate.quarantined or candidate.lineage.gate_reasons

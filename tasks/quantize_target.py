@@ -7,20 +7,19 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
 from models import catalog, quantize
-from tasks.change_target import Changed, Start, change_target, training_metrics
-from tasks.recipe import Recipe
-from tasks.text import first_of_each
+from models.stages import Quantize
+from tasks.prepare_text import first_of_each
+from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 
 
 @task(cache_policy=NO_CACHE)
-def quantize_target(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
+def quantize_target(table: Quantize, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Quantize the target; an artifact of kind "target" in a format that the engine serves."""
-    table = recipe.quantize
     method = catalog.load("quantize", table.method.name)
 
     def change(start: Start) -> Changed:
         trained = quantize.train_for(
-            table.method, start.model, start.documents, table.training, recipe.seed, start.work, start.on_progress
+            table.method, start.model, start.documents, table.training, seed, start.work, start.on_progress
         )
         documents = first_of_each(start.train, table.num_documents, table.max_length)
         quantized = method.quantize(start.model, documents, table.method)
@@ -30,4 +29,4 @@ def quantize_target(recipe: Recipe, target: Artifact, text: Artifact) -> Artifac
         return Changed(quantized.model, metrics, losses, save=partial(quantize.save, quantized))
 
     code = (f"models.quantize.{table.method.name}",)
-    return change_target("quantize", table, recipe.seed, target, text, code, change)
+    return change_target("quantize", table, seed, target, text, code, change)

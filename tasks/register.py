@@ -1,6 +1,5 @@
 """Put targets and drafts into the registry, with all that is known of them. Nothing is served by that alone."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,25 +8,27 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
+from infra.lineage import Lineage, Target, TrainedWindow
+from infra.lines import ancestors
+from infra.machine import git_commit
 from infra.querylog import Window
-from infra.registry import Registry, Version, is_quarantined
-from models import catalog
-from models.targets import describe
+from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
+from infra.views.figures import draw_tau
+from infra.views.gate import PASSED, REFUSED, GateReport, headline, write_files
+from models.drafts import check_draft
+from models.recipe import Recipe
+from models.targets import TargetCard, describe
 from tasks.adopt_draft import Adopted
-from tasks.figures import draw_tau
-from tasks.gate_draft import Judged
-from tasks.gate_report import PASSED, REFUSED, GateReport, first_report, headline, judged_report, write_files
-from tasks.lineage import Pair, ancestors, lineage_tags, open_registry, target_tags, taus
-from tasks.measure_draft import Measured
-from tasks.recipe import Recipe
-from tasks.reporting import flow_run_id, run_logger
+from tasks.gate_draft import Judged, judged_report
+from tasks.measure_draft import Measured, first_report
+from tasks.stages.reporting import flow_run_id, run_logger
 
 
 @task(cache_policy=NO_CACHE)
 def register_target(target: Artifact) -> Version:
     """Return the target's version, a new one unless the same files are registered already."""
     registry = open_registry()
-    tags = {**target_tags(describe(target.path)), "flow_run": flow_run_id()}
+    tags = {**identity(describe(target.path)).to_tags(), "flow_run": flow_run_id()}
     found = same_files(registry.versions("target"), target)
     return found[0] if found else _register(registry, "target", target, tags, {})
 
@@ -37,7 +38,7 @@ def register_draft(
     recipe: Recipe, target: Version, target_files: Artifact, draft: Artifact, samples: Artifact, measured: Measured
 ) -> Version:
     """Return the version of a draft that was trained from nothing; it starts a line."""
-    return _register_first(recipe, target, target_files, draft, samples, measured, {})
+    return _register_first(recipe, target, target_files, draft, samples, measured, None)
 
 
 @task(cache_policy=NO_CACHE)
@@ -45,7 +46,7 @@ def register_adopted(
     recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
 ) -> Version:
     """Return the version of a draft that was trained elsewhere and not yet judged; it starts a line."""
-    return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted.tags())
+    return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted)
 
 
 @task(cache_policy=NO_CACHE)
@@ -56,18 +57,21 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
     budget.
     """
     registry, card = open_registry(), describe(pair.target_files.path)
-    catalog.load("drafts", recipe.draft.name).check(open_artifact(adopted.draft), None, card)
-    tags = lineage_tags(
+    check_draft(open_artifact(adopted.draft), None, card)
+    champion = pair.draft
+    lineage = _lineage(
+        recipe,
         pair.target,
         card,
-        **_recipe_tags(recipe, samples.uri, samples.sha256),
-        **adopted.tags(),
-        **_verdict_tags(judged),
-        line=pair.draft.tags["line"],
-        gated_against=str(pair.draft.number),
+        samples,
+        judged.measured,
+        champion.lineage.line,
+        judged=judged,
+        adopted=adopted,
+        gated_against=champion.number,
     )
-    report = judged_report(judged, recipe.gate, pair.draft.number, None, recipe.num_draft_tokens)
-    return _register(registry, "draft", adopted.draft, tags, _verdict_metrics(judged), report)
+    report = judged_report(judged, recipe.gate, champion.number, None, recipe.num_draft_tokens)
+    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report)
 
 
 @task(cache_policy=NO_CACHE)
@@ -76,45 +80,46 @@ def register_candidate(
 ) -> Version:
     """Register what a refresh trained, with the gate's verdict; a refused one too: it was a test of its line."""
     registry, card = open_registry(), describe(pair.target_files.path)
-    catalog.load("drafts", recipe.draft.name).check(open_artifact(candidate), pair.draft_files.path, card)
+    check_draft(open_artifact(candidate), pair.draft_files.path, card)
     parent = pair.draft
-    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens)
-    tags = lineage_tags(
+    lineage = _lineage(
+        recipe,
         pair.target,
         card,
-        **_recipe_tags(recipe, parent.tags["samples_uri"], parent.tags["samples_sha256"]),
-        **_verdict_tags(judged),
-        parent=str(parent.number),
-        line=parent.tags["line"],
-        window_first_seq=str(window.first_seq),
-        window_last_seq=str(window.last_seq),
-        window_sha256=window.sha256,
-        window_uri=window_samples.uri,
+        first_samples(parent),
+        judged.measured,
+        parent.lineage.line,
+        judged=judged,
+        parent=parent.number,
+        window=TrainedWindow(
+            first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=window_samples.uri
+        ),
     )
-    version = _register(registry, "draft", candidate, tags, _verdict_metrics(judged), report)
+    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens)
+    version = _register(registry, "draft", candidate, lineage.to_tags(), _verdict_metrics(judged), report)
     _record_curve(registry, version)
     return version
 
 
 def first_samples(version: Version) -> Artifact:
     """Return the samples that a draft's line started with."""
-    return Artifact(uri=version.tags["samples_uri"], sha256=version.tags["samples_sha256"], kind="samples")
-
-
-def _recipe_tags(recipe: Recipe, uri: str, sha256: str) -> dict[str, str]:
-    sampling = {"max_tokens": recipe.generate.max_tokens, "temperature": 0.0}
-    return {
-        "samples_uri": uri,
-        "samples_sha256": sha256,
-        "sampling": json.dumps(sampling),
-        "quantization": recipe.quantize.method.name if recipe.quantize else "",
-        "seed": str(recipe.seed),
-    }
+    return Artifact(uri=version.lineage.samples_uri, sha256=version.lineage.samples_sha256, kind="samples")
 
 
 def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
     """Return the versions that hold an artifact's files and may be served, in the order given."""
     return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
+
+
+def identity(card: TargetCard) -> Target:
+    """Return what tells a target from others."""
+    return Target(
+        name=card.name,
+        sha256=card.sha256,
+        tokenizer_sha256=card.tokenizer_sha256,
+        vocab_size=card.vocab_size,
+        chat_template_sha256=card.chat_template_sha256,
+    )
 
 
 def _register_first(
@@ -124,35 +129,58 @@ def _register_first(
     draft: Artifact,
     samples: Artifact,
     measured: Measured,
-    source_tags: Mapping[str, str],
+    adopted: Adopted | None,
 ) -> Version:
     registry = open_registry()
     for found in same_files(registry.versions("draft"), draft):
-        if found.tags["target_version"] == str(target.number):
+        if found.lineage.target_version == target.number:
             return found
     card = describe(target_files.path)
-    catalog.load("drafts", recipe.draft.name).check(open_artifact(draft), None, card)
-    tags = lineage_tags(
-        target,
-        card,
-        **_recipe_tags(recipe, samples.uri, samples.sha256),
-        **measured.tags(),
-        **source_tags,
-        line=draft.sha256[:16],
-        gate_test="0",
-    )
+    check_draft(open_artifact(draft), None, card)
+    lineage = _lineage(recipe, target, card, samples, measured, draft.sha256[:16], adopted=adopted)
     report = first_report(measured, recipe.num_draft_tokens)
-    return _register(registry, "draft", draft, tags, measured.metrics(), report)
+    return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
 
-def _verdict_tags(judged: Judged) -> dict[str, str]:
-    verdict = judged.verdict
-    return {
-        **judged.measured.tags(),
-        "gate": PASSED if verdict.promote else REFUSED,
-        "gate_reasons": "; ".join(verdict.reasons),
-        "gate_test": str(judged.test_index),
-    }
+def _lineage(
+    recipe: Recipe,
+    target: Version,
+    card: TargetCard,
+    samples: Artifact,
+    measured: Measured,
+    line: str,
+    *,
+    judged: Judged | None = None,
+    adopted: Adopted | None = None,
+    parent: int | None = None,
+    window: TrainedWindow | None = None,
+    gated_against: int | None = None,
+) -> Lineage:
+    """Return the lineage of a draft of this run; without a verdict it is the first of its line."""
+    verdict = None if judged is None else judged.verdict
+    return Lineage(
+        target=identity(card),
+        target_version=target.number,
+        parent=parent,
+        window=window,
+        sampling={"max_tokens": recipe.generate.max_tokens, "temperature": 0.0},
+        quantization=recipe.quantize.method.name if recipe.quantize else "",
+        git_commit=git_commit(),
+        flow_run=flow_run_id(),
+        gate=None if verdict is None else PASSED if verdict.promote else REFUSED,
+        gate_reasons="" if verdict is None else "; ".join(verdict.reasons),
+        gate_test=0 if judged is None else judged.test_index,
+        gated_against=gated_against,
+        line=line,
+        tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
+        probe_tau=round(measured.probe_tau, 4),
+        num_draft_tokens=recipe.num_draft_tokens,
+        source="" if adopted is None else adopted.source,
+        source_sha256="" if adopted is None else adopted.source_sha256,
+        samples_uri=samples.uri,
+        samples_sha256=samples.sha256,
+        seed=recipe.seed,
+    )
 
 
 def _verdict_metrics(judged: Judged) -> dict[str, float]:
@@ -165,7 +193,7 @@ def _verdict_metrics(judged: Judged) -> dict[str, float]:
 
 def _register(
     registry: Registry,
-    kind: str,
+    kind: Kind,
     artifact: Artifact,
     tags: Mapping[str, str],
     metrics: Mapping[str, float],
@@ -183,8 +211,8 @@ def _record_curve(registry: Registry, version: Version) -> None:
     """Draw τ over the version's line; each point was measured on the conversations of its own time."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for one in reversed(ancestors(registry, version)):
-        for domain, tau in taus(one).items():
+        for domain, tau in one.lineage.tau.items():
             curves.setdefault(domain, []).append((one.number, tau))
     with tempfile.TemporaryDirectory() as folder:
         file = draw_tau(curves, Path(folder) / "tau.png")
-        registry.store.record_run(f"draft {version.number}", {"gate": version.tags["gate"]}, {}, [file])
+        registry.store.record_run(f"draft {version.number}", {"gate": version.lineage.gate or ""}, {}, [file])

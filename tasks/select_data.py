@@ -1,18 +1,17 @@
 """Choose prompts, domain by domain."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
+from infra.client import Chat
 from models import catalog
+from models.recipe import Traffic
 from models.sources import Prompt, draw_parts
-from tasks.recipe import Traffic
 from tasks.stages import local_content, produce
-
-__all__ = ["PARTS", "Prompt", "choose_prompts", "read_prompts", "select_data"]
 
 PARTS = ("train", "held_out", "requests")
 
@@ -45,6 +44,11 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
     """
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
     return draw_parts(prompts, traffic.sizes(), domain, seed)
+
+
+def as_chats(prompts: Iterable[Prompt]) -> list[Chat]:
+    """Return prompts as they are sent to a service."""
+    return [Chat(one.id, one.domain, [message.model_dump() for message in one.messages]) for one in prompts]
 
 
 def read_prompts(directory: Path, part: str) -> list[Prompt]:

@@ -12,19 +12,18 @@ from infra.priority import gently
 from infra.settings import load_settings
 from models import catalog, select, training
 from models.loading import load_model
+from models.stages import Select
 from models.targets import describe
-from tasks.chain import Select
-from tasks.change_target import shown_by
-from tasks.recipe import Recipe
-from tasks.reporting import progress, table
+from tasks.prepare_text import read_documents, tokenise, write_documents
 from tasks.stages import produce
-from tasks.text import read_documents, tokenise, write_documents
+from tasks.stages.change_target import shown_by
+from tasks.stages.reporting import progress, table
 
 
 @task(cache_policy=NO_CACHE)
-def select_text(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
+def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Keep the training documents that the recipe's method chooses; an artifact of kind "text"."""
-    settings, device = recipe.select, load_settings().device
+    device = load_settings().device
 
     def make(directory: Path, work: Path) -> None:
         target_dir, text_dir = open_artifact(target), open_artifact(text)
@@ -43,14 +42,14 @@ def select_text(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
                     proxy,
                     [pool[place] for place in chosen],
                     settings.training,
-                    seed=recipe.seed,
+                    seed=seed,
                     work_dir=work / f"round-{len(chosen)}",
                     on_progress=on_progress,
                 )
                 return proxy
 
             sources = select.Sources(train=train, target=lambda: load_model(target_dir, device=device))
-            rng = torch.Generator().manual_seed(recipe.seed)
+            rng = torch.Generator().manual_seed(seed)
             chosen = select.select(pool, settings.num_documents, settings.num_rounds, settings.method, sources, rng)
         write_documents(directory, "train", [documents[place] for place in chosen])
         write_documents(directory, "held_out", read_documents(text_dir, "held_out"))
@@ -62,9 +61,9 @@ def select_text(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
     return produce(
         stage="select",
         kind="text",
-        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": recipe.seed},
+        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
-        code=(__name__, "tasks.text", "models.training", f"models.select.{settings.method.name}", *proxy_code),
+        code=(__name__, "tasks.prepare_text", "models.training", f"models.select.{settings.method.name}", *proxy_code),
         make=gently(make),
     )
 

@@ -1,32 +1,28 @@
-"""Imports point one way, and every recipe that ships parses."""
+"""Imports point one way, what is heavy is imported late, and every recipe that ships parses."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from flows.recipe import load_recipe, shipped_recipes
+from models.recipe import load_recipe, shipped_recipes
+from tests.imports import RECIPE, ROOMS, ROOT, arrows, imported
 
-ROOT = Path(__file__).parents[1]
-ROOMS = ("flows", "infra", "models", "services", "tasks")
 ALLOWED = {
-    "flows": {"flows", "tasks", "infra", "prefect"},
-    "tasks": {"tasks", "models", "infra", "prefect", "torch", "mlflow"},
-    "services": {"services", "models", "infra", "ray", "vllm", "torch"},
+    "flows": {"flows", "tasks", "infra", RECIPE, "prefect"},
+    "tasks": {"tasks", "models", RECIPE, "infra", "prefect", "torch", "mlflow"},
+    "services": {"services", "models", RECIPE, "infra", "ray"},
     "models": {"models", "torch", "vllm"},
     "infra": {"infra", "mlflow"},
 }
-WATCHED = {*ROOMS, "prefect", "ray", "mlflow", "torch", "vllm"}
-
-
-def imported(file: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
+VERBS = [file for file in sorted((ROOT / "tasks").glob("*.py")) if file.name != "__init__.py"]
+# What a room starts as a process, by import path.
+STARTED = {"infra": {"services.main"}, "tasks": {"services.log_rate"}}
+WATCHED = {*ROOMS, RECIPE, "prefect", "ray", "mlflow", "torch", "vllm"}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -37,10 +33,38 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
         assert imported(file) & WATCHED <= ALLOWED[room], file
 
 
-def test_vllm_comes_in_through_one_package_of_models() -> None:
-    for file in (ROOT / "models").rglob("*.py"):
-        if "engines/vllm" not in file.as_posix():
-            assert "vllm" not in imported(file), file
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_names_only_programs_of_others_that_it_starts(room: str) -> None:
+    foreign = {*ROOMS} - ALLOWED[room]
+    for file in sorted((ROOT / room).rglob("*.py")):
+        constants = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        paths = [one for one in constants if isinstance(one, str) and re.fullmatch(r"[a-z]+(\.[a-z_]+)+", one)]
+        assert {one for one in paths if one.partition(".")[0] in foreign} <= STARTED.get(room, set()), file
+
+
+def test_the_picture_of_imports_shows_the_arrows_that_there_are() -> None:
+    picture = ElementTree.parse(ROOT / "tests" / "imports-after.svg")
+    drawn = [element.get("data-arrow", "").split() for element in picture.iter() if element.get("data-arrow")]
+    assert {(room, other) for room, other in drawn} == arrows().keys(), "run: python -m tests.imports --svg …"
+
+
+@pytest.mark.parametrize("file", VERBS, ids=lambda file: file.stem)
+def test_a_module_of_tasks_has_a_task(file: Path) -> None:
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    decorators = [decorator for function in functions for decorator in function.decorator_list]
+    called = [one.func if isinstance(one, ast.Call) else one for one in decorators]
+    assert "task" in [one.id for one in called if isinstance(one, ast.Name)], f"{file} belongs into a package of tasks"
+
+
+def test_vllm_comes_in_through_its_one_package() -> None:
+    importing = {file for room in ROOMS for file in (ROOT / room).rglob("*.py") if "vllm" in imported(file)}
+    assert {file.parent for file in importing} == {ROOT / "models" / "engines" / "vllm"}
+
+
+def test_the_command_line_and_the_recipe_start_without_heavy_libraries() -> None:
+    heavy = "{'torch', 'transformers', 'prefect', 'mlflow', 'ray', 'vllm'}"
+    code = f"import sys, flows.cli, models.recipe; assert not (found := {heavy} & sys.modules.keys()), found"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -17,13 +17,14 @@ from infra.artifacts import staged
 from infra.doctor import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
-from infra.registry import LINEAGE_TAGS, Registry
+from infra.registry import Registry
 from models.drafts import open_draft
 from models.engines import Sampling
 from models.golden import Golden, save_golden
 from models.targets import describe
 from tasks.measure_draft import measure_probe
 from tests.conftest import make_draft
+from tests.tags import draft_tags
 
 KEY, OTHER_KEY = "the-key-of-team-one", "the-key-of-team-two"
 MODEL = "target"
@@ -40,14 +41,17 @@ class World:
         versions: two drafts, each with an honest promise; the first one is the champion at the start.
     """
 
-    def __init__(self, home: Path, target: Path, registry_uri: str = "", **config: Any) -> None:
+    def __init__(
+        self, home: Path, target: Path, registry_uri: str = "", serve: dict[str, Any] | None = None, **config: Any
+    ) -> None:
         """Register two drafts and promote the first.
 
         Args:
             home: an empty folder.
             target: with its golden outputs, see `make_target`.
             registry_uri: of a running MLflow server; by default a database in the folder.
-            config: settings of the service that differ.
+            serve: keys of its table "serve" that differ.
+            config: other settings of the service that differ.
         """
         self.home, self.target = home, target
         self.registry = Registry(registry_uri or f"sqlite:///{home}/mlflow.db", home / "artifacts")
@@ -55,7 +59,7 @@ class World:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.headers = {"Authorization": f"Bearer {KEY}"}
-        self._changed = config
+        self._serve, self._changed = serve or {}, config
         self.versions = [self.register(seed) for seed in (0, 1)]
         self.registry.promote("draft", self.versions[0])
 
@@ -76,7 +80,7 @@ class World:
     def register_files(self, directory: Path, **changed: str) -> int:
         """Register whatever a directory holds as a draft for the target."""
         card = describe(self.target)
-        tags = dict.fromkeys(LINEAGE_TAGS, "") | {
+        tags = draft_tags() | {
             "target_sha256": card.sha256,
             "tokenizer_sha256": card.tokenizer_sha256,
             "vocab_size": str(card.vocab_size),
@@ -99,9 +103,7 @@ class World:
             "engine": {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16},
             "port": self.port,
             "api_keys": [KEY, {"key": OTHER_KEY, "log": "full"}],
-            "poll_s": 0.2,
-            "min_swap_interval_s": 0.2,
-            "body_timeout_s": 5.0,
+            "serve": {"poll_s": 0.2, "min_swap_interval_s": 0.2, "limits": {"body_timeout_s": 5.0}, **self._serve},
         }
         file.write_text(json.dumps(config | self._changed))
         return file

@@ -17,7 +17,7 @@ by a hash of the base's weights and loads onto no other.
 import hashlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -139,7 +139,7 @@ def weights_sha256(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().float().cpu().contiguous().numpy())
+        digest.update(parameter.detach().float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -158,7 +158,7 @@ def _side(lacking: bool) -> str:
     return "missing" if lacking else "there and not wanted"
 
 
-def _read_card(directory: Path) -> dict[str, object]:
+def _read_card(directory: Path) -> dict[str, Any]:
     file = directory / _CARD
     try:
         card = json.loads(file.read_text())

@@ -26,7 +26,11 @@ LAST_LAYERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Params(BaseParams):
-    """Settings; `width` is m, the numbers in the middle of an adapter."""
+    """The adapter's size.
+
+    Attributes:
+        width: m, the numbers in the middle of an adapter.
+    """
 
     name: Literal["bottleneck"] = "bottleneck"
     width: int = Field(64, ge=1)

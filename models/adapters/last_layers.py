@@ -18,7 +18,11 @@ LEARNING_RATE = 3e-4
 
 
 class Params(BaseParams):
-    """Settings; `num_layers` is how many blocks are trained, counted from the end."""
+    """How much is trained.
+
+    Attributes:
+        num_layers: blocks that are trained, counted from the end.
+    """
 
     name: Literal["last_layers"] = "last_layers"
     num_layers: int = Field(2, ge=1)

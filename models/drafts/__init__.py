@@ -3,37 +3,40 @@
 Letters: B sequences, T tokens of a sequence, N rows with a loss, H hidden width, A tapped target layers, V target
 vocabulary, D draft vocabulary, K drafted tokens a step.
 
-A family's module has
-
-- `ARCHITECTURES`: what config.json may say, and `vllm_config(directory)`: what vLLM's speculative_config says;
-- `TRAINED`: whether there are weights to learn; without them the directory is a config.json alone, and only `create`,
-  `save`, `load` and `check` are called;
-- `create(params, target_dir, token_counts)`, `renew(draft, target_dir, token_counts)`, `save(draft, directory)`,
-  `load(directory, target_dir)`: make a draft, let it follow the traffic's tokens, and keep it;
-- `check(directory, like, target)`: all that can be said against a directory before an engine reads it, as ValueError;
-- `adopt(directory, target_dir)`, in families of which others publish drafts: a draft out of such a directory, for a
-  target.
+A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
+publish is an `Adopter` as well. Which family a directory is of stands in its config.json, `redraft.family`; one without
+it, made by others or before the key was written, is of the one family that has its architecture.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models import catalog
+from models.params import BaseParams, did_you_mean
+from models.proposal import Proposal
 from models.targets import TargetCard
 
-# logits [D] of the next token → its index in them.
-Pick = Callable[[Tensor], int]
+# Logits [D] of the next token → a target id drawn from them, and what it was drawn from: q [V] at the sampling settings
+# of the request, or None where no chance was in it. Further draws from the same logits are independent.
+Draw = Callable[[Tensor], tuple[int, Tensor | None]]
+# How sure the draft is of what it drafted last, from 0 to 1 → whether it is to draft on.
+GoOn = Callable[[float], bool]
 # (step, row numbers [n], logits [n, D]) → [n] whether the row is unrolled further.
 KeepRows = Callable[[int, Tensor, Tensor], Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# What vLLM's layers of the Llama kind keep as one matrix, in its order.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class UnknownFamily(ValueError):
+    """Which family a directory is of can't be told: it names one that this release lacks, or none where many fit."""
 
 
 class Rows(NamedTuple):
@@ -42,7 +45,15 @@ class Rows(NamedTuple):
     hidden: Tensor  # [B, T, A·H] the target's tapped hidden states
     token_ids: Tensor  # [B, T+K] padded
     sequence: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # it hides tuple.index, which nobody asks of rows
+
+
+class Unrolled(NamedTuple):
+    """What one unroll drafted."""
+
+    running: Tensor  # [n] the row numbers that ran
+    logits: Tensor  # [n, D]
+    hidden: Tensor | None = None  # [n, H] what the output matrix multiplied; None in families without one
 
 
 class Drafter(Protocol):
@@ -55,18 +66,24 @@ class Drafter(Protocol):
     draft: Any
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
-        """Take in what is certain.
+        """Take in what is certain. A drafted token that was accepted comes again, with the target's states on its path.
 
         Args:
             token_ids: [n+1] int64, the token that `hidden` begins at and n tokens after it.
             hidden: [n, A·H] the target's tapped states of all but the last.
         """
 
-    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], Tensor | None]:
-        """Draft at most `num_tokens` tokens after the last certain one.
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """Draft at most `num_tokens` tokens after the last certain one, of all branches together.
+
+        Args:
+            num_tokens: from 1.
+            draw: chooses tokens, so that they follow the request's sampling settings.
+            go_on: asked after each pass of the draft but the last, with its `confidence` or a better guess of the
+                family's own; None where nobody wants to stop it. A draft of one pass does not ask.
 
         Returns:
-            target ids, and the logits [n, D] that they were picked from; None for a draft that is certain.
+            one block.
         """
 
 
@@ -91,7 +108,7 @@ class Draft(nn.Module, ABC):
     def vocabulary(self) -> Tensor: ...
 
     @abstractmethod
-    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """Draft `num_steps` tokens from every row, fed with the tokens that really came.
 
         Args:
@@ -100,7 +117,7 @@ class Draft(nn.Module, ABC):
             keep: says after each step which rows go on; all of them if None.
 
         Returns:
-            for each step the row numbers [n] that ran and their logits [n, D].
+            what each step drafted.
         """
 
     @abstractmethod
@@ -108,39 +125,199 @@ class Draft(nn.Module, ABC):
         """Return a drafter for a sequence of at most `max_len` tokens."""
 
 
-def family_of(directory: Path) -> ModuleType:
+def confidence(logits: Tensor) -> float:
+    """Return the highest probability that a draft gives, [D] logits taken at temperature 1."""
+    return float(logits.float().softmax(-1).max())
+
+
+class EngineWeights(NamedTuple):
+    """What vLLM loads of a draft when it is swapped in.
+
+    Attributes:
+        file: a safetensors file.
+        parameters: name of each parameter of vLLM's module, to the file's tensors that it is stacked of, in order.
+            Every tensor of the file is in it once; one whose module turns out to be the target's own is left alone.
+    """
+
+    file: Path
+    parameters: dict[str, tuple[str, ...]]
+
+
+class Family(Protocol):
+    """What the module of a draft family offers; `draft` is the family's own subclass of `Draft`."""
+
+    @property
+    def PAPER(self) -> str:
+        """Where it comes from."""
+
+    @property
+    def ARCHITECTURES(self) -> tuple[str, ...]:
+        """What `architectures` of its config.json may say; another family may say the same."""
+
+    @property
+    def TRAINED(self) -> bool:
+        """Whether there are weights to learn; without them the directory is a config.json alone."""
+
+    @property
+    def Params(self) -> type[BaseParams]:
+        """The shape of a new draft."""
+
+    def create(self, params: Any, target_dir: Path, token_counts: np.ndarray) -> Draft:
+        """Make a draft for a target.
+
+        Args:
+            params: the family's `Params`.
+            target_dir: the target's directory.
+            token_counts: [V] how often each target token occurs in the traffic.
+
+        Raises:
+            ValueError: the target is of a layout that the family does not take, or `params` don't fit it.
+        """
+
+    def renew(self, draft: Any, target_dir: Path, token_counts: np.ndarray) -> Draft:
+        """Let a draft follow the traffic's tokens, before it is trained again."""
+
+    def save(self, draft: Any, directory: Path) -> None:
+        """Write the draft as the engine loads it, config.json by `write_config`."""
+
+    def load(self, directory: Path, target_dir: Path) -> Draft:
+        """Read a draft back, in float32; ValueError as `check`."""
+
+    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
+        """Say all that can be said against a draft before an engine reads it.
+
+        Args:
+            directory: the draft.
+            like: a draft that is served; shapes must equal its, because they can't change in a swap.
+            target: the target that is served.
+
+        Raises:
+            ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
+                draft that was made for another target or tokenizer, or that can't be swapped in for `like`.
+        """
+
+    def vllm_config(self, directory: Path) -> dict[str, Any]:
+        """Return what vLLM's speculative_config says of this draft."""
+
+    def vllm_weights(self, directory: Path) -> EngineWeights | None:
+        """Return what vLLM loads in a swap, None where there is nothing to load; ValueError if it can't be read."""
+
+
+class Adopter(Family, Protocol):
+    """A family of which others publish drafts."""
+
+    def publishes(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of a draft in a layout that `adopt` reads."""
+
+    def adopt(self, directory: Path, target_dir: Path) -> Draft:
+        """Take a draft that somebody else trained.
+
+        Args:
+            directory: config.json, safetensors files, and a tokenizer.json if it has one.
+            target_dir: the target that it is to draft for.
+
+        Raises:
+            ValueError: it does not fit the target, or is of a shape that is not supported; names what does not fit.
+        """
+
+
+def family_named(name: str) -> Family:
+    """Return the module of a family; ValueError if there is none of that name."""
+    return cast("Family", catalog.load("drafts", name))
+
+
+def name_of(family: Family) -> str:
+    """Return a family's name, its module's."""
+    return str(cast("Any", family).__name__).rpartition(".")[2]
+
+
+def family_of(directory: Path) -> Family:
     """Return the module of the family that a draft directory belongs to.
 
     Raises:
-        ValueError: there is no config.json, or no family is of its architecture.
+        UnknownFamily: it names a family that there is not, or none and its architecture is that of several.
+        ValueError: it has no config.json that can be read, or names no family and its architecture is that of none.
     """
-    architectures = read_json(directory / "config.json").get("architectures") or []
-    modules = map(partial(catalog.load, "drafts"), catalog.names("drafts"))
-    families = {architecture: module for module in modules for architecture in module.ARCHITECTURES}
-    if len(architectures) != 1 or architectures[0] not in families:
-        raise ValueError(f"draft {directory.name} is of architecture {architectures}; there are: {', '.join(families)}")
-    return families[architectures[0]]
+    config = read_json(directory / "config.json")
+    names, named = catalog.names("drafts"), _own(config, directory).get("family")
+    if named is not None:
+        if named not in names:
+            raise UnknownFamily(f"draft {directory.name} is of family {named!r}{did_you_mean(str(named), names)}")
+        return family_named(named)
+    architectures = config.get("architectures")
+    families = {name: family_named(name) for name in names}
+    having = [name for name, family in families.items() if architectures in [[one] for one in family.ARCHITECTURES]]
+    if len(having) > 1:
+        raise UnknownFamily(
+            f"draft {directory.name} is of architecture {architectures}, which the families {' and '.join(having)} "
+            f'have; say which it is in its config.json, as "redraft": {{"family": "{having[0]}"}}'
+        )
+    if not having:
+        known = sorted({one for family in families.values() for one in family.ARCHITECTURES})
+        raise ValueError(f"draft {directory.name} is of architecture {architectures}; there are: {', '.join(known)}")
+    return families[having[0]]
 
 
-def open_draft(directory: Path, target_dir: Path) -> "Draft":
+def adopter_of(directory: Path) -> Adopter:
+    """Return the module of the family that can take a draft which others published.
+
+    Raises:
+        ValueError: it has no config.json that can be read, or no family or several read its layout.
+    """
+    config = read_json(directory / "config.json")
+    families = map(family_named, catalog.names("drafts"))
+    adopters = [cast("Adopter", family) for family in families if hasattr(family, "adopt")]
+    found = [family for family in adopters if family.publishes(config)]
+    if len(found) == 1:
+        return found[0]
+    raise ValueError(
+        f"draft {directory.name}, of architecture {config.get('architectures')}, is in a layout of "
+        f"{' and '.join(map(name_of, found)) or 'no family'}; wanted one of: {', '.join(map(name_of, adopters))}"
+    )
+
+
+def open_draft(directory: Path, target_dir: Path) -> Draft:
     """Load a draft of whatever family; ValueError as the family's `check`."""
-    draft: Draft = family_of(directory).load(directory, target_dir)
-    return draft
+    return family_of(directory).load(directory, target_dir)
 
 
-def read_config(directory: Path, architectures: Sequence[str]) -> dict[str, Any]:
+def check_draft(directory: Path, like: Path | None, target: TargetCard) -> None:
+    """Check a draft of whatever family; see `Family.check`. A swap can't change the family either."""
+    family = family_of(directory)
+    if like is not None:
+        require_family(directory, like)
+    family.check(directory, like, target)
+
+
+def require_family(directory: Path, like: Path) -> None:
+    """Raise ValueError if two drafts are not of one family."""
+    own, served = name_of(family_of(directory)), name_of(family_of(like))
+    if own != served:
+        raise ValueError(f"draft {directory.name} is of family {own}, the served draft of {served}")
+
+
+def read_config(directory: Path, family: str, architectures: Sequence[str]) -> dict[str, Any]:
     """Read a draft's config.json.
 
     Raises:
-        ValueError: it can't be read, or is of another architecture than the family's.
+        ValueError: it can't be read, or is of another family or of another architecture than the family's.
     """
     config = read_json(directory / "config.json")
+    named = _own(config, directory).get("family", family)
+    if named != family:
+        raise ValueError(f"draft {directory.name} is of family {named!r}; wanted {family!r}")
     if config.get("architectures") not in [[architecture] for architecture in architectures]:
         raise ValueError(
             f"draft {directory.name} is of architecture {config.get('architectures')}; "
             f"wanted {' or '.join(architectures)}"
         )
     return config
+
+
+def write_config(config: Mapping[str, Any], family: str, directory: Path) -> None:
+    """Write a draft's config.json, which says its family."""
+    own = {**config, "redraft": {**config.get("redraft", {}), "family": family}}
+    (directory / "config.json").write_text(json.dumps(own, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -172,7 +349,7 @@ def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] |
 
 def check_made_for(config: dict[str, Any], directory: Path, target: TargetCard) -> None:
     """Raise ValueError if a draft says that it was made for another target; one from elsewhere says nothing."""
-    made_for = config.get("redraft", {})
+    made_for = _own(config, directory)
     for key, served in (("target_sha256", target.sha256), ("tokenizer_sha256", target.tokenizer_sha256)):
         if key in made_for and made_for[key] != served:
             raise ValueError(
@@ -197,3 +374,34 @@ def require_tensors(tensors: dict[str, Tensor], wanted: Shapes) -> None:
 def made_for(target: TargetCard) -> dict[str, str]:
     """Return what a draft's config keeps of its target under "redraft"."""
     return {"target_sha256": target.sha256, "tokenizer_sha256": target.tokenizer_sha256}
+
+
+def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Stack tensors as vLLM's layers of the Llama kind do.
+
+    Args:
+        names: name that a parameter would have in vLLM if nothing were stacked, to the checkpoint's tensor.
+
+    Returns:
+        name of each parameter, to the tensors that it is stacked of.
+    """
+    parameters = {}
+    for name, tensor in names.items():
+        layer, _, linear = name.rpartition(".")[0].rpartition(".")
+        leaf = name.rpartition(".")[2]
+        for whole, parts in FUSED.items():
+            if linear in parts:
+                stacked = (names.get(f"{layer}.{part}.{leaf}") for part in parts)
+                parameters[f"{layer}.{whole}.{leaf}"] = tuple(part for part in stacked if part is not None)
+                break
+        else:
+            parameters[name] = (tensor,)
+    return parameters
+
+
+def _own(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Return what a draft's config says under "redraft", nothing in one from elsewhere."""
+    own = config.get("redraft", {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f"draft {directory.name}: config.json has redraft {own!r}; wanted an object")
+    return own

@@ -7,7 +7,6 @@ target's states it reads nothing of the target, so a drafted token that was righ
 read: one unroll trains all of them.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -18,21 +17,44 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.checkpoint import read_tensors
-from models.drafts import Draft, KeepRows, Pick, Rows, Shapes, check_config, made_for, read_config, require_tensors
+from models.checkpoint import read_tensors, tensor_names
+from models.drafts import (
+    Draft,
+    Draw,
+    EngineWeights,
+    GoOn,
+    KeepRows,
+    Rows,
+    Shapes,
+    Unrolled,
+    check_config,
+    confidence,
+    fused,
+    made_for,
+    read_config,
+    require_tensors,
+    write_config,
+)
 from models.layers.decoder import Cache, Decoder
 from models.layers.reshape import spread_layers, take_layers
 from models.loading import load_floats
 from models.params import BaseParams
+from models.proposal import Proposal
 from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation)"
+FAMILY = "lm"
+WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TRAINED = True
 
 
 class Params(BaseParams):
-    """Shape of a new draft: how many of the target's layers it keeps."""
+    """Shape of a new draft.
+
+    Attributes:
+        num_layers: how many of the target's layers it keeps.
+    """
 
     name: Literal["lm"] = "lm"
     num_layers: int = 3
@@ -61,15 +83,16 @@ class Lm(Draft):
         """All of the target's."""
         return torch.arange(self.config.vocab_size, device=self.lm_head.weight.device)
 
-    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`."""
         # Right padding needs no mask: no token attends to a later one.
         states = self.model(input_ids=rows.token_ids, use_cache=False).last_hidden_state
         running = torch.arange(len(rows.index), device=rows.index.device)
         drafted = []
         for step in range(num_steps):
-            logits = self.lm_head(states[rows.sequence[running], rows.index[running] + 1 + step])
-            drafted.append((running, logits))
+            hidden = states[rows.sequence[running], rows.index[running] + 1 + step]
+            logits = self.lm_head(hidden)
+            drafted.append(Unrolled(running, logits, hidden))
             if step + 1 < num_steps and keep is not None:
                 running = running[keep(step, running, logits)]
         return drafted
@@ -100,18 +123,22 @@ class _Drafter:
         """See the base."""
         self._known += token_ids.tolist()[1 if self._known else 0 :]
 
-    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], Tensor]:
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base."""
         decoder = self.draft.decoder()
         self._cache.length = len(os.path.commonprefix([self._held, self._known[:-1]]))
-        unread, proposed, logits = self._known[self._cache.length :], [], []
-        for _ in range(num_tokens):
+        unread, proposed, drawn_from = self._known[self._cache.length :], [], []
+        while True:
             states, _ = decoder.forward(torch.tensor(unread, device=decoder.device), self._cache)
-            logits.append(decoder.logits(states[-1:]))
-            unread = [pick(logits[-1][0])]
-            proposed += unread
+            logits = decoder.logits(states[-1:])[0]
+            token, q = draw(logits)
+            unread = [token]
+            proposed.append(token)
+            drawn_from.append(q)
+            if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
+                break
         self._held = self._known + proposed[:-1]
-        return proposed, torch.cat(logits)
+        return Proposal.chain(proposed, drawn_from, decoder.device)
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
@@ -148,10 +175,10 @@ def save(draft: Lm, directory: Path) -> None:
     tensors = {
         n: t.detach().to(torch.bfloat16).contiguous().cpu() for n, t in draft.state_dict().items() if n in shapes
     }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     config = draft.config.to_dict() | {"dtype": "bfloat16"}
     config.pop("_name_or_path", None)  # a path of this machine
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_config(config, FAMILY, directory)
 
 
 def load(directory: Path, target_dir: Path) -> Lm:
@@ -165,25 +192,20 @@ def load(directory: Path, target_dir: Path) -> Lm:
 
 
 def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """Say all that can be said against a draft before an engine reads it.
-
-    Args:
-        directory: the draft.
-        like: a draft that is served; shapes must equal its, because they can't change in a swap.
-        target: the target that is served.
-
-    Raises:
-        ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
-            draft that was made for another target or tokenizer.
-    """
-    config = read_config(directory, ARCHITECTURES)
-    check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
+    """See `models.drafts.Family`."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
     require_tensors(read_tensors(directory), expected_shapes(AutoConfig.from_pretrained(directory)))
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     return {"method": "draft_model", "model": str(directory)}
+
+
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file, with vLLM's names for its tensors."""
+    return EngineWeights(directory / WEIGHTS, fused({name: name for name in tensor_names(directory / WEIGHTS)}))
 
 
 def expected_shapes(config: Any) -> Shapes:

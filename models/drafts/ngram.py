@@ -3,7 +3,6 @@
 The longest n that occurs wins, and of its places the first, as in vLLM. A draft of this family is a config.json.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,17 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.drafts import Draft, KeepRows, Pick, Rows, check_config, made_for, read_config
+from models.drafts import (
+    Draft,
+    Draw,
+    GoOn,
+    KeepRows,
+    Rows,
+    Unrolled,
+    check_config,
+    made_for,
+    read_config,
+    write_config,
+)
 from models.params import BaseParams, validate
+from models.proposal import Proposal
 from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
+FAMILY = "ngram"
 ARCHITECTURES = ("NgramDraft",)
 TRAINED = False
 
 
 class Params(BaseParams):
-    """The least and the most tokens that are looked up."""
+    """What is looked up.
+
+    Attributes:
+        min_tokens: the fewest last tokens that are looked up.
+        max_tokens: the most.
+    """
 
     name: Literal["ngram"] = "ngram"
     min_tokens: int = 2
@@ -45,7 +62,7 @@ class Ngram(Draft):
         """All of the target's."""
         return torch.arange(self.config["vocab_size"])
 
-    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`; a row whose tokens stood nowhere before does not run, and logits are 0 or −∞."""
         tokens = rows.token_ids.tolist()
         found = [
@@ -58,7 +75,7 @@ class Ngram(Draft):
             logits = torch.full((len(running), self.config["vocab_size"]), float("-inf"))
             for place, row in enumerate(running.tolist()):
                 logits[place, found[row][step]] = 0.0
-            drafted.append((running, logits))
+            drafted.append(Unrolled(running, logits))
             if keep is not None and step + 1 < num_steps:
                 running = running[keep(step, running, logits)]
         return drafted
@@ -74,14 +91,16 @@ class _Drafter:
     def __init__(self, draft: Ngram) -> None:
         self.draft = draft
         self._token_ids: list[int] = []
+        self._device = torch.device("cpu")
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         """See the base."""
         self._token_ids += token_ids.tolist()[1 if self._token_ids else 0 :]
+        self._device = token_ids.device
 
-    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], None]:
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base."""
-        return look_up(self._token_ids, num_tokens, self.draft.params), None
+        return Proposal.chain(look_up(self._token_ids, num_tokens, self.draft.params), device=self._device)
 
 
 def look_up(token_ids: list[int], num_tokens: int, params: Params) -> list[int]:
@@ -126,23 +145,27 @@ def renew(draft: Ngram, target_dir: Path, token_counts: np.ndarray) -> Ngram:
 
 def save(draft: Ngram, directory: Path) -> None:
     """Write config.json into `directory`."""
-    (directory / "config.json").write_text(json.dumps(draft.config, indent=2, sort_keys=True) + "\n")
+    write_config(draft.config, FAMILY, directory)
 
 
 def load(directory: Path, target_dir: Path) -> Ngram:
     """Read a draft back; ValueError as `check`."""
     check(directory, like=None, target=describe(target_dir))
-    config = read_config(directory, ARCHITECTURES)
+    config = read_config(directory, FAMILY, ARCHITECTURES)
     return Ngram(validate(Params, config["ngram"], f"draft {directory.name}"), config)
 
 
 def check(directory: Path, like: Path | None, target: TargetCard) -> None:
     """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""
-    config = read_config(directory, ARCHITECTURES)
-    check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
-    params = read_config(directory, ARCHITECTURES)["ngram"]
+    params = read_config(directory, FAMILY, ARCHITECTURES)["ngram"]
     return {"method": "ngram", "prompt_lookup_min": params["min_tokens"], "prompt_lookup_max": params["max_tokens"]}
+
+
+def vllm_weights(directory: Path) -> None:
+    """Return None: there is nothing to load."""

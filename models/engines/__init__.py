@@ -6,12 +6,34 @@
 its endpoint can't parse tool calls that way.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from models.acceptance import Trace
-from models.params import Frozen
+from models.params import BaseParams, Frozen
+
+if TYPE_CHECKING:
+    from models.verify import Rules  # torch
+
+
+class EngineParams(BaseParams):
+    """What every engine's `Params` say.
+
+    Attributes:
+        num_draft_tokens: K, the most tokens drafted in a step, branches included; 0 starts an engine that can't
+            speculate.
+        max_model_len: longest sequence, prompt included.
+    """
+
+    num_draft_tokens: int = 3
+    max_model_len: int = 1024
+
+    @property
+    @abstractmethod
+    def rules(self) -> "Rules":
+        """What drafted tokens are verified by."""
 
 
 class Sampling(Frozen):
@@ -31,7 +53,7 @@ class Completion(Frozen):
 
     Attributes:
         drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
-        drafted_ids: the drafted tokens of each step.
+        drafted_ids: the drafted tokens of each step; of a tree all of them, parents before children.
         gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
         finish_reason: None when the client went away.
     """

@@ -11,48 +11,61 @@ more than cores, libgomp puts them to sleep between any two products: a step wou
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import field_validator
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
-from models.drafts import Draft, Drafter, family_of, open_draft
-from models.engines import Completion, Sampling
+from models.drafts import Draft, Drafter, GoOn, family_of, open_draft
+from models.engines import Completion, EngineParams, Sampling
 from models.layers.decoder import Cache, Decoder
+from models.lengths import Cost, View, fixed
 from models.params import BaseParams
 from models.precision import fast_dtype
+from models.proposal import Proposal
 from models.targets import describe
+from models.verify import Rules, Verified, greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
 
 OnFinish = Callable[[Completion, Sampling], None]
 
 
-class Params(BaseParams):
+class Params(EngineParams):
     """How the engine runs.
 
     Attributes:
-        num_draft_tokens: K; 0 starts an engine that can't speculate.
-        max_model_len: longest sequence, prompt included.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
         device: as torch names it.
         verify: the rule for temperature > 0.
-        verify_greedy: the rule for temperature 0; it sees logits in place of p, and no q.
+        verify_greedy: the rule for temperature 0; it sees logits in place of p, and mostly no q.
         lengths: the length policy.
     """
 
     name: Literal["torch"] = "torch"
-    num_draft_tokens: int = 3
-    max_model_len: int = 1024
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
-    verify: dict[str, Any] = {"name": "rejection"}  # noqa: RUF012 - pydantic copies defaults
-    verify_greedy: dict[str, Any] = {"name": "greedy"}  # noqa: RUF012
-    lengths: dict[str, Any] = {"name": "fixed"}  # noqa: RUF012
+    verify: Annotated[BaseParams, catalog.Method("verify")] = rejection.Params()
+    verify_greedy: Annotated[BaseParams, catalog.Method("verify")] = greedy.Params()
+    lengths: Annotated[BaseParams, catalog.Method("lengths")] = fixed.Params()
+
+    @property
+    def rules(self) -> Rules:
+        """What drafted tokens are verified by."""
+        return Rules(greedy=self.verify_greedy, sampling=self.verify)
+
+    @field_validator("verify")
+    @classmethod
+    def _samples(cls, rule: BaseParams) -> BaseParams:
+        if not catalog.load("verify", rule.name).SAMPLES:
+            raise ValueError(f"verify rule {rule.name} is for greedy decoding only; it can't sample")
+        return rule
 
 
 class TorchEngine:
@@ -73,9 +86,8 @@ class TorchEngine:
             True: _method("verify", params.verify_greedy),
             False: _method("verify", params.verify),
         }
-        if not self._rules[False][0].SAMPLES:
-            raise ValueError(f"verify rule {params.verify['name']} is for greedy decoding only; it can't sample")
         self._lengths = _method("lengths", params.lengths)
+        self._cost = Cost()
         self._stops = _stop_ids(target_dir)
         self._running: set[_Sequence] = set()
         self.draft, self.draft_version = directory, ""
@@ -184,6 +196,11 @@ class TorchEngine:
         """Forget the models."""
         self._draft = None
 
+    def took(self, proposal: Proposal, draft_s: float, verify_s: float) -> None:
+        """Note what a step took; a chain's draft has made a pass for each token."""
+        num_rows, num_passes = 1 + proposal.num_tokens, proposal.depth
+        self._cost = self._cost.after(num_rows, 1000 * verify_s, num_passes, 1000 * draft_s)
+
     def _open_like_served(self, directory: Path) -> Draft:
         assert self.draft is not None
         family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
@@ -203,15 +220,17 @@ class _Sequence:
         self._cache = Cache(self._target, limit + self._params.num_draft_tokens + 1)
         self._draft, self.draft_version = engine._draft, engine.draft_version
         self._drafter: Drafter | None = None
+        self._taps: tuple[int, ...] = ()
         if self._draft is not None and engine.speculating:
             self._drafter = self._draft.drafter(self._cache.max_len)
+            self.use(self._draft, engine.draft_version)
         self._rng = torch.Generator(self._target.device)
         if sampling.seed is not None:
             self._rng.manual_seed(sampling.seed)
         else:
             self._rng.seed()
-        self._pending: Tensor | None = None  # tapped states that the drafter has not seen
-        self._steps: list[tuple[tuple[int, ...], int]] = []
+        self._drafted_ids: list[tuple[int, ...]] = []
+        self._counts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step
         self._gaps: list[float] = []
         self._started, self._times = time.monotonic(), [0.0, 0.0]
         self.token_ids: list[int] = []
@@ -222,6 +241,7 @@ class _Sequence:
         self._draft, self.draft_version = draft, version
         if self._drafter is not None:
             self._drafter.draft = draft
+            self._taps, self._vocabulary = draft.taps, draft.vocabulary
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -231,71 +251,88 @@ class _Sequence:
             logits = self._target.logits(states[-1:])
             emitted = [_draw(logits[0], self._sampling, self._rng)]
             self._extend(self._prompt_ids, emitted, tapped)
-        else:
-            proposed, drafted_logits = self._propose()
-            last = self.token_ids[-1]
-            before = self._cache.length
-            states, tapped = self._target.forward(self._ids([last, *proposed]), self._cache, self._taps)
-            logits = self._target.logits(states)
-            emitted = self._verify(proposed, drafted_logits, logits)
-            self._cache.length = before + len(emitted)
-            self._extend([last], emitted, tapped[: len(emitted)])
-        self._emit(emitted, logits)
+            self._emit(emitted, logits, [0])
+            return
+        started = time.perf_counter()
+        proposal = self._propose()
+        drafted = time.perf_counter()
+        tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
+        last, before = self.token_ids[-1], self._cache.length
+        states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents)
+        logits = self._target.logits(states)
+        verified = self._verify(proposal, logits)
+        accepted = int(verified.num_accepted[0])
+        emitted = verified.tokens[0, : accepted + 1].tolist()
+        rows = [0, *(node + 1 for node in verified.path[0, :accepted].tolist())]
+        self._cache.keep(before, rows)
+        self._drafted_ids.append(tuple(tokens))
+        self._counts.append((len(tokens), accepted))
+        self._extend([last], emitted, tapped[rows])
+        self._emit(emitted, logits, rows)
+        self._engine.took(proposal, drafted - started, time.perf_counter() - drafted)
 
-    @property
-    def _taps(self) -> tuple[int, ...]:
-        return self._draft.taps if self._drafter is not None and self._draft is not None else ()
-
-    def _propose(self) -> tuple[list[int], Tensor | None]:
+    def _propose(self) -> Proposal:
         if self._drafter is None or not self._engine.speculating:
-            return [], None
+            return Proposal.chain([], device=self._target.device)
         policy, params = self._engine._lengths
-        counts = [(len(drafted), accepted) for drafted, accepted in self._steps]
-        num_tokens = policy.num_draft_tokens(counts, self._params.num_draft_tokens, params)
+        view = View(
+            limit=self._params.num_draft_tokens,
+            position=self._cache.length + 1,
+            steps=tuple(self._counts),
+            num_running=len(self._engine._running),
+            cost=self._engine._cost,
+        )
+        num_tokens = policy.num_draft_tokens(view, params)
         if num_tokens == 0:
-            return [], None
-        return self._drafter.propose(num_tokens, lambda logits: _draw(logits, self._sampling, self._rng))
+            return Proposal.chain([], device=self._target.device)
+        go_on = _go_on(policy, view, params) if hasattr(policy, "go_on") else None
+        return self._drafter.propose(num_tokens, self._draw_drafted, go_on)
 
-    def _verify(self, proposed: list[int], drafted_logits: Tensor | None, logits: Tensor) -> list[int]:
-        """Return what the step emits; its drafted and accepted tokens are noted."""
+    def _draw_drafted(self, logits: Tensor) -> tuple[int, Tensor | None]:
+        """See `models.drafts.Draw`."""
+        if self._sampling.temperature == 0:
+            return int(self._vocabulary[logits.argmax()]), None
+        drawn_from = probabilities(logits[None].float(), self._sampling)[0]
+        index = torch.multinomial(drawn_from, 1, generator=self._rng)
+        return int(self._vocabulary[index]), self._spread(drawn_from)
+
+    def _spread(self, drawn_from: Tensor) -> Tensor:
+        """[D] probabilities of the draft's tokens → q [V], 0 outside its vocabulary."""
+        if len(drawn_from) == self._target.vocab_size:
+            return drawn_from
+        return drawn_from.new_zeros(self._target.vocab_size).index_copy_(0, self._vocabulary, drawn_from)
+
+    def _verify(self, proposal: Proposal, logits: Tensor) -> Verified:
         greedy = self._sampling.temperature == 0
         rule, params = self._engine._rules[greedy]
-        draft_tokens = self._ids(proposed)[None]
-        p = logits[None] if greedy else probabilities(logits, self._sampling)[None]
-        q = torch.zeros_like(p[:, :-1])
-        if proposed and not greedy:
-            q = self._spread(drafted_logits, draft_tokens[0])[None].to(p)
-        verified = rule.verify(draft_tokens, q, p, self._rng, params)
-        accepted = int(verified.num_accepted[0])
-        self._steps.append((tuple(proposed), accepted))
-        return [int(token) for token in verified.tokens[0, : accepted + 1]]
-
-    def _spread(self, logits: Tensor | None, draft_tokens: Tensor) -> Tensor:
-        """Return q [K, V] of drafted tokens, 0 outside the draft's vocabulary."""
-        q = torch.zeros(len(draft_tokens), self._target.vocab_size, device=draft_tokens.device)
-        if logits is None or self._draft is None:
-            return q.scatter_(1, draft_tokens[:, None], 1.0)
-        q[:, self._draft.vocabulary] = probabilities(logits.float(), self._sampling)
-        return q
+        p = logits if greedy else probabilities(logits, self._sampling)
+        verified: Verified = rule.verify(proposal, p[None], self._rng, params)
+        return verified
 
     def _extend(self, before: list[int], emitted: list[int], tapped: Tensor) -> None:
         """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted but the last."""
         if self._drafter is not None:
             self._drafter.extend(self._ids([*before, *emitted]), tapped)
 
-    def _emit(self, emitted: list[int], logits: Tensor) -> None:
-        """Take over emitted tokens up to a stop or the limit; those after it were never accepted."""
-        for number, token in enumerate(emitted):
+    def _emit(self, emitted: list[int], logits: Tensor, rows: list[int]) -> None:
+        """Take over emitted tokens up to a stop or the limit; those after it were never accepted.
+
+        Args:
+            emitted: at least one.
+            logits: [n, V] of the target's pass.
+            rows: which of its rows said each token.
+        """
+        for number, (token, row) in enumerate(zip(emitted, rows, strict=True)):
             self.token_ids.append(token)
             if (self._sampling.num_logprobs or 0) >= 2:
-                best, second = logits[number].log_softmax(-1).topk(2).values.tolist()
+                best, second = logits[row].log_softmax(-1).topk(2).values.tolist()
                 self._gaps.append(best - second)
             stopped = token in self._engine._stops and not self._sampling.ignore_eos
             if stopped or len(self.token_ids) == self._max_new:
                 self.finish_reason = "stop" if stopped else "length"
-                if self._steps and len(self.token_ids) > 1:
-                    drafted, accepted = self._steps[-1]
-                    self._steps[-1] = drafted, min(accepted, number + 1)
+                if self._counts:
+                    drafted, accepted = self._counts[-1]
+                    self._counts[-1] = drafted, min(accepted, number + 1)
                 break
         now = time.monotonic()
         self._times = [self._times[0] or now, now]
@@ -310,9 +347,9 @@ class _Sequence:
             request_id=self._request_id,
             prompt_ids=tuple(self._prompt_ids),
             token_ids=tuple(self.token_ids),
-            drafted=tuple(len(drafted) for drafted, _ in self._steps),
-            accepted=tuple(accepted for _, accepted in self._steps),
-            drafted_ids=tuple(drafted for drafted, _ in self._steps),
+            drafted=tuple(drafted for drafted, _ in self._counts),
+            accepted=tuple(accepted for _, accepted in self._counts),
+            drafted_ids=tuple(self._drafted_ids),
             finish_reason=self.finish_reason,
             first_token_ms=1000 * max(first - self._started, 0.0),
             per_token_ms=1000 * max(last - first, 0.0) / max(len(self.token_ids) - 1, 1),
@@ -363,8 +400,18 @@ def _draw(logits: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
     return int(torch.multinomial(probabilities(logits[None].float(), sampling)[0], 1, generator=rng))
 
 
-def _method(family: str, table: dict[str, Any]) -> tuple[ModuleType, BaseParams]:
-    params = catalog.parse(family, table)
+def _go_on(policy: ModuleType, view: View, params: BaseParams) -> GoOn:
+    """Return what a drafter asks after each of its passes in a step."""
+    confidences: list[float] = []
+
+    def ask(confidence: float) -> bool:
+        confidences.append(confidence)
+        return bool(policy.go_on(replace(view, confidences=tuple(confidences)), params))
+
+    return ask
+
+
+def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
     return catalog.load(family, params.name), params
 
 

@@ -1,10 +1,12 @@
 """The forward pass of Llama-like models for one sequence, with a cache that can be cut back.
 
-It exists because speculation needs what the library's cache does not give cheaply: forget the tail of a sequence after
-every step. A step of one token takes little more than its weights take to read, so the layers call few operations:
-stacked products, one rotation of queries and keys together, and heads that share keys as rows of one attention.
+It exists because speculation needs what the library's cache does not give cheaply: read a tree of possible next tokens
+in one pass, and after every step forget all of it but the path that was right. A step of one token takes little more
+than its weights take to read, so the layers call few operations: stacked products, one rotation of queries and keys
+together, and heads that share keys as rows of one attention.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,20 @@ class Cache:
     def max_len(self) -> int:
         """Tokens that it can hold."""
         return self.keys.shape[2]
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Forget all rows of the last pass but those of one path, which close up; a chain's first ones stay in place.
+
+        Args:
+            start: `length` before the pass.
+            rows: the path, ascending from 0.
+        """
+        stop = start + len(rows)
+        if rows and rows[-1] >= len(rows):
+            places = torch.tensor(rows, device=self.keys.device) + start
+            for held in (self.keys, self.values):
+                held[:, :, start:stop] = held[:, :, places]
+        self.length = stop
 
 
 class Decoder:
@@ -75,13 +91,17 @@ class Decoder:
         """Read a model directory; ValueError as the constructor."""
         return cls(AutoConfig.from_pretrained(directory), read_tensors(directory), dtype, device)
 
-    def forward(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...] = (), parents: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run tokens that follow what is in the cache, and add them to it.
 
         Args:
             token_ids: [n] int64.
             cache: of this sequence.
             taps: residual streams to return, counted as layers done.
+            parents: the row, below its own, that each token follows, -1 for the cache's last token: a token sees the
+                cache and the rows on its path, and its position is the path's length. None is a chain.
 
         Returns:
             last hidden states [n, H], normed, and tapped ones [n, A·H], not normed.
@@ -91,7 +111,9 @@ class Decoder:
         """
         if cache.length + len(token_ids) > cache.max_len:
             raise ValueError(f"{cache.length} tokens and {len(token_ids)} more; the cache holds {cache.max_len}")
-        parts = [self._chunk(chunk, cache, taps) for chunk in token_ids.split(CHUNK)]
+        if parents is not None and list(parents) != list(range(-1, len(token_ids) - 1)):
+            return self._tree(token_ids, cache, taps, parents)
+        parts = [self._chain(chunk, cache, taps) for chunk in token_ids.split(CHUNK)]
         states, tapped = zip(*parts, strict=True)
         return (states[0], tapped[0]) if len(parts) == 1 else (torch.cat(states), torch.cat(tapped))
 
@@ -99,10 +121,35 @@ class Decoder:
         """[n, H] → [n, V] in float32."""
         return self._head(states).float()
 
-    def _chunk(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _chain(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         start, stop = cache.length, cache.length + len(token_ids)
-        cos, sin = self._rotation(start, stop)
-        mask = self._mask(start, stop) if len(token_ids) > 1 else None
+        positions = torch.arange(start, stop, dtype=torch.float32, device=self.device)
+        mask = None
+        if len(token_ids) > 1:
+            mask = torch.full((len(token_ids), stop), float("-inf"), dtype=self.dtype, device=self.device)
+            mask = mask.triu(start + 1)
+        return self._run(token_ids, cache, taps, positions, mask)
+
+    def _tree(
+        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...], parents: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        seen = torch.eye(len(parents), dtype=torch.bool)
+        for row, parent in enumerate(parents):
+            if parent >= 0:
+                seen[row] |= seen[parent]
+        mask = torch.zeros(len(parents), cache.length + len(parents), dtype=self.dtype)
+        mask[:, cache.length :].masked_fill_(~seen, float("-inf"))
+        positions = cache.length + seen.sum(dim=1).float() - 1
+        return self._run(token_ids, cache, taps, positions.to(self.device), mask.to(self.device))
+
+    def _run(
+        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...], positions: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run n rows at `positions` [n]; `mask` [n, T] is added to scores, once for every head of a group."""
+        start, stop = cache.length, cache.length + len(token_ids)
+        cos, sin = self._rotation(positions)
+        if mask is not None:
+            mask = mask.repeat(self.num_heads // self.num_kv_heads, 1)
         state = functional.embedding(token_ids, self._embedding)
         kept = {0: state} if 0 in taps else {}
         for number, layer in enumerate(self._layers):
@@ -135,14 +182,8 @@ class Decoder:
         attended = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
         return attended.view(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
 
-    def _mask(self, start: int, stop: int) -> Tensor:
-        """[group·n, T], added to scores: the tokens of a step once for every head of a group."""
-        ahead = torch.full((stop - start, stop), float("-inf"), dtype=self.dtype, device=self.device).triu(start + 1)
-        return ahead.repeat(self.num_heads // self.num_kv_heads, 1)
-
-    def _rotation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """[n, 1, width] cosine and signed sine."""
-        positions = torch.arange(start, stop, dtype=torch.float32, device=self.device)
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[n] → [n, 1, width] cosine and signed sine."""
         angles = positions[:, None, None] * self._frequencies.to(self.device)
         cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
         return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)

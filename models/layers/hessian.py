@@ -19,4 +19,5 @@ def inverse_factor(hessian: Tensor, dampening: float) -> Tensor:
     # A feature that was never seen has a row of zeros: any positive number leaves it by itself.
     hessian = hessian + torch.diag(torch.where(diagonal > 0, dampening * mean, mean.clamp(min=1e-6)))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor

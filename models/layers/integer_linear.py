@@ -33,7 +33,7 @@ class IntegerLinear(nn.Module):
         scale = token_scales(rows) if self.input_scale is None else self.input_scale
         # By the reciprocal, as engines do: a quotient would round some ties the other way.
         sums = product((rows * scale.reciprocal()).round().clamp(-HIGH - 1, HIGH), self.values)
-        outputs = (sums * scale * self.scales.T).to(inputs.dtype).unflatten(0, inputs.shape[:-1])
+        outputs: Tensor = (sums * scale * self.scales.T).to(inputs.dtype).unflatten(0, inputs.shape[:-1])
         return outputs if self.bias is None else outputs + self.bias
 
 

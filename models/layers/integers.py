@@ -30,7 +30,7 @@ class Integers(NamedTuple):
 
     def floats(self) -> Tensor:
         """Return what the integers stand for, [O, I] float32."""
-        groups = self.values.float().unflatten(1, (self.scales.shape[1], -1))
+        groups: Tensor = self.values.float().unflatten(1, (self.scales.shape[1], -1))
         if self.zeros is not None:
             groups = groups - self.zeros.float()[..., None]
         return (groups * self.scales.float()[..., None]).flatten(1)
@@ -121,7 +121,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[1] <= _EXACT:
         return left @ right.T
     parts = zip(left.split(_EXACT, 1), right.split(_EXACT, 1), strict=True)
-    return sum((a @ b.T).double() for a, b in parts)
+    total: Tensor = sum((a @ b.T).double() for a, b in parts)
+    return total
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -154,7 +155,8 @@ def unpack(words: Tensor, bits: int, width: int) -> Tensor:
     """
     each = 32 // bits
     raised = words.to(torch.int64)[..., None] >> (bits * torch.arange(each, device=words.device))
-    return ((raised & (2**bits - 1)) - 2 ** (bits - 1)).flatten(1)[:, :width].to(torch.int8)
+    half: int = 2 ** (bits - 1)
+    return ((raised & (2 * half - 1)) - half).flatten(1)[:, :width].to(torch.int8)
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,11 +1,13 @@
 """The one walk over a model's linear layers, and calibration inputs caught on the way."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.layers.layout import Block
 from models.training import pad
 
 
@@ -27,7 +29,7 @@ def linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
                 raise ValueError(f"layer {where} is a {type(module).__name__}; this method handles nn.Linear")
 
 
-def blocks(model: PreTrainedModel) -> Sequence[nn.Module]:
+def blocks(model: PreTrainedModel) -> Sequence[Block]:
     """Return the decoder blocks.
 
     Raises:
@@ -36,7 +38,7 @@ def blocks(model: PreTrainedModel) -> Sequence[nn.Module]:
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(model).__name__} has no model.layers; models of Llama's layout are handled")
-    return layers
+    return cast("Sequence[Block]", layers)
 
 
 def replace(model: PreTrainedModel, make: Callable[[str, nn.Linear], nn.Module]) -> None:

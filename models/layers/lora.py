@@ -54,7 +54,11 @@ def add_low_rank(model: nn.Module, names: Sequence[str], rank: int, alpha: float
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(names))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # only ever divided by the rank
+        target_modules=list(names),
+    )
     wrapped = {type(module) for name, module in model.named_modules() if name.rpartition(".")[2] in names}
     # A layer that keeps its weight in another form multiplies like any linear layer, which peft can't know.
     config._register_custom_module({kind: Linear for kind in wrapped if not issubclass(kind, nn.Linear)})
@@ -90,5 +94,6 @@ def plain_linear(weight: Tensor, bias: nn.Parameter | None) -> nn.Linear:
     """Return a linear layer of `weight` [O, I]."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach())
-    layer.bias = bias
+    if bias is not None:
+        layer.bias = bias
     return layer

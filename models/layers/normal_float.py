@@ -82,7 +82,7 @@ def encode(weight: Tensor, block_size: int = 64, double: bool = True) -> NormalF
 
 def pack(codes: Tensor) -> Tensor:
     """Put two codes into a byte, the first in the high bits; [..., I] uint8 to [..., I / 2] uint8, I even."""
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs: Tensor = codes.unflatten(-1, (-1, 2))
     return (pairs[..., 0] << 4) | pairs[..., 1]
 
 
@@ -93,7 +93,8 @@ def unpack(words: Tensor) -> Tensor:
 
 def _quantiles(count: int) -> Tensor:
     """Return the normal distribution's quantiles from OUTERMOST down to, and without, the one half."""
-    return torch.special.ndtri(torch.linspace(OUTERMOST, 0.5, count, dtype=torch.float64))[:-1]
+    quantiles: Tensor = torch.special.ndtri(torch.linspace(OUTERMOST, 0.5, count, dtype=torch.float64))
+    return quantiles[:-1]
 
 
 def _double(scales: Tensor) -> Scales:

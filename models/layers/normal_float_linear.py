@@ -19,6 +19,11 @@ class NormalFloatLinear(nn.Module):
     Letters: O outputs and I inputs of the layer.
     """
 
+    codes: Tensor
+    scale_values: Tensor
+    scale_blocks: Tensor
+    scale_mean: Tensor
+
     def __init__(self, layer: nn.Linear) -> None:
         """Round a layer's weight.
 
@@ -50,7 +55,7 @@ class NormalFloatLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., I] → [..., O]."""
-        outputs: Tensor = _Product.apply(inputs, self)
+        outputs: Tensor = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]  # torch's own, without types
         return outputs if self.bias is None else outputs + self.bias
 
 

@@ -35,7 +35,7 @@ def fixed_point(values: Tensor, num_bits: int, scale: Tensor | float, rng: torch
         rng: see `rounded`.
     """
     _require("num_bits", num_bits, 2)
-    top = 2 ** (num_bits - 1) - 1
+    top: int = 2 ** (num_bits - 1) - 1
     return rounded((values / scale).clamp(-1, 1) * top, rng) * scale / top
 
 
@@ -48,7 +48,7 @@ def unit_interval(values: Tensor, num_bits: int, rng: torch.Generator | None = N
         rng: see `rounded`.
     """
     _require("num_bits", num_bits, 1)
-    top = 2**num_bits - 1
+    top: int = 2**num_bits - 1
     return rounded(values.clamp(0, 1) * top, rng) / top
 
 
@@ -110,7 +110,8 @@ def minifloat(
 
 def lowest_exponent(exponent_bits: int, top: int) -> int:
     """Return the exponent of the smallest normal number of a `minifloat`."""
-    return top - (2**exponent_bits - 2)
+    normal: int = 2**exponent_bits - 2
+    return top - normal
 
 
 def _require(name: str, value: int, least: int) -> None:

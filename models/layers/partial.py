@@ -29,13 +29,14 @@ class PartialBlock(nn.Module):
     def forward(self, hidden: Tensor, **settings: object) -> Tensor:
         """Return [B, T, H]; see `models.layers.partial`."""
         if not self.training:
-            return self.block(hidden, **settings)
+            whole: Tensor = self.block(hidden, **settings)
+            return whole
         share = self.choose(self.index, hidden)
         rows = share.detach().nonzero()[:, 0]
         if not len(rows):
             return hidden
         if len(rows) == len(hidden):
-            output = self.block(hidden, **settings)
+            output: Tensor = self.block(hidden, **settings)
         else:
             chosen = {name: _pick(value, rows, len(hidden)) for name, value in settings.items()}
             output = hidden.index_copy(0, rows, self.block(hidden[rows], **chosen))
@@ -50,16 +51,14 @@ def make_partial(model: PreTrainedModel, choose: Choose) -> None:
     Raises:
         ValueError: the model is not of Llama's layout.
     """
-    layers = blocks(model)
-    for index, block in enumerate(layers):
-        layers[index] = PartialBlock(block, index, choose)
+    for index, block in enumerate(blocks(model)):
+        model.set_submodule(f"model.layers.{index}", PartialBlock(block, index, choose))
 
 
 def make_whole(model: PreTrainedModel) -> None:
     """Take back what `make_partial` did."""
-    layers = blocks(model)
-    for index, block in enumerate(layers):
-        layers[index] = block.block
+    for index, block in enumerate(blocks(model)):
+        model.set_submodule(f"model.layers.{index}", block.get_submodule("block"))
 
 
 def _pick(value: object, rows: Tensor, batch_size: int) -> object:

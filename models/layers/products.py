@@ -6,6 +6,7 @@ of attention stay as they are.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class ProductRegime(Regime):
         """See the base."""
         replace(model, lambda name, layer: self._plain[name])
 
-    def weights(self) -> list[nn.Parameter]:
+    def weights(self) -> list[Tensor]:
         """Return the weights that are multiplied by."""
         return [layer.weight for layer in self._plain.values()]
 
@@ -98,13 +99,13 @@ class ProductRegime(Regime):
 
 def straight_through(values: Tensor, change: Change) -> Tensor:
     """Return `change(values)` whose gradient is passed on as if nothing had been changed."""
-    changed: Tensor = _StraightThrough.apply(values, change)
+    changed: Tensor = _StraightThrough.apply(values, change)  # type: ignore[no-untyped-call]  # torch's own
     return changed
 
 
 def on_gradient(values: Tensor, change: Change) -> Tensor:
     """Return `values`, whose gradient is changed on its way back."""
-    same: Tensor = _OnGradient.apply(values, change)
+    same: Tensor = _OnGradient.apply(values, change)  # type: ignore[no-untyped-call]  # torch's own, without types
     return same
 
 
@@ -117,14 +118,16 @@ def linear(inputs: Tensor, weight: Tensor, data_gradient: Product, weight_gradie
         data_gradient: (gradient [..., O], weight) → [..., I]; not asked where the inputs need none.
         weight_gradient: (inputs [N, I], gradient [N, O]) → [O, I]; likewise.
     """
-    output: Tensor = _Linear.apply(inputs, weight, data_gradient, weight_gradient)
+    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch's own, without types
+        inputs, weight, data_gradient, weight_gradient
+    )
     return output
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: "torch.autograd.function.FunctionCtx",
+        ctx: Any,
         inputs: Tensor,
         weight: Tensor,
         data_gradient: Product,
@@ -135,9 +138,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(inputs, weight)
 
     @staticmethod
-    def backward(
-        ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
         of_data, of_weight = ctx.gradients
         data = of_data(gradient, weight) if ctx.needs_input_grad[0] else None
@@ -157,10 +158,10 @@ class _StraightThrough(torch.autograd.Function):
 
 class _OnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: "torch.autograd.function.FunctionCtx", values: Tensor, change: Change) -> Tensor:
+    def forward(ctx: Any, values: Tensor, change: Change) -> Tensor:
         ctx.change = change
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: "torch.autograd.function.FunctionCtx", gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.change(gradient), None

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from models.layers.linears import blocks
+from models.loading import moved
 
 # Which width each axis of a module's weight has; a bias has the first one's.
 _AXES: dict[str, tuple[str, ...]] = {
@@ -56,7 +57,8 @@ class Kept(NamedTuple):
 
 def spread_layers(num_layers: int, num_kept: int) -> list[int]:
     """Return `num_kept` of `num_layers` blocks, evenly spread from the first to the last."""
-    return np.linspace(0, num_layers - 1, num_kept).round().astype(int).tolist()
+    kept: list[int] = np.linspace(0, num_layers - 1, num_kept).round().astype(int).tolist()
+    return kept
 
 
 def take_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
@@ -127,7 +129,8 @@ def take_widths(model: PreTrainedModel, kept: Kept) -> PreTrainedModel:
 
 def head_dim(config: Any) -> int:
     """Return the width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
 
 
 def _block_of(name: str) -> int | None:
@@ -144,8 +147,9 @@ def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[
     if "ranks" in getattr(config, "redraft", {}):  # of the old shape's layers, by their old names
         config.redraft = {key: value for key, value in config.redraft.items() if key != "ranks"}
     with no_init_weights():
-        built = AutoModelForCausalLM.from_config(config, dtype=model.dtype)  # which leaves RoPE's buffers in float32
-    built.to(model.device)
+        # Leaves RoPE's buffers in float32.
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    moved(built, model.device)
     built.load_state_dict(dict(tensors))
     built.tie_weights()
     built.generation_config = copy.deepcopy(model.generation_config)

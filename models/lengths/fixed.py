@@ -1,8 +1,8 @@
 """Always K tokens."""
 
-from collections.abc import Sequence
 from typing import Literal
 
+from models.lengths import View
 from models.params import BaseParams
 
 PAPER = "arXiv:2211.17192, section 3"
@@ -14,12 +14,11 @@ class Params(BaseParams):
     name: Literal["fixed"] = "fixed"
 
 
-def num_draft_tokens(steps: Sequence[tuple[int, int]], limit: int, params: Params) -> int:
+def num_draft_tokens(view: View, params: Params) -> int:
     """Return how many tokens to draft.
 
     Args:
-        steps: (drafted, accepted) of each step so far.
-        limit: K.
+        view: only its `limit` counts.
         params: nothing to set.
     """
-    return limit
+    return view.limit

@@ -8,9 +8,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.losses import Drafted, Minimum
 from models.params import BaseParams
 
 PAPER = "arXiv:1503.02531, section 2, at temperature 1"
+NEEDS = ("target_probs",)
+MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
@@ -19,22 +22,6 @@ class Params(BaseParams):
     name: Literal["forward_kl"] = "forward_kl"
 
 
-def loss(draft_logits: Tensor, target_probs: Tensor, params: Params) -> Tensor:
-    """Return the loss of each row.
-
-    Args:
-        draft_logits: [N, D].
-        target_probs: [N, D], non-negative.
-        params: nothing to set.
-
-    Returns:
-        [N] float32, without the entropy term, which no draft can change.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    if draft_logits.shape != target_probs.shape:
-        raise ValueError(
-            f"draft_logits are {list(draft_logits.shape)}, target_probs {list(target_probs.shape)}; wanted the same"
-        )
-    return -(target_probs.float() * draft_logits.float().log_softmax(-1)).sum(-1)
+def loss(drafted: Drafted, params: Params) -> Tensor:
+    """Return [N] float32, without the entropy term, which no draft can change."""
+    return -(drafted.target_probs.float() * drafted.draft_logits.float().log_softmax(-1)).sum(-1)

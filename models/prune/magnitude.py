@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from models.params import BaseParams
-from models.prune import Pattern
+from models.sparsity import Pattern
 
 PAPER = "arXiv:1506.02626"
 CALIBRATED = False

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from models.layers.hessian import inverse_factor
 from models.params import BaseParams
-from models.prune import Pattern, require_inputs
+from models.prune import require_inputs
+from models.sparsity import Pattern
 
 PAPER = "arXiv:2301.00774, algorithm 1"
 CALIBRATED = True

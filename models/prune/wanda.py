@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from models.params import BaseParams
-from models.prune import Pattern, require_inputs
+from models.prune import require_inputs
+from models.sparsity import Pattern
 
 PAPER = "arXiv:2306.11695, equation 1"
 CALIBRATED = True

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from models import catalog, training
 from models.layers.linears import linears
-from models.params import BaseParams
+from models.params import BaseParams, TrainingParams
 
 # The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
 BLOCK = 128
@@ -58,7 +58,7 @@ def train_for(
     method: BaseParams,
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
-    params: training.Params,
+    params: TrainingParams,
     seed: int = 0,
     work_dir: Path | None = None,
     on_progress: training.OnProgress | None = None,

@@ -22,6 +22,7 @@ from models import compressed
 from models.layers import integers
 from models.layers.decoder import MODEL_TYPES
 from models.layers.integers import Integers
+from models.layers.layout import Block
 from models.layers.linears import blocks, calibrate, linears
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
@@ -101,33 +102,33 @@ def _require_layout(model: PreTrainedModel) -> None:
         raise ValueError(f"awq takes models of type {', '.join(MODEL_TYPES)}; got {model.config.model_type}")
 
 
-def _block(block: nn.Module, caught: Mapping[str, Tensor], params: Params) -> dict[str, Integers]:
+def _block(block: Block, caught: Mapping[str, Tensor], params: Params) -> dict[str, Integers]:
     """Scale, clip and round the layers of one block in place; `caught` [N, I] is what each of them read."""
     inputs = {}
     for maker_name, readers in FOLDS:
-        maker = block.get_submodule(maker_name)
-        layers = [block.get_submodule(leaf) for leaf in readers]
+        maker = block.get_parameter(f"{maker_name}.weight")
+        weights = [block.get_parameter(f"{leaf}.weight") for leaf in readers]
         found = caught[readers[0]].float()
         rows = found[:: max(1, len(found) // params.search_tokens)][: params.search_tokens]
         # Where several heads read one value head, the features of a value head are shared.
-        head = 1 if len(maker.weight) == found.shape[1] else block.self_attn.head_dim
-        shape = (len(maker.weight) // head, -1, head)
+        head = 1 if len(maker) == found.shape[1] else block.self_attn.head_dim
+        shape = (len(maker) // head, -1, head)
         magnitudes = found.abs().mean(0).view(shape).mean(1, keepdim=True)
-        scale = _search([layer.weight for layer in layers], rows, magnitudes, params)
+        scale = _search(weights, rows, magnitudes, params)
         makers = scale.flatten()
-        maker.weight.div_(makers if maker.weight.ndim == 1 else makers[:, None])
-        if getattr(maker, "bias", None) is not None:
-            maker.bias.div_(makers)
+        maker.div_(makers if maker.ndim == 1 else makers[:, None])
+        if (bias := getattr(block.get_submodule(maker_name), "bias", None)) is not None:
+            bias.div_(makers)
         spread = _spread(scale, found.shape[1])
-        for leaf, layer in zip(readers, layers, strict=True):
-            layer.weight.mul_(spread)
+        for leaf, weight in zip(readers, weights, strict=True):
+            weight.mul_(spread)
             inputs[leaf] = rows / spread
     rounded = {}
     for leaf, rows in inputs.items():
-        layer = block.get_submodule(leaf)
+        weight = block.get_parameter(f"{leaf}.weight")
         clip = params.clip and leaf not in UNCLIPPED
-        rounded[leaf] = _clipped(layer.weight, rows, params) if clip else _round(layer.weight, params)
-        layer.weight.copy_(rounded[leaf].floats())
+        rounded[leaf] = _clipped(weight, rows, params) if clip else _round(weight, params)
+        weight.copy_(rounded[leaf].floats())
     return rounded
 
 

@@ -35,7 +35,12 @@ _EPSILON = 1e-5
 
 
 class Params(BaseParams):
-    """`weights` are of three or of two values; `norm` puts an RMSNorm without weights before each layer."""
+    """The form of weights and layers.
+
+    Attributes:
+        weights: of three values or of two.
+        norm: whether an RMSNorm without weights comes before each layer.
+    """
 
     name: Literal["bitnet"] = "bitnet"
     weights: Literal["ternary", "binary"] = "ternary"
@@ -77,7 +82,7 @@ class _FewValued(Regime):
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         check(model)
         for _, layer in linears(model):
-            layer.forward = _forward(layer, self.params)  # type: ignore[method-assign]
+            layer.forward = _forward(layer, self.params)  # type: ignore[assignment, method-assign]  # until `finish`
         return []
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -109,7 +114,7 @@ class _Linear(nn.Module):
         rows = _norm(inputs) if self.norm else inputs
         rows = rows.flatten(0, -2).float()
         scales = token_scales(rows)
-        outputs = product((rows / scales).round().clamp(-HIGH, HIGH), self.values) * scales * self.scale
+        outputs: Tensor = product((rows / scales).round().clamp(-HIGH, HIGH), self.values) * scales * self.scale
         outputs = outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
         return outputs if self.bias is None else outputs + self.bias
 

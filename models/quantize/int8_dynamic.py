@@ -25,7 +25,11 @@ STORED = compressed.INTEGER
 
 
 class Params(BaseParams):
-    """`weight_bits` 7 leaves the highest bit of int8 weights unused; see the module."""
+    """The form of weights.
+
+    Attributes:
+        weight_bits: 7 leaves the highest bit of int8 weights unused; see the module.
+    """
 
     name: Literal["int8_dynamic"] = "int8_dynamic"
     weight_bits: Literal[7, 8] = 8

@@ -64,7 +64,7 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
         parts[name] = compressed.plain_parts(weight.values, weight.scales, scale)
         made[name] = IntegerLinear(weight, layer.bias, scale)
         # The next blocks are calibrated on what this layer is going to say.
-        layer.forward = made[name].forward  # type: ignore[method-assign]
+        layer.forward = made[name].forward  # type: ignore[assignment, method-assign]  # it answers for what replaces it
 
     calibrate(model, documents, visit)
     replace(model, lambda name, layer: made[name])

@@ -12,6 +12,7 @@ only, or "fp8").
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,11 +29,14 @@ from models.quantize import Quantized, assemble, check
 PAPER = "arXiv:2303.06865, section 4 (compressed cache); arXiv:2211.05102 (what a cache costs)"
 CALIBRATED = False
 STORED = None
-_ATTENTION = "rounded_kv_cache"
 
 
 class Params(BaseParams):
-    """`form` of a cached number."""
+    """The form of the cache.
+
+    Attributes:
+        form: of a cached number.
+    """
 
     name: Literal["kv_cache"] = "kv_cache"
     form: Literal["int8", "fp8"] = "int8"
@@ -53,23 +57,30 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
         ValueError: the model is not of Llama's layout.
     """
     check(model)
-    AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    attention = f"rounded_kv_cache_{params.form}"
+    AttentionInterface.register(attention, partial(_attend, _ROUND[params.form]))
+    AttentionMaskInterface.register(attention, sdpa_mask)
     width = 0
     for block in blocks(model):
-        block.self_attn.round_cached = _ROUND[params.form]
         config = block.self_attn.config
         # Keys and values each; int8 has a float32 scale beside.
         width += 2 * config.num_key_value_heads * (block.self_attn.head_dim + (4 if params.form == "int8" else 0))
-    model.config._attn_implementation = _ATTENTION
+    model.config._attn_implementation = attention
     return assemble(model, {}, figures={"kv_bytes_per_token": float(width)})
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    round_cached: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
-    key, value = module.round_cached(key), module.round_cached(value)
-    attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+    attended, _ = sdpa_attention_forward(
+        module, query, round_cached(key), round_cached(value), attention_mask, **settings
+    )
     return attended, None
 
 

@@ -99,7 +99,7 @@ class _Linear(nn.Module):
         self.halves = nn.Buffer(halves, persistent=False)
 
     def stored(self) -> dict[str, Tensor]:
-        parts = {"weight": self.values, "weight_scale": self.scale}
+        parts: dict[str, Tensor] = {"weight": self.values, "weight_scale": self.scale}
         if self.params.scheme == "zeropoint":
             parts["weight_zero_point"] = self.zero.to(torch.int8)
         if len(self.columns):
@@ -113,7 +113,7 @@ class _Linear(nn.Module):
             outlier = _outliers(rows, self.params.threshold)
             outlier[self.columns] = True
         codes = _encode(rows.masked_fill(outlier, 0), self.params.scheme, by_row=self.params.granularity != "tensor")
-        outputs = _multiply(codes, _Codes(self.values, self.scale, self.zero))
+        outputs: Tensor = _multiply(codes, _Codes(self.values, self.scale, self.zero))
         outputs = outputs + rows[:, outlier].half().float() @ self.halves[:, outlier].float().T
         outputs = outputs.to(inputs.dtype).unflatten(0, inputs.shape[:-1])
         return outputs if self.bias is None else outputs + self.bias

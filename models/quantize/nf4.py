@@ -22,7 +22,12 @@ STORED = None
 
 
 class Params(BaseParams):
-    """`group_size` weights of a row share a scale; `double` stores scales in 8 bits instead of 32."""
+    """The form of weights.
+
+    Attributes:
+        group_size: weights of a row that share a scale.
+        double: whether scales are stored in 8 bits instead of 32.
+    """
 
     name: Literal["nf4"] = "nf4"
     group_size: Literal[32, 64, 128] = 64

@@ -78,7 +78,7 @@ class _Rounded(Regime):
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         check(model, self.params.group_size)
         for _, layer in linears(model):
-            layer.forward = _forward(layer, self.params)  # type: ignore[method-assign]
+            layer.forward = _forward(layer, self.params)  # type: ignore[assignment, method-assign]  # until `finish`
         return []
 
     def finish(self, model: PreTrainedModel) -> None:

@@ -27,7 +27,11 @@ CHANGES = ("depth", "activations")
 
 
 class Params(BaseParams):
-    """How many groups the blocks fall into, the paper's 4 at most one block each."""
+    """How the blocks are grouped.
+
+    Attributes:
+        num_groups: groups that the blocks fall into, at most one for each block; the paper has 4.
+    """
 
     name: Literal["blockwise_local"] = "blockwise_local"
     num_groups: int = Field(4, ge=2)

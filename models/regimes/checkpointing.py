@@ -20,7 +20,11 @@ CHANGES = ("activations",)
 
 
 class Params(BaseParams):
-    """Which blocks are computed again: each `every`-th."""
+    """Which blocks are computed again.
+
+    Attributes:
+        every: each so-many-th block, 1 is all of them.
+    """
 
     name: Literal["checkpointing"] = "checkpointing"
     every: int = Field(1, ge=1)

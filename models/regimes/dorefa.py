@@ -52,6 +52,7 @@ class Params(BaseParams):
 
     Attributes:
         activation_clip: scale of activations in root mean squares of their tensor; None is `normal_clip`.
+        weight_bits, activation_bits, gradient_bits: of each number; 32 rounds nothing.
     """
 
     name: Literal["dorefa"] = "dorefa"
@@ -107,7 +108,7 @@ def quantize_weight(weight: Tensor, num_bits: int) -> Tensor:
 def normal_clip(num_bits: int) -> float:
     """Return the scale, in standard deviations, at which rounding a normal variable has the least squared error."""
     values = torch.special.ndtri((torch.arange(4096, dtype=torch.float64) + 0.5) / 4096)
-    scales = torch.linspace(0.5, 6.0, 111, dtype=torch.float64).tolist()
+    scales: list[float] = torch.linspace(0.5, 6.0, 111, dtype=torch.float64).tolist()
     bits = min(max(num_bits, 2), MOST)  # one bit has no scale of its own, but a range of gradient
     return min(scales, key=lambda scale: float((fixed_point(values, bits, scale) - values).square().mean()))
 

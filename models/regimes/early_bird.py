@@ -12,6 +12,7 @@ not cut out: the plain model has its old shape and the steps their old cost, and
 have taken cut to the ticket (by weights of products; attention scores left out, keys and values kept).
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -59,7 +60,7 @@ def regime(params: Params, rng: torch.Generator) -> Regime:
     return _EarlyBird(params)
 
 
-def draw(coefficients: list[Tensor], pruned_share: float) -> list[Tensor]:
+def draw(coefficients: Sequence[Tensor], pruned_share: float) -> list[Tensor]:
     """Return which parts are kept, a bool each; of each tensor, one layer's, the largest stays in any case.
 
     Args:
@@ -137,12 +138,12 @@ class _EarlyBird(Regime):
             hook.remove()
         self.share = self._weights_left(model)
         for layer, heads, channels in zip(blocks(model), self.heads, self.channels, strict=True):
-            heads = heads.repeat_interleave(self.head_dim)
-            layer.self_attn.o_proj.weight.mul_(heads)
+            by_channel = heads.repeat_interleave(self.head_dim)
+            layer.self_attn.o_proj.weight.mul_(by_channel)
             layer.mlp.down_proj.weight.mul_(channels)
             # What reads or feeds a part that is gone goes too, so that it can be cut out.
             for linear, kept in (
-                (layer.self_attn.q_proj, heads != 0),
+                (layer.self_attn.q_proj, by_channel != 0),
                 (layer.mlp.gate_proj, channels != 0),
                 (layer.mlp.up_proj, channels != 0),
             ):
@@ -171,7 +172,8 @@ class _EarlyBird(Regime):
 
     def _weights_left(self, model: PreTrainedModel) -> float:
         """Return the share of the weights in products, output matrix included, that the ticket has."""
-        total, gone = model.lm_head.weight.numel(), 0
+        total: int = model.lm_head.weight.numel()
+        gone = 0
         for layer, heads, channels in zip(blocks(model), self.heads, self.channels, strict=True):
             linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
             total += sum(linear.weight.numel() for linear in linears)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from models import training as loop
 from models.layers.linears import linears
-from models.params import BaseParams
+from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 
 PAPER = "arXiv:1903.01611, algorithm 2; controls of arXiv:1803.03635 and arXiv:1810.05270"
@@ -63,7 +63,7 @@ def train(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
     params: Params,
-    training: loop.Params,
+    training: TrainingParams,
     seed: int = 0,
     work_dir: Path | None = None,
     on_progress: loop.OnProgress | None = None,
@@ -209,7 +209,7 @@ def _share(report: loop.OnProgress, number: int, num_trainings: int) -> loop.OnP
     return lambda one: report(one._replace(done=one.done + number * one.total, total=one.total * num_trainings))
 
 
-def _digest(params: Params, training: loop.Params, seed: int, documents: Sequence[Sequence[int]]) -> str:
+def _digest(params: Params, training: TrainingParams, seed: int, documents: Sequence[Sequence[int]]) -> str:
     settings = [params.model_dump(), training.model_dump(exclude={"checkpoint_s"}), seed, list(map(list, documents))]
     return "ticket-" + hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 

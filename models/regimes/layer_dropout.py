@@ -9,7 +9,7 @@ rotational curriculum), the last one always. The paper's growth of p over steps 
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -108,7 +108,7 @@ class _LayerDropout(Regime):
     def state(self) -> dict[str, object]:
         return {"num_skipped": self.num_skipped, "num_seen": self.num_seen}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
 
     def _choose(self, index: int, hidden: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class _Skip(Regime):
     def state(self) -> dict[str, object]:
         return {"num_skipped": self.num_skipped, "num_seen": self.num_seen}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
 
     def _begin(self, model: nn.Module, args: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
@@ -121,8 +121,8 @@ class _Skip(Regime):
 
     def _choose(self, index: int, hidden: Tensor) -> Tensor:
         mean = torch.einsum("bth,bt->bh", hidden.detach().float(), self.read) / self.read.sum(1, keepdim=True)
-        probability, self.memory = self.gate(mean, self.memory)
-        probability = self.params.floor + (1 - self.params.floor) * probability
+        gate, self.memory = self.gate(mean, self.memory)
+        probability: Tensor = self.params.floor + (1 - self.params.floor) * gate
         self.probabilities.append(probability)
         runs = torch.rand(len(hidden), generator=self.coins).to(hidden.device) < probability
         self.num_seen += len(runs)

@@ -66,11 +66,11 @@ class Params(BaseParams):
 
 
 class Fit(NamedTuple):
-    """Mean and standard deviation of the natural logarithms of `count` magnitudes."""
+    """Mean and standard deviation of the natural logarithms of `size` magnitudes."""
 
     mu: float
     sigma: float
-    count: int
+    size: int
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:
@@ -132,7 +132,7 @@ def fit_distance(logs: Tensor, found: Fit) -> float:
 
 def expected_largest(found: Fit) -> float:
     """Return the logarithm of the largest of so many magnitudes, as Blom expects it."""
-    return found.mu + found.sigma * NORMAL.inv_cdf((found.count - 0.375) / (found.count + 0.25))
+    return found.mu + found.sigma * NORMAL.inv_cdf((found.size - 0.375) / (found.size + 0.25))
 
 
 def threshold(found: Fit, sparsity: float) -> float:

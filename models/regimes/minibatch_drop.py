@@ -19,7 +19,11 @@ CHANGES = ("steps",)
 
 
 class Params(BaseParams):
-    """How likely a step is left out."""
+    """How much is left out.
+
+    Attributes:
+        probability: that a step is left out.
+    """
 
     name: Literal["minibatch_drop"] = "minibatch_drop"
     probability: float = Field(0.5, gt=0, lt=1)

@@ -9,7 +9,7 @@ transformers finds the documents by positions that start again. Whether a model'
 training starts.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,7 +25,11 @@ CHANGES = ("batches",)
 
 
 class Params(BaseParams):
-    """How long a row is; a longer document has a row of its own length, and all others are then as long."""
+    """How long a row is.
+
+    Attributes:
+        row_tokens: tokens of a row; a longer document has a row of its own length, and all others are then as long.
+    """
 
     name: Literal["packing"] = "packing"
     row_tokens: int = Field(256, ge=2)
@@ -61,7 +65,7 @@ class _Packing(Regime):
     def state(self) -> dict[str, object]:
         return {"num_tokens": self.num_tokens, "num_places": self.num_places}
 
-    def restore(self, state: dict[str, object]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.num_tokens, self.num_places = state["num_tokens"], state["num_places"]
 
 
@@ -100,6 +104,7 @@ def _require_separate(model: PreTrainedModel) -> None:
     packed = pack([first, second], len(first + second))
     training = model.training
     model.eval()  # so that two passes agree
+    assert packed.position_ids is not None
     together = model(
         input_ids=packed.token_ids.to(model.device), position_ids=packed.position_ids.to(model.device), use_cache=False
     ).logits[0, len(second) :]

@@ -76,7 +76,8 @@ class _PredictiveSign(ProductRegime):
         signs, predicted = predict_signs(low_gradient.T @ low_inputs, wide_gradient.T @ wide_inputs, params.beta)
         self.count("predicted_share", predicted.sum(), predicted.numel())
         self.count("sign_agreement", (signs == (gradient.T @ inputs).sign()).sum(), signs.numel())
-        return signs / signs.numel() ** 0.5
+        side: float = signs.numel() ** 0.5
+        return signs / side
 
 
 def most_significant(values: Tensor, num_bits: int, num_high: int) -> tuple[Tensor, Tensor]:

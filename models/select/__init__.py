@@ -149,7 +149,8 @@ def select(
         raise ValueError(f"the first round of {params.name} is random, so num_rounds must be at least 2; got 1")
     if (short := next((place for place, document in enumerate(pool) if len(document) < 2), None)) is not None:
         raise ValueError(f"document {short} of the pool has {len(pool[short])} tokens; wanted at least 2")
-    proxy, chosen = Proxy(pool, sources), []
+    proxy = Proxy(pool, sources)
+    chosen: list[int] = []
     for number in range(num_rounds):
         size = num_chosen // num_rounds + (number < num_chosen % num_rounds)
         if not chosen and method.NEEDS_START:

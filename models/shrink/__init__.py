@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.layers.decoder import MODEL_TYPES
+from models.layers.layout import Norm
 from models.layers.linears import blocks
 from models.layers.reshape import head_dim
-from models.params import BaseParams
-from models.training import Params as TrainingParams
+from models.params import BaseParams, TrainingParams
 from models.training import cut
 
 
@@ -35,7 +35,14 @@ class Measured(BaseParams):
 
 
 class Widths(BaseParams):
-    """The widths that are asked for; None keeps the model's."""
+    """The widths that are asked for; None keeps the model's.
+
+    Attributes:
+        hidden_size: H.
+        intermediate_size: C, channels of an MLP.
+        num_heads: A, query heads.
+        num_kv_heads: K, key and value heads.
+    """
 
     hidden_size: int | None = Field(None, ge=1)
     intermediate_size: int | None = Field(None, ge=1)
@@ -145,7 +152,7 @@ def read(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> None:
         model.model(input_ids=torch.tensor([list(document)], device=model.device), use_cache=False)
 
 
-def norms(model: PreTrainedModel) -> list[nn.Module]:
+def norms(model: PreTrainedModel) -> list[Norm]:
     """Return the norms that read the residual stream."""
     inner = [norm for block in blocks(model) for norm in (block.input_layernorm, block.post_attention_layernorm)]
     return [*inner, model.model.norm]
@@ -159,6 +166,6 @@ def note(model: PreTrainedModel, key: str, value: Any) -> None:
 def num_parameters(model: PreTrainedModel) -> int:
     """Count a model's weights; a layer whose rank the config notes counts as its two factors."""
     ranks = getattr(model.config, "redraft", {}).get("ranks", {})
-    shapes = {name: model.get_submodule(name).weight.shape for name in ranks}
-    saved = sum(shape.numel() - ranks[name] * sum(shape) for name, shape in shapes.items())
+    shapes = {name: model.get_parameter(f"{name}.weight").shape for name in ranks}
+    saved: int = sum(shape.numel() - ranks[name] * sum(shape) for name, shape in shapes.items())
     return sum(parameter.numel() for parameter in model.parameters()) - saved

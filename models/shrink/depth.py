@@ -17,15 +17,20 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import spread_layers, take_layers
+from models.params import TrainingParams
 from models.shrink import Measured, choose, pieces, read, shape_of
 from models.training import OnProgress
-from models.training import Params as TrainingParams
 
 PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
 
 
 class Params(Measured):
-    """How many blocks stay, and which."""
+    """How many blocks stay, and which.
+
+    Attributes:
+        num_layers: blocks that stay.
+        keep: "influence" keeps those that change the states most, "spread" those evenly spaced.
+    """
 
     name: Literal["depth"] = "depth"
     num_layers: int = Field(ge=1)

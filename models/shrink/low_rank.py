@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.layers.linears import calibrate, linears
+from models.params import TrainingParams
 from models.shrink import Measured, note, pieces, shape_of
 from models.training import OnProgress
-from models.training import Params as TrainingParams
 
 PAPER = "arXiv:2403.07378, section 3 (SVD-LLM, truncation-aware data whitening)"
 
@@ -76,7 +76,8 @@ def shrink(
 
     calibrate(shrunk, calibration, visit)
     note(shrunk, "ranks", ranks)
-    return shrunk.eval()
+    shrunk.eval()
+    return shrunk
 
 
 def rank_of(weight: Tensor, share: float, name: str) -> int:
@@ -104,6 +105,7 @@ def truncate(weight: Tensor, inputs: Tensor, rank: int) -> Tensor:
     """
     exact = weight.double()
     gram = (inputs.float().T @ inputs.float()).double()
+    left: Tensor
     if weight.shape[0] <= weight.shape[1]:
         # Left singular vectors of W·S are eigenvectors of W·G·Wᵀ, whichever S it is.
         left = torch.linalg.eigh(exact @ gram @ exact.T).eigenvectors[:, -rank:]

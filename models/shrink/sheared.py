@@ -15,6 +15,7 @@ the paper's rate. Documents have no domains here, so batches are not loaded by d
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +26,10 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_layers, take_widths
+from models.params import TrainingParams
 from models.regimes import Batch, Plan, Regime
 from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, wanted_shape
 from models.training import OnProgress, cut, train
-from models.training import Params as TrainingParams
 
 PAPER = "arXiv:2310.06694, section 2.1"
 BETA, LOW, HIGH, START = 2 / 3, -0.1, 1.1, 4.0
@@ -135,12 +136,8 @@ class Masks(Regime):
         self.num_steps = plan.num_steps
         width = head_dim(model.config)
         for number, block in enumerate(blocks(model)):
-            for module, gate in (
-                (block.self_attn.o_proj, lambda n: self._heads(n, width)),
-                (block.mlp.down_proj, lambda n: self._row("channels", n)),
-            ):
-                self._before(module, lambda states, n=number, gate=gate: _times(states, gate(n)))
-                self._after(module, lambda states, n=number: _times(states, self._layer(n)))
+            self._hang(block.self_attn.o_proj, number, partial(self._heads, width=width))
+            self._hang(block.mlp.down_proj, number, partial(self._row, "channels"))
         for norm in norms(model):
             self._before(norm, lambda states: _times(states, self._row("hidden", 0)))
             self._after(norm, self._rescaled)
@@ -263,6 +260,11 @@ class Masks(Regime):
         """Make a norm's mean over all channels one over open channels; closed ones added nothing to it."""
         row = self._row("hidden", 0)
         return states if row is None else states * row.detach().mean().sqrt()
+
+    def _hang(self, module: nn.Module, number: int, gate: Callable[[int], Tensor | None]) -> None:
+        """Mask what a module of block `number` reads by `gate`, and what it hands on by the block's own mask."""
+        self._before(module, lambda states: _times(states, gate(number)))
+        self._after(module, lambda states: _times(states, self._layer(number)))
 
     def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         self.hooks.append(module.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:])))

@@ -20,17 +20,20 @@ from transformers import PreTrainedModel
 
 from models.layers.reshape import Kept, take_widths
 from models.layers.vocabulary import choose_vocabulary
-from models.params import BaseParams
+from models.params import BaseParams, TrainingParams
 from models.shrink import note, shape_of
 from models.training import OnProgress
-from models.training import Params as TrainingParams
 
 PAPER = "arXiv:2502.14856, section 3 (FR-Spec)"
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Params(BaseParams):
-    """How many tokens stay."""
+    """How many tokens stay.
+
+    Attributes:
+        vocab_size: tokens that stay, the most frequent ones.
+    """
 
     name: Literal["vocabulary"] = "vocabulary"
     vocab_size: int = Field(ge=1)

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_widths
+from models.params import TrainingParams
 from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape
 from models.training import OnProgress
-from models.training import Params as TrainingParams
 
 PAPER = "arXiv:2407.14679, section 2.2 (Minitron)"
 
@@ -83,7 +83,8 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
         sums += of_token(states.float()).mean(dim=(0, 1)).cpu().square()
 
     def head_norms(states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, width)).norm(dim=-1)
+        found: Tensor = states.unflatten(-1, (-1, width)).norm(dim=-1)
+        return found
 
     hooks: list[Any] = []
     for number, block in enumerate(blocks(model)):
@@ -96,8 +97,9 @@ def importance(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> tu
                     lambda module, args, sums=sums, of_token=of_token: add(sums, of_token, args[0])
                 )
             )
-    for norm in norms(model):
-        hooks.append(norm.register_forward_hook(lambda module, args, output: add(hidden, torch.abs, output)))
+    hooks += [
+        norm.register_forward_hook(lambda module, args, output: add(hidden, torch.abs, output)) for norm in norms(model)
+    ]
     try:
         read(model, documents)
     finally:

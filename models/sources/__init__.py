@@ -77,6 +77,7 @@ class Document(Frozen):
 
 
 ItemT = TypeVar("ItemT", Prompt, Document)
+PartT = TypeVar("PartT", bound=str)
 
 
 def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Prompt:
@@ -185,8 +186,8 @@ def _part(point: float, fractions: Mapping[str, float]) -> str:
     for part, share in fractions.items():
         point -= share
         if point < 0:
-            break
-    return part  # rounding can leave `point` at 0 past the last share
+            return part
+    return list(fractions)[-1]  # rounding can leave `point` at 0 past the last share
 
 
 def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
@@ -200,7 +201,7 @@ def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
     return sorted(items, key=lambda item: _digest(f"{seed}:{item.id}"))[:count]
 
 
-def draw_parts(items: Sequence[ItemT], sizes: Mapping[str, int], domain: str, seed: int) -> dict[str, list[ItemT]]:
+def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, seed: int) -> dict[PartT, list[ItemT]]:
     """Draw each part's items out of groups of its own, and give them the recipe's name of their domain.
 
     Args:

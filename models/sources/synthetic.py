@@ -24,7 +24,14 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 class Params(BaseParams):
-    """Size and look of the stream."""
+    """Size and look of the stream.
+
+    Attributes:
+        count: prompts or documents.
+        num_groups: groups that they fall into.
+        domain: name of the domain.
+        word_seed: another seed gives the domain other words.
+    """
 
     name: Literal["synthetic"] = "synthetic"
     count: int = Field(64, ge=1)

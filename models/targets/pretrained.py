@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from models.loading import load_reported
 from models.params import BaseParams
 from models.targets import TOKENIZER_FILES
 
@@ -16,7 +17,13 @@ PAPER = "none: whatever the directory holds"
 
 
 class Params(BaseParams):
-    """`path` is a local directory or a hub id; `revision` a commit of the hub's repository."""
+    """Which model.
+
+    Attributes:
+        path: a local directory, or a hub id such as "Qwen/Qwen3-8B", which needs REDRAFT_HUB=true.
+        revision: a branch, tag or commit of the hub's repository.
+        dtype: "auto" keeps the format of the files.
+    """
 
     name: Literal["pretrained"] = "pretrained"
     path: str
@@ -36,10 +43,8 @@ def build(params: Params, directory: Path) -> None:
         _require_model(local)
     dtype = "auto" if params.dtype == "auto" else getattr(torch, params.dtype)
     with _told_apart(params):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            params.path, revision=params.revision, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-    if missing := sorted(report["missing_keys"]):  # the library would have drawn them at random
+        model, missing = load_reported(params.path, revision=params.revision, dtype=dtype, use_safetensors=True)
+    if missing:
         raise ValueError(f"target {params.path!r} has no tensor {missing[0]} ({len(missing)} are missing)")
     model.save_pretrained(directory)
     tokenizer(params).save_pretrained(directory)

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from models.loading import moved
 from models.params import BaseParams
 
 PAPER = "none"
@@ -22,7 +23,16 @@ CHAT_TEMPLATE = (
 
 
 class Params(BaseParams):
-    """Shape of the target; heads are 64 wide, the least that vLLM's CPU attention takes."""
+    """Shape of the target; heads are 64 wide, the least that vLLM's CPU attention takes.
+
+    Attributes:
+        num_layers: decoder blocks.
+        num_heads: query heads; the hidden size is num_heads × 64.
+        num_kv_heads: key and value heads.
+        intermediate_size: channels of an MLP.
+        init_std: standard deviation of the weights.
+        seed: of the weights.
+    """
 
     name: Literal["random"] = "random"
     num_layers: int = 2
@@ -47,14 +57,14 @@ def build(params: Params, directory: Path) -> None:
         max_position_embeddings=2048,
         initializer_range=params.init_std,
         tie_word_embeddings=True,
-        bos_token_id=vocabulary.convert_tokens_to_ids("<|im_start|>"),
-        eos_token_id=vocabulary.convert_tokens_to_ids("<|im_end|>"),
+        bos_token_id=vocabulary.bos_token_id,
+        eos_token_id=vocabulary.eos_token_id,
     )
     config._model_name_or_path = f"random-llama-{params.seed}"
     with torch.random.fork_rng():
         torch.manual_seed(params.seed)
         model = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    moved(model, torch.bfloat16).save_pretrained(directory)
     vocabulary.save_pretrained(directory)
 
 

@@ -5,13 +5,14 @@ too. Weights are drawn as transformers draws them, normal with a deviation of 0.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from models import catalog
+from models.loading import moved
 from models.params import BaseParams
 
 PAPER = "none"
@@ -23,10 +24,16 @@ class Params(BaseParams):
 
     Attributes:
         tokenizer: table of the target whose tokenizer and chat template it has.
+        num_layers: decoder blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads.
+        intermediate_size: channels of an MLP.
+        max_length: tokens of the longest context.
+        seed: of the weights.
     """
 
     name: Literal["scratch"] = "scratch"
-    tokenizer: catalog.method_of("targets")
+    tokenizer: Annotated[BaseParams, catalog.Method("targets")]
     num_layers: int = Field(6, ge=1)
     num_heads: int = Field(4, ge=1)
     num_kv_heads: int = Field(2, ge=1)
@@ -66,11 +73,12 @@ def build(params: Params, directory: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(params.seed)
         model = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    moved(model, torch.bfloat16).save_pretrained(directory)
     vocabulary.save_pretrained(directory)
 
 
 def tokenizer(params: Params) -> PreTrainedTokenizerBase:
     """Return the other target's tokenizer."""
     other = params.tokenizer
-    return catalog.load("targets", other.name).tokenizer(other)
+    found: PreTrainedTokenizerBase = catalog.load("targets", other.name).tokenizer(other)
+    return found

@@ -1,16 +1,18 @@
 """Greedy verification: keep drafted tokens while each is the target's most likely one, then emit the target's.
 
 A tie goes to the lower token id, as in argmax. q and rng are not read: whatever the draft is, the output is the
-target's greedy output.
+target's greedy output. In a tree that child is kept which is the target's token, of equal ones the first.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from models.params import BaseParams
-from models.verify import Verified, check_block, emit
+from models.proposal import Proposal
+from models.verify import Verified, check_block, common_prefix, emit
 
 PAPER = "arXiv:1811.03115, section 3"
 LOSSLESS = True
@@ -23,19 +25,47 @@ class Params(BaseParams):
     name: Literal["greedy"] = "greedy"
 
 
-def verify(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted block a row.
+def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
+    """Verify one drafted tree a block.
 
     Args:
-        draft_tokens: [B, K] int64.
-        q: [B, K, V].
-        p: [B, K+1, V]; logits serve as well.
+        proposal: [B, N].
+        p: [B, N+1, V]; logits serve as well.
         rng: not read.
         params: nothing to set.
 
     Raises:
-        ValueError: the shapes don't fit each other.
+        ValueError: p doesn't fit the proposal.
     """
-    check_block(draft_tokens, q, p)
+    check_block(proposal, p)
     best = p.argmax(dim=-1)
-    return emit(draft_tokens, draft_tokens == best[:, :-1], best)
+    right = proposal.token_ids == best[:, [parent + 1 for parent in proposal.parents]]
+    ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    for node, parent in enumerate(proposal.parents):
+        ends = torch.where((ends == parent + 1) & right[:, node], node + 1, ends)
+    return emit(proposal, ends, best.gather(1, ends[:, None])[:, 0])
+
+
+def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
+    """Return how many tokens of a chain are accepted from each start of a greedy answer: those that q drafts right.
+
+    Args:
+        token_ids: [B, K] what the target said.
+        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
+        p: [B, K, V] not read: the target said its most likely token.
+        params: nothing to set.
+
+    Returns:
+        [B] from 0 to K.
+    """
+    return q.gather(-1, token_ids[..., None])[..., 0].float().cumprod(dim=-1).sum(dim=-1)
+
+
+def count_accepted(drafted: Sequence[int], emitted: Sequence[int]) -> int:
+    """Count a step's accepted tokens: a rejected one is not the target's, so it is never emitted in its place.
+
+    Args:
+        drafted: a chain's ids.
+        emitted: what came of the step, also where a stop cut it short.
+    """
+    return common_prefix(drafted, emitted)

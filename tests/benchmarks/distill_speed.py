@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from infra.artifacts import publish
+from infra.machine import git_commit
 from models import distill, scoring
 from models.drafts import eagle3
 from models.hidden import Sample
-from tasks.lineage import git_commit
-from tasks.samples import read_samples
+from tasks.stages.samples import read_samples
 
 
 def newest(folder: Path) -> Path:
@@ -68,7 +68,7 @@ def main() -> None:
             for follow in ("accepted", "all") if seed % 2 == 0 else ("all", "accepted"):
                 head = eagle3.create(eagle3.Params(vocab_size=min(4096, vocab_size)), target, counts)
                 params = distill.Params(num_epochs=chosen.epochs, follow=follow)
-                report = distill.train(head, target, samples, params, work, seed)
+                report = distill.train(head, target, samples, params, 3, work, seed)
                 hidden_tokens_per_s = max(hidden_tokens_per_s, report.hidden_tokens_per_s)
                 found = results.setdefault(follow, {"tokens_per_s": [], "tau": []})
                 found["tokens_per_s"].append(round(report.tokens_per_s, 1))

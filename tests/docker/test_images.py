@@ -11,8 +11,8 @@ import yaml
 from typer.main import get_command
 
 from flows import cli, deployments
-from flows.recipe import load_recipe
 from infra.settings import load_settings
+from models.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -23,7 +23,7 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     """Return keyword and rest of each instruction, continued lines joined."""
     lines = (line for line in file.read_text().splitlines(keepends=True) if not line.startswith("#"))
     text = re.sub(r"\\\n\s*", "", "".join(lines))
-    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line]  # type: ignore[misc]
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line]
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
@@ -38,7 +38,7 @@ def test_an_image_copies_what_is_there_and_runs_a_command_as_an_ordinary_user(im
             assert all((ROOT / source).exists() for source in sources), rest
     copied = " ".join(rest for keyword, rest in steps if keyword == "COPY")
     assert all(package in copied for package in ("flows", "infra", "models", "services", "tasks"))
-    last = {keyword: rest for keyword, rest in steps}
+    last = dict(steps)
     assert last["USER"] == "redraft"
     assert json.loads(last["ENTRYPOINT"]) == ["redraft"]
     require_command(json.loads(last["CMD"]))
@@ -47,7 +47,7 @@ def test_an_image_copies_what_is_there_and_runs_a_command_as_an_ordinary_user(im
 
 def require_command(arguments: list[str]) -> None:
     """Raise unless the command line takes `arguments`."""
-    command = get_command(cli.app).commands[arguments[0]]  # type: ignore[attr-defined]
+    command = get_command(cli.app).commands[arguments[0]]
     command.make_context(arguments[0], list(arguments[1:]))
 
 

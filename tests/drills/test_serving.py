@@ -134,7 +134,7 @@ def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.Te
             home / "target",
             registry.url,
             orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
-            watch={"period_s": 0.3, "min_requests": 4, "cooldown_s": 0.0},
+            serve={"watch": {"period_s": 0.3, "min_requests": 4, "cooldown_s": 0.0}},
         )
         scene = Scene(world, registry, world.start(), has_small_disk, {})
         try:

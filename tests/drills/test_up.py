@@ -15,7 +15,7 @@ from infra.supervisor import read_state
 from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
-RECIPE = Path(__file__).parents[2] / "flows" / "recipes" / "tiny.toml"
+RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
 
 
 @pytest.mark.timeout(900)

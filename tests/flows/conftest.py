@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flows.recipe import load_recipe
 from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
 from infra.registry import Registry
 from infra.settings import load_settings
+from models.recipe import load_recipe
 from models.sources import Prompt
 from models.tokens import encode_chat
 from tasks.select_data import choose_prompts

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.lineage import Lineage
 from infra.manifest import check_manifest
-from infra.registry import LINEAGE_TAGS, Registry
+from infra.registry import Registry
 from models.drafts import eagle3
 from tests.conftest import shake
 from tests.models.published import published
@@ -68,7 +69,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
     assert "promoted: draft 1, τ chat 1." in output
     assert registry.champion("target").number == registry.champion("draft").number == 1
     first = registry.get("draft", 1)
-    assert set(LINEAGE_TAGS) <= first.tags.keys()
+    assert set(Lineage.tag_names()) <= first.tags.keys()
     assert (first.tags["parent"], first.tags["gate"], first.tags["source"]) == ("", "", str(tmp_path / "noise1"))
     assert float(first.tags["probe_tau"]) >= 1
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.lineage import Lineage
 from infra.manifest import check_manifest
-from infra.registry import LINEAGE_TAGS, Registry
+from infra.registry import Registry
 from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
@@ -28,7 +29,7 @@ def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(bu
     assert "built: draft 1" in output
     golden = json.loads((registry.download(target, tmp_path) / "golden.json").read_text())
     assert len(golden["outputs"]) == 4
-    assert set(LINEAGE_TAGS) <= draft.tags.keys()
+    assert set(Lineage.tag_names()) <= draft.tags.keys()
     assert draft.tags["target_sha256"] == target.tags["target_sha256"]
     assert json.loads(draft.tags["tau"])["chat"] > 1.1
     assert float(draft.tags["probe_tau"]) >= 1
@@ -38,7 +39,7 @@ def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(bu
 def test_a_finished_build_leaves_no_work_behind(built):
     cli, _ = built
     assert list((cli.home / "artifacts" / "work").iterdir()) == []
-    assert [path for path in (cli.home / "artifacts").rglob(".staging-*")] == []
+    assert list((cli.home / "artifacts").rglob(".staging-*")) == []
 
 
 def test_a_second_build_makes_nothing_anew_except_what_is_damaged(built, cli_in, tmp_path):

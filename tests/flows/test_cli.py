@@ -1,9 +1,13 @@
 """The command line: help, exit codes and messages."""
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import click
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from flows import cli
@@ -13,6 +17,16 @@ COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
     "import-draft", "import-logs", "compare",
 )  # fmt: skip
+PANELS = ("Every day", "Drafts", "Measure")
+
+
+def commands() -> Iterator[tuple[list[str], click.Command]]:
+    """Yield each command with the words that name it."""
+    for name, command in get_command(cli.app).commands.items():
+        if name == "bench":
+            yield from (([name, inner], benchmark) for inner, benchmark in command.commands.items())
+        else:
+            yield [name], command
 
 
 @pytest.fixture
@@ -29,6 +43,18 @@ def test_help_names_every_command(run):
     assert result.exit_code == 0
     for name in COMMANDS:
         assert name in result.output
+
+
+def test_help_groups_the_commands_and_each_has_an_example_that_parses(run):
+    shown = run("--help").output
+    assert [shown.index(panel) for panel in PANELS] == sorted(shown.index(panel) for panel in PANELS)
+    for path, command in commands():
+        assert command.rich_help_panel in PANELS or path[0] == "bench", path
+        _, found, example = command.help.partition("Example: redraft ")
+        assert found, f"the help of {' '.join(path)} has no example"
+        arguments = shlex.split(example.strip())
+        assert arguments[: len(path)] == path
+        command.make_context("redraft", arguments[len(path) :])
 
 
 def test_help_names_every_benchmark(run):
@@ -80,6 +106,18 @@ def test_traffic_without_a_service_says_how_to_start_one(run):
     result = run("traffic", "--recipe", "tiny")
     assert result.exit_code == 2
     assert "no service was started yet; run: redraft serve" in result.stderr
+
+
+def test_a_draft_that_is_not_there_is_refused_before_a_flow_starts(run, tmp_path):
+    result = run("import-draft", str(tmp_path / "none"), "--recipe", "tiny")
+    assert result.exit_code == 2
+    assert result.stderr == f"redraft: there is no folder {tmp_path / 'none'}\n"
+
+
+def test_a_refresh_before_a_build_is_one_line_and_exit_code_2(run):
+    result = run("refresh", "--recipe", "tiny")
+    assert result.exit_code == 2
+    assert result.stderr == "redraft: the registry has no champion target and draft yet; run: redraft build\n"
 
 
 def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):

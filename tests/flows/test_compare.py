@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from flows import cli
 from infra.settings import Settings
-from tasks import comparisons
+from models.recipe import shipped_recipes
+from tasks.measure import comparisons
 from tests.flows.conftest import registry_of
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from tasks.comparisons import Row
+from tasks.measure.comparisons import Row
 
 QUESTION = "how much do token counts know?"
 BASELINE = "uniform"
@@ -63,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     # What a command puts into the environment must not reach the other tests.
     monkeypatch.setattr(Settings, "prepare_environment", lambda self: None)
     yield lambda *arguments: CliRunner().invoke(cli.app, ["compare", *arguments, "--recipe", "tiny"])
-    sys.modules.pop("tasks.comparisons.unigrams", None)
+    sys.modules.pop("tasks.measure.comparisons.unigrams", None)
 
 
 def measured(tmp_path: Path) -> list[str]:
@@ -121,14 +122,14 @@ def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
 def test_an_unknown_family_is_answered_with_the_nearest_one(run) -> None:
     result = run("unigram")
     assert result.exit_code == 2
-    assert 'nothing to compare is called "unigram" (did you mean "unigrams"?)' in result.stderr
+    assert 'no family to compare is called "unigram" (did you mean "unigrams"?)' in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 def test_a_recipe_without_text_is_refused(run, tmp_path: Path) -> None:
     recipe = tmp_path / "bare.toml"
-    text = (Path(cli.__file__).parent / "recipes" / "tiny.toml").read_text()
+    text = shipped_recipes()["tiny"].read_text()
     recipe.write_text(text[: text.index("[text.code]")] + text[text.index("[traffic.chat]") :])
     result = CliRunner().invoke(cli.app, ["compare", "unigrams", "--recipe", str(recipe)])
     assert result.exit_code == 2
-    assert "recipe bare has no [text.DOMAIN] tables" in result.stderr
+    assert "recipe bare has no [text.DOMAIN] table" in result.stderr

@@ -13,8 +13,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.deployments import deployments
-from flows.recipe import load_recipe
 from infra.events import ACCEPTANCE_FELL, Emitter
+from models.recipe import load_recipe
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 

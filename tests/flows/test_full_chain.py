@@ -9,8 +9,8 @@ import openai
 import pytest
 import torch
 
-from flows.serving import config_path
 from infra.processes import wait_until
+from infra.service_process import config_path
 from infra.settings import load_settings
 from models.checkpoint import read_tensors
 from models.loading import load_model

@@ -1,23 +1,27 @@
 """Refreshes on top of a tiny build, by the command. Drills kill them (tests/drills/test_pipeline.py)."""
 
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from infra.artifacts import staged
+from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from tests.flows.conftest import registry_of
+from tests.tags import draft_tags
 
-pytestmark = pytest.mark.engine
 
-
+@pytest.mark.engine
 def test_with_too_few_rows_there_is_nothing_to_do(home, rows, cli_in):
     QueryLog(home / "queries.db").append(rows[:20])
     assert "nothing to do: 20 rows wait, 60 are wanted" in cli_in(home).run("refresh", "--recipe", "tiny")
     assert registry_of(home).champion("draft").number == 1
 
 
+@pytest.mark.engine
 def test_each_row_is_trained_on_once(home, rows, cli_in):
     cli, log = cli_in(home), QueryLog(home / "queries.db")
     log.append(rows)
@@ -37,6 +41,55 @@ def test_each_row_is_trained_on_once(home, rows, cli_in):
     assert "already trained: draft 2" in cli.run("refresh", "--recipe", "tiny")
     assert log.cursor() == len(rows)
     assert len(registry_of(home).versions("draft")) == 2
+
+
+@pytest.mark.slow
+def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp_path, cli_in):
+    """The candidate is there as a run that died before the promotion leaves it, so nothing needs to be trained."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(store, home / "mlflow.db")
+    log, registry = QueryLog(home / "queries.db"), registry_of(home)
+    log.append([_row(number) for number in range(60)])
+    window = log.claim("the run before", max_rows=400)
+    log.release(window)
+
+    def register(kind: str, **tags: str) -> int:
+        directory = tmp_path / kind / str(len(registry.versions(kind)))
+        with staged(directory) as staging:
+            (staging / "weights").write_text(str(tags))
+        return registry.register(kind, directory, draft_tags() | tags).number
+
+    registry.promote("target", register("target"))
+    for parent in ("", "1"):
+        registry.promote("draft", register("draft", parent=parent))
+    of_window = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": window.sha256}
+    register("draft", parent="2", gate="passed", **of_window)
+    registry.quarantine("draft", 2, "another output")
+
+    assert "outdated: draft 3" in cli_in(home).run("refresh", "--recipe", "tiny")
+    assert (registry.champion("draft").number, log.cursor()) == (2, 0)
+    assert registry.revert("draft", 2, "another output").number == 1
+    log.append([_row(60)])
+    again = log.claim("the next run", max_rows=400)
+    assert (again.first_seq, again.last_seq, again.sha256) == (1, 60, window.sha256)
+
+
+def _row(number: int) -> QueryRow:
+    return QueryRow(
+        id=str(number),
+        time_ms=0,
+        domain="code",
+        consent="full",
+        scrubber_revision=1,
+        target_version=1,
+        draft_version=2,
+        prompt_ids=[1, number],
+        completion_ids=[3, 4, 5],
+        sampling={"temperature": 0.0},
+        finish_reason="length",
+        speculating=True,
+    )
 
 
 def _forget_commit(home: Path) -> None:

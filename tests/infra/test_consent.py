@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 
-from infra.consent import QueryRow, consent_level, redact, require_loggable
+from infra.consent import DOMAIN, QueryRow, consent_level, parse_domain, redact, require_loggable
+from models import recipe
 
 ROW = QueryRow(
     id="a",
@@ -109,3 +110,17 @@ def test_an_error_about_a_row_does_not_repeat_its_text() -> None:
     with pytest.raises(ValueError, match="domain") as caught:
         QueryRow(**{**ROW.model_dump(), "domain": "my secret"})
     assert "secret" not in str(caught.value)
+
+
+def test_requests_rows_and_recipes_name_domains_by_the_same_words() -> None:
+    assert recipe.DOMAIN == DOMAIN  # infra and models may not import each other
+    assert QueryRow(**{**ROW.model_dump(), "domain": parse_domain("text-to_sql2")}).domain == "text-to_sql2"
+    assert QueryRow(**{**ROW.model_dump(), "domain": parse_domain(None)}).domain == "default"
+
+
+@pytest.mark.parametrize("named", ["", "Chat", "a.b", "a" * 33, "a\n", 7])
+def test_what_is_no_domain_is_refused_by_request_and_row_alike(named: object) -> None:
+    with pytest.raises(ValueError, match="wanted 1 to 32 of a-z"):
+        parse_domain(named)
+    with pytest.raises(ValueError, match="domain"):
+        QueryRow(**{**ROW.model_dump(), "domain": named})

@@ -1,13 +1,15 @@
+import os
 import signal
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from infra.querylog import QueryLog, WindowBusy
+from infra.querylog import ENDED, ERASED, QueryLog, Window, WindowBusy
 from tests.infra.rows import row, run_python
 
 
@@ -124,6 +126,137 @@ def test_a_released_window_can_be_claimed_anew(log: QueryLog) -> None:
     assert anew.num_rows == 2
 
 
+def claimed(log: QueryLog, owner: str = "run-1", **lease: float) -> Window:
+    window = log.claim(owner, max_rows=2, **lease)
+    assert window is not None
+    return window
+
+
+def claim_and_die(log: QueryLog) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
+        "QueryLog(Path(sys.argv[1])).claim('killed', 2); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert run_python(script, log.path).returncode == -signal.SIGKILL
+
+
+def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are_claimed(log: QueryLog) -> None:
+    log.append([row(f"a{number}") for number in range(4)])
+    for attempt in (1, 2, 3):
+        window = claimed(log, f"run-{attempt}")
+        assert (window.first_seq, window.last_seq) == (1, 2)
+        assert log.fail(window, f"ValueError: loss {attempt}") == (attempt == 3)
+    (aside,) = log.stats().set_aside
+    assert (aside.first_seq, aside.last_seq, aside.num_rows, aside.num_attempts) == (1, 2, 2, 3)
+    assert aside.error == "ValueError: loss 3"
+    assert abs(aside.time_ms / 1000 - time.time()) < 60
+    assert (log.cursor(), log.stats().depth, log.stats().attempt) == (2, 2, None)
+    later = claimed(log)
+    assert (later.first_seq, later.last_seq) == (3, 4)
+    log.commit(later)
+    assert [found.seq for found in log.replay(9, before_seq=5)] == [1, 2, 3, 4]
+
+
+def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the_window(log: QueryLog) -> None:
+    log.append([row(f"a{number}") for number in range(4)])
+    for _ in range(3):
+        claim_and_die(log)
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running, attempt.error) == (3, False, ENDED)
+    assert claimed(log).first_seq == 3
+    assert [(aside.last_seq, aside.error) for aside in log.stats().set_aside] == [(2, ENDED)]
+
+
+def test_a_window_is_set_aside_even_if_too_few_rows_come_after_it(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2")])
+    for _ in range(3):
+        claim_and_die(log)
+    assert log.claim("run-1", 2) is None
+    assert (log.cursor(), len(log.stats().set_aside)) == (2, 1)
+
+
+def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_before(log: QueryLog) -> None:
+    log.append([row("a1")])
+    first = claimed(log)
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running, attempt.error) == (1, True, "")
+    log.fail(first, "ValueError: " + "x" * 1000)
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running, len(attempt.error)) == (1, False, 500)
+    second = claimed(log, "run-2")
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running, attempt.error[:14]) == (2, True, "ValueError: xx")
+    assert not log.fail(first, "a run that lost the window says nothing of it")
+    log.commit(second)
+    assert log.stats().attempt is None
+
+
+def test_a_withdrawn_attempt_leaves_those_before_it(log: QueryLog) -> None:
+    log.append([row("a1")])
+    log.fail(claimed(log), "ValueError: NaN")
+    log.withdraw(claimed(log, "run-2"))
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running, attempt.error) == (1, False, "ValueError: NaN")
+    third = claimed(log, "run-3")
+    log.withdraw(third.model_copy(update={"owner": "run-2"}))  # it lost the window
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert (attempt.number, attempt.running) == (2, True)
+
+
+def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
+    log.append([row("a1", subject="s1"), row("a2"), row("a3", subject="s3")])
+    for _ in range(3):
+        window = claimed(log)
+        log.fail(window, "ValueError: prompt of a1")
+    assert log.erase("s3").windows == ()
+    assert log.stats().set_aside[0].error == "ValueError: prompt of a1"
+    assert [(window.first_seq, window.last_seq) for window in log.erase("s1").windows] == [(1, 2)]
+    assert log.stats().set_aside[0].error == ERASED
+    remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
+    assert b"prompt of a1" not in remains
+
+
+def test_a_held_window_outlives_its_lease_and_is_free_when_it_is_let_go(log: QueryLog) -> None:
+    log.append([row("a1")])
+    window = claimed(log, lease_s=0.3)
+    with log.hold(window, lease_s=0.3):
+        time.sleep(0.6)
+        with pytest.raises(WindowBusy, match=f"belongs to run-1 \\(process {os.getpid()}\\)"):
+            log.claim("run-2", max_rows=10)
+    time.sleep(0.35)
+    assert log.claim("run-2", max_rows=10) is not None
+
+
+def test_a_lease_that_was_lost_is_not_renewed(log: QueryLog) -> None:
+    log.append([row("a1")])
+    lost = claimed(log, lease_s=0.0)
+    taken = claimed(log, "run-2", lease_s=0.2)
+    with log.hold(lost, lease_s=0.05):
+        time.sleep(0.25)
+        assert claimed(log, "run-3") == taken.model_copy(update={"owner": "run-3"})
+
+
+def test_a_log_of_the_first_schema_keeps_its_rows_and_its_open_window(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2"), row("a3")])
+    window = claimed(log)
+    log.close()
+    with closing(sqlite3.connect(log.path, isolation_level=None)) as db:  # as the first release left it
+        db.executescript("DROP TABLE attempts; DROP TABLE set_aside; PRAGMA user_version = 1")
+    assert (log.stats().total, log.stats().attempt, log.stats().set_aside) == (3, None, ())
+    assert claimed(log) == window
+    attempt = log.stats().attempt
+    assert attempt is not None
+    assert attempt.number == 1
+    log.commit(window)
+    assert log.cursor() == 2
+
+
 def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(60)])
     script = (
@@ -224,12 +357,12 @@ def test_stats_count_what_is_there(log: QueryLog) -> None:
     assert stats.bytes > 0
 
 
-def test_a_log_of_another_schema_version_is_refused(log: QueryLog) -> None:
+def test_a_log_of_a_newer_schema_version_is_refused(log: QueryLog) -> None:
     log.path.parent.mkdir()
     with sqlite3.connect(log.path) as db:
         db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(ValueError, match="schema version 7, wanted 1"):
+    with pytest.raises(ValueError, match="schema version 7, wanted at most 2"):
         log.cursor()
 
 

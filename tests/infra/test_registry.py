@@ -1,5 +1,8 @@
-import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -9,15 +12,17 @@ from infra.manifest import check_manifest
 from infra.processes import free_port
 from infra.registry import (
     CHAMPION,
-    LINEAGE_TAGS,
     ForeignVersion,
+    Outdated,
     Registry,
     Version,
     is_quarantined,
 )
 from infra.store import StoreUnavailable
+from tests.tags import draft_tags
 
-LINEAGE = dict.fromkeys(LINEAGE_TAGS, "")
+LINEAGE = draft_tags()
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -54,7 +59,7 @@ def test_a_registered_version_is_listed_with_its_lineage_and_digest(
 ) -> None:
     assert registry.champion("draft") is None
     assert registry.versions("draft") == []
-    gate = json.dumps({"chat": 0.25})
+    gate = "refused"
     version = registry.register("draft", checkpoint("one"), {**LINEAGE, "gate": gate}, {"tau": 2.5})
     assert (version.kind, version.number, version.sha256) == ("draft", 1, check_manifest(checkpoint("one")))
     assert (version.tags["gate"], version.tags["parent"]) == (gate, "")
@@ -72,8 +77,8 @@ def test_a_registered_version_is_listed_with_its_lineage_and_digest(
 
 
 def test_a_draft_without_its_lineage_is_refused_by_name(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
-    partial = {name: "" for name in LINEAGE_TAGS if name not in ("parent", "gate")}
-    with pytest.raises(ValueError, match="needs the tags parent, gate"):
+    partial = {name: value for name, value in LINEAGE.items() if name not in ("parent", "gate")}
+    with pytest.raises(ValueError, match="tag parent is missing; tag gate is missing"):
         registry.register("draft", checkpoint("one"), partial)
     with pytest.raises(ValueError, match="sets the tags sha256 itself"):
         registry.register("target", checkpoint("one"), {"sha256": "0"})
@@ -99,8 +104,128 @@ def test_promoting_remembers_the_former_champion_and_repeating_it_changes_nothin
         champion = registry.champion("draft")
         assert champion is not None
         assert (champion.number, champion.tags["previous"]) == (number, previous)
-    with pytest.raises(ValueError, match="looking up draft 9"):
+    with pytest.raises(ValueError, match="the registry has no draft 9"):
         registry.promote("draft", 9)
+
+
+class Elsewhere(Registry):
+    """The same registry as another process has it, which stops just before it moves an alias until it may go on."""
+
+    def __init__(self, registry: Registry) -> None:
+        from mlflow import MlflowClient  # not at the top: it reads variables that the registry sets first
+
+        super().__init__(registry.store.uri, registry.store.artifact_root)
+        arrived, may_go = threading.Event(), threading.Event()
+        self.arrived, self.may_go = arrived, may_go
+
+        class Slow(MlflowClient):
+            def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
+                arrived.set()
+                assert may_go.wait(30)
+                super().set_registered_model_alias(name, alias, version)
+
+        self.store.client = Slow(registry.store.uri, registry.store.uri)
+
+
+def together(slow: Elsewhere, first: Callable[[], object], second: Callable[[], object]) -> BaseException | None:
+    """Start `second` while `first` stands just before moving the alias of `slow`; return what `second` raised."""
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first)
+        assert slow.arrived.wait(30)
+        two = pool.submit(second)
+        wait([two], timeout=0.5)  # who does not wait for `first` is done by now
+        slow.may_go.set()
+        one.result(30)
+        return two.exception(30)
+
+
+def test_what_somebody_promotes_while_another_is_reverted_stays(
+    registry: Registry, checkpoint: Callable[[str], Path]
+) -> None:
+    register_drafts(registry, checkpoint, 3)
+    for number in (1, 2):
+        registry.promote("draft", number)
+    slow = Elsewhere(registry)
+    raised = together(slow, lambda: slow.revert("draft", 2, "bad"), lambda: registry.promote("draft", 3))
+    assert (raised, champion_number(registry)) == (None, 3)
+    assert is_quarantined(registry.get("draft", 2))
+    assert registry.get("draft", 3).previous == 1
+
+
+def test_a_rollback_does_not_take_back_what_was_promoted_meanwhile(
+    registry: Registry, checkpoint: Callable[[str], Path]
+) -> None:
+    register_drafts(registry, checkpoint, 3)
+    for number in (1, 2):
+        registry.promote("draft", number)
+    slow = Elsewhere(registry)
+    raised = together(slow, lambda: slow.roll_back("draft", "bad"), lambda: registry.promote("draft", 3))
+    assert (raised, champion_number(registry)) == (None, 3)
+    assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
+
+
+def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(
+    registry: Registry, checkpoint: Callable[[str], Path]
+) -> None:
+    register_drafts(registry, checkpoint, 3)
+    registry.promote("draft", 1)
+    slow = Elsewhere(registry)
+    raised = together(
+        slow,
+        lambda: slow.promote("draft", 2, judged_against=1),
+        lambda: registry.promote("draft", 3, judged_against=1),
+    )
+    assert isinstance(raised, Outdated)
+    assert "judged against draft 1, which is no longer the champion: that is 2" in str(raised)
+    assert champion_number(registry) == 2
+    assert not registry.get("draft", 3).was_champion
+
+
+@pytest.mark.slow
+def test_of_many_processes_that_race_one_wins(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
+    register_drafts(registry, checkpoint, 4)
+    registry.promote("draft", 1)
+    code = """
+import sys
+from pathlib import Path
+from infra.registry import Outdated, Registry
+registry = Registry(sys.argv[1], Path(sys.argv[2]))
+registry.champion("draft")
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    registry.promote("draft", int(sys.argv[3]), judged_against=1)
+except Outdated:
+    print("outdated")
+else:
+    print("promoted", sys.argv[3])
+"""
+    argv = [sys.executable, "-c", code, registry.store.uri, str(registry.store.artifact_root)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen([*argv, str(number)], cwd=ROOT, **pipes) for number in (2, 3, 4)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    ends = sorted(racer.communicate(timeout=60)[0].strip() for racer in racers)
+    assert ends == ["outdated", "outdated", f"promoted {champion_number(registry)}"]
+
+
+def test_what_was_judged_against_a_draft_that_is_gone_or_quarantined_is_outdated(
+    registry: Registry, checkpoint: Callable[[str], Path]
+) -> None:
+    register_drafts(registry, checkpoint, 2)
+    with pytest.raises(Outdated, match="judged against draft 1, which is no longer the champion: there is none"):
+        registry.promote("draft", 2, judged_against=1)
+    registry.promote("draft", 1)
+    registry.quarantine("draft", 1, "another output")
+    with pytest.raises(Outdated, match="judged against draft 1, which is quarantined: another output"):
+        registry.promote("draft", 2, judged_against=1)
+    assert champion_number(registry) == 1
+    registry.promote("draft", 2)
+    registry.promote("draft", 2, judged_against=1)  # promoting the champion changes nothing
+    assert champion_number(registry) == 2
 
 
 def test_reverting_goes_back_past_quarantined_versions(registry: Registry, checkpoint: Callable[[str], Path]) -> None:

@@ -36,9 +36,9 @@ def test_a_misspelt_variable_fails_with_its_name_and_the_nearest_one(variable: s
 
 
 def test_a_value_that_the_setting_does_not_take_fails_with_its_name() -> None:
-    with pytest.raises(ValueError, match="device"):
+    with pytest.raises(ValueError, match=r"^REDRAFT_DEVICE: Input should be 'cpu' or 'cuda'$"):
         load_settings({"REDRAFT_DEVICE": "gpu"})
-    with pytest.raises(ValueError, match="hub"):
+    with pytest.raises(ValueError, match=r"^REDRAFT_HUB: .*boolean[^\n]*$"):
         load_settings({"REDRAFT_HUB": "perhaps"})
 
 

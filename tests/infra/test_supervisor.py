@@ -86,6 +86,7 @@ def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> N
     assert answers(f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Start, tmp_path: Path) -> None:
     port = free_port()
     script = (

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models.counting import checkpoint_bytes, counted, held_bytes, parameter_bytes, step_cost
 
 # The tiny target: hidden size, key and value width, MLP width, vocabulary, layers, heads, width of a head.
-H, KV, I, V, L, HEADS, D = 128, 64, 256, 259, 2, 2, 64
+H, KV, INNER, V, L, HEADS, D = 128, 64, 256, 259, 2, 2, 64
 B, T = 3, 10
 N = B * T
 
@@ -21,7 +21,7 @@ def model(tiny_target: Path) -> PreTrainedModel:
 
 
 def test_flops_of_the_two_layer_model_are_those_counted_by_hand(model: PreTrainedModel) -> None:
-    products = 2 * N * (L * (2 * H * H + 2 * H * KV + 3 * H * I) + H * V)
+    products = 2 * N * (L * (2 * H * H + 2 * H * KV + 3 * H * INNER) + H * V)
     attention = L * 2 * (2 * B * HEADS * T * T * D)
     cost = step_cost(model, B, T)
     assert cost.forward_flops == products + attention
@@ -31,7 +31,7 @@ def test_flops_of_the_two_layer_model_are_those_counted_by_hand(model: PreTraine
 def test_memory_held_by_the_two_layer_model_is_that_counted_by_hand(model: PreTrainedModel) -> None:
     norm = 3 * H + 1  # what comes in, what is scaled, what goes out, and the scale
     attention = H + 2 * KV + HEADS + H  # queries, keys and values, the scores' normaliser, the output
-    mlp = 4 * I  # gate, its activation, up, their product
+    mlp = 4 * INNER  # gate, its activation, up, their product
     floats = N * (L * (2 * norm + attention + mlp) + norm + V) + 2 * T * D + 1  # and rotations, and the loss's divisor
     token_ids_and_labels = 2 * 8 * N
     assert step_cost(model, B, T).peak_activation_bytes == 4 * floats + token_ids_and_labels
@@ -68,7 +68,7 @@ def test_counting_a_step_leaves_no_gradient(model: PreTrainedModel) -> None:
 
 
 def test_bytes_of_weights_count_a_tied_matrix_once(tiny_target: Path, model: PreTrainedModel) -> None:
-    weights = V * H + L * (2 * H * H + 2 * H * KV + 3 * H * I + 2 * H) + H
+    weights = V * H + L * (2 * H * H + 2 * H * KV + 3 * H * INNER + 2 * H) + H
     assert parameter_bytes(model) == 4 * weights
     assert 0 < checkpoint_bytes(tiny_target) - 2 * weights < 4096  # bfloat16, and the file's header
 

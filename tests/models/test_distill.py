@@ -14,6 +14,8 @@ from models.precision import fast_dtype
 
 pytestmark = pytest.mark.slow
 
+K = 3
+
 
 @pytest.fixture(scope="module")
 def samples(tiny_target: Path) -> list[Sample]:
@@ -40,12 +42,12 @@ def test_training_raises_acceptance(tiny_target: Path, samples: list[Sample], tm
     head = new_head(tiny_target, samples)
     (tmp_path / "before").mkdir()
     eagle3.save(head, tmp_path / "before")
-    report = distill.train(head, tiny_target, samples, params(num_epochs=30), tmp_path)
+    report = distill.train(head, tiny_target, samples, params(num_epochs=30), K, tmp_path)
     (tmp_path / "after").mkdir()
     eagle3.save(head, tmp_path / "after")
     taus = []
     for name in ("before", "after"):
-        scores = scoring.score(eagle3.load(tmp_path / name, tiny_target), tiny_target, samples, 3, tmp_path)
+        scores = scoring.score(eagle3.load(tmp_path / name, tiny_target), tiny_target, samples, K, tmp_path)
         assert [s.id for s in scores] == [s.id for s in samples]
         taus.append(1 + sum(s.accepted for s in scores) / sum(s.steps for s in scores))
     assert taus[1] > taus[0] + 0.15, taus
@@ -60,7 +62,7 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     tiny_target: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     whole = new_head(tiny_target, samples)
-    distill.train(whole, tiny_target, samples, params(), tmp_path / "whole")
+    distill.train(whole, tiny_target, samples, params(), K, tmp_path / "whole")
 
     def stop(progress: distill.Progress) -> None:
         if progress.stage == "train":
@@ -69,7 +71,7 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     cut = new_head(tiny_target, samples)
     work = tmp_path / "cut"
     head_states = distill.hidden_states(cut, tiny_target, samples, work)
-    interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), work, 0)
+    interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), K, work, 0)
     steps = iter(range(7))
     original = interrupted._optimize
 
@@ -82,7 +84,7 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     with pytest.raises(_Stop):
         interrupted.run(lambda progress: None)
     resumed = new_head(tiny_target, samples)
-    report = distill.train(resumed, tiny_target, samples, params(), work)
+    report = distill.train(resumed, tiny_target, samples, params(), K, work)
     assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
@@ -93,12 +95,12 @@ def test_a_nan_stops_the_run(tiny_target: Path, samples: list[Sample], tmp_path:
     with torch.no_grad():
         head.midlayer["mlp"]["up_proj"].weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
-        distill.train(head, tiny_target, samples, params(), tmp_path)
+        distill.train(head, tiny_target, samples, params(), K, tmp_path)
 
 
 def test_answers_too_short_to_draft_are_refused(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no sample has an answer of more than two tokens"):
-        distill.train(new_head(tiny_target, samples), tiny_target, [Sample("a", "d", [5], [6])], params(), tmp_path)
+        distill.train(new_head(tiny_target, samples), tiny_target, [Sample("a", "d", [5], [6])], params(), K, tmp_path)
 
 
 def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
@@ -132,3 +134,18 @@ def test_a_walk_counts_steps_and_accepted_tokens_by_hand() -> None:
     # left.
     score = scoring._walk(sample, [2, 0, 3, 0, 3])
     assert (score.steps, score.accepted) == (3, 3)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_a_draft_is_unrolled_as_far_as_it_is_served(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_draft_tokens: int
+) -> None:
+    head, asked = new_head(tiny_target, samples), []
+    unroll = head.unroll
+    monkeypatch.setattr(
+        head, "unroll", lambda rows, num_steps, keep: asked.append(num_steps) or unroll(rows, num_steps, keep)
+    )
+    distill.train(head, tiny_target, samples, params(num_epochs=1), num_draft_tokens, tmp_path)
+    assert set(asked) == {num_draft_tokens}
+    with pytest.raises(ValueError, match="num_draft_tokens from 1; got 0"):
+        distill.train(head, tiny_target, samples, params(), 0, tmp_path)

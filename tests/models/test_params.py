@@ -3,7 +3,7 @@
 from typing import Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from models.params import BaseParams, validate
 
@@ -39,3 +39,20 @@ def test_each_fault_has_its_own_line() -> None:
 def test_params_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Params(path="x").path = "y"
+
+
+class Checked(BaseParams):
+    name: Literal["checked"] = "checked"
+    even: int = 0
+
+    @field_validator("even")
+    @classmethod
+    def _is_even(cls, even: int) -> int:
+        if even % 2:
+            raise ValueError(f"wanted an even number, got {even}")
+        return even
+
+
+def test_what_our_own_checks_say_is_told_in_their_words() -> None:
+    with pytest.raises(ValueError, match=r'^family.checked: key "even": wanted an even number, got 3$'):
+        validate(Checked, {"even": 3}, "family.checked")

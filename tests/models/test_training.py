@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import training
+from models.params import TrainingParams
 from models.perplexity import perplexity, score
 from models.regimes import Regime
 
@@ -21,8 +22,8 @@ def documents(count: int = 24, length: int = 20) -> list[list[int]]:
     return [[3 + (start + 3 * place) % 60 for place in range(length - start % 4)] for start in range(count)]
 
 
-def params(**changes: object) -> training.Params:
-    return training.Params(**{"num_epochs": 4, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
+def params(**changes: object) -> TrainingParams:
+    return TrainingParams(**{"num_epochs": 4, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
 
 
 def test_training_lowers_the_perplexity_of_held_out_text(model: PreTrainedModel) -> None:

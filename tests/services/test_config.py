@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, is_loopback, read_config
 from services.main import main
 
@@ -16,6 +17,7 @@ def table(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         "querylog": str(tmp_path / "queries.db"),
         "cache": str(tmp_path / "cache"),
         "state": str(tmp_path / "state.json"),
+        "port": 8000,
     }
     return values | changes
 
@@ -35,6 +37,12 @@ def test_a_config_survives_its_own_json_and_hides_its_keys(tmp_path: Path) -> No
     assert config.engine_params().name == "vllm"
 
 
+def test_a_service_is_told_how_to_serve_by_the_table_of_its_recipe(tmp_path: Path) -> None:
+    table = Serve(port=0, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
+    serve = read_config(write(tmp_path, serve=table.model_dump(mode="json", exclude={"port"}))).serve
+    assert serve.model_dump() == table.model_dump(exclude={"port"})
+
+
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_config(write(tmp_path, cache="here")).cache == tmp_path / "here"
@@ -44,6 +52,8 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     ("changes", "named"),
     [
         ({"pol_s": 1}, "pol_s"),
+        ({"serve": {"probation": {"timeout": 1}}}, r"serve\.probation\.timeout"),
+        ({"serve": {"tool_parser": "herms"}}, r'did you mean "hermes"'),
         ({"port": 0}, "port"),
         ({"api_keys": ["short"]}, "api_keys"),
         ({"api_keys": ["with a space"]}, "api_keys"),

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from models.tokens import encode_chat
 from services.access import subject_of
-from tasks.samples import usable
+from tasks.stages.samples import usable
 from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, World, ask
 
 pytestmark = pytest.mark.engine
@@ -280,7 +280,7 @@ def test_every_route_but_healthz_asks_for_a_key(world: World, authorization: str
         {"X_Session_Id": b"\xff", "Serve_Multiplexed_Model_Id": b"\xff"},
         {"X_Data_Parallel_Rank": b"7"},
     ],
-    ids=lambda headers: "-".join(headers),
+    ids="-".join,
 )
 def test_a_clients_internal_headers_have_no_effect(world: World, headers: dict[str, bytes]) -> None:
     wanted = post(world, chat(temperature=0)).json()["choices"]
@@ -377,6 +377,6 @@ def test_a_flood_from_one_key_is_logged_whole_and_trained_on_in_part(world: Worl
     rows = world.wait_for_rows("flood", 20)
     assert len({row.subject for row in rows}) == 9
     assert {row.key for row in rows} == {subject_of(KEY, None), subject_of(OTHER_KEY, None)}
-    samples, left_out = usable(rows, target_version=0, max_share_per_key=0.5)
-    assert left_out == {"repeated": 7, "above one key's share": 3}
-    assert len(samples) == 10
+    samples, left_out = usable(rows, target_version=0, max_share_per_key=0.5, min_rows=1)
+    assert left_out == {"repeated": 7, "above one key's share": 5}
+    assert len(samples) == 8

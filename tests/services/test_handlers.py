@@ -1,56 +1,53 @@
-"""Tool calls through the engine's own handlers."""
+"""What a client is told of what vLLM refuses; the handlers themselves are driven in test_vllm_openai.py."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 
-from services.access import Refusal
-from services.handlers import Handlers
+from models.engines.vllm.openai import EngineStopped, Refused
+from services.access import INTERNAL_ERROR, Refusal
+from services.handlers import UNAVAILABLE, answered, from_error
 
 pytestmark = pytest.mark.engine
 
-Loop = asyncio.AbstractEventLoop
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
+
+def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "anything", "param": param, "code": status}}
 
 
-def asked(**options: Any) -> dict[str, Any]:
-    """A request whose answer is fixed by a grammar, because the target has random weights."""
-    return {
-        "model": "target",
-        "messages": [{"role": "user", "content": "add 1"}],
-        "max_tokens": 100,
-        "structured_outputs": {"choice": [CALL]},
-        **options,
-    }
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (error(400, "max_tokens is wrong", "max_tokens"), (400, "max_tokens is wrong", "max_tokens", None)),
+        (error(400, "the maximum model length is 64"), (400, None, None, "context_length_exceeded")),
+        (error(404, "no such model"), (404, "no such model", None, "model_not_found")),
+        (error(501, "no tools", "tools"), (400, "no tools", "tools", "unsupported")),
+        (error(501, ""), (400, "this is not served here", None, "unsupported")),
+        (error(503, "overloaded"), (503, "overloaded", None, None)),
+        (error(500, "secret of the server"), (500, INTERNAL_ERROR.message, None, "internal_error")),
+        (error(400, "x" * 2000), (400, "x" * 1000, None, None)),
+    ],
+    ids=["wrong", "too long a prompt", "model", "unsupported", "silent", "overload", "failure", "long text"],
+)
+def test_an_error_of_the_engine_becomes_what_a_client_may_know(
+    body: dict[str, Any], told: tuple[int, str | None, str | None, str | None]
+) -> None:
+    status, message, param, code = told
+    refusal = from_error(body)
+    assert (refusal.status, refusal.param, refusal.code) == (status, param, code)
+    assert refusal.message == (message or body["error"]["message"])
 
 
-def ask(handlers: Handlers, loop: Loop, body: dict[str, Any]) -> dict[str, Any]:
-    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
-    answer = loop.run_until_complete(handlers.chat(body, raw))
-    assert isinstance(answer, dict)
-    return answer
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(Refused(error(400, "wrong")), (400, "wrong")), (EngineStopped(), (503, UNAVAILABLE.message))],
+    ids=["refused", "stopped"],
+)
+def test_what_a_handler_raises_becomes_a_refusal(raised: Exception, told: tuple[int, str]) -> None:
+    async def refuse() -> dict[str, Any]:
+        raise raised
 
-
-def test_what_the_target_writes_as_a_call_is_parsed_as_the_recipe_says(engine: Any, loop: Loop) -> None:
-    handlers = loop.run_until_complete(Handlers.build(engine, "hermes"))
-    (choice,) = ask(handlers, loop, asked(tools=[TOOL]))["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
-    assert choice["finish_reason"] == "tool_calls"
-    (choice,) = ask(handlers, loop, asked())["choices"]
-    assert choice["message"]["content"] == CALL
-    assert not choice["message"].get("tool_calls")
-
-
-def test_without_a_parser_tools_are_refused_and_the_setting_is_named(engine: Any, loop: Loop) -> None:
-    handlers = loop.run_until_complete(Handlers.build(engine))
-    with pytest.raises(Refusal, match=r"without a tool_parser \(\[serve\] in its recipe\)"):
-        ask(handlers, loop, asked(tools=[TOOL]))
-    assert ask(handlers, loop, asked())["choices"][0]["message"]["content"] == CALL
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(answered(refuse()))
+    assert (refused.value.status, refused.value.message) == told

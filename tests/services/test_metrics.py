@@ -1,20 +1,9 @@
 from services.metrics import render
+from tests.infra.statuses import STATUS
 
 
 def test_the_text_holds_the_service_figures_by_label() -> None:
-    status = {
-        "requests": {"200": 7, "429": 1},
-        "reconciler": {"swaps": 2},
-        "acceptance": {"chat": {"mean_accepted_length": 1.75}},
-        "log": {"written": 5, "dropped": 1},
-        "tokens": 99,
-        "in_flight": 3,
-        "speculating": True,
-        "draft_version": None,
-        "champion": 4,
-        "uptime_s": 1.5,
-    }
-    lines = render(status).decode().splitlines()
+    lines = render(STATUS).decode().splitlines()
     for line in (
         'redraft_requests_total{status="429"} 1.0',
         'redraft_reconciler_events_total{event="swaps"} 2.0',

@@ -7,6 +7,7 @@ import pytest
 
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
+from infra.status import DomainAcceptance, LogCounts
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.access import Origin
@@ -62,7 +63,7 @@ def recorder(querylog: QueryLog) -> Iterator[Recorder]:
 
 
 def origin(consent: str = "full", request_id: str = ID, domain: str = "chat") -> Origin:
-    return Origin(request_id, domain, consent, "s" * 64)  # type: ignore[arg-type]
+    return Origin(request_id, domain, consent, "s" * 64)
 
 
 def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
@@ -145,8 +146,8 @@ def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Record
         recorder.forget(f"{index:032x}")
     figures = recorder.acceptance()
     assert len(figures) == MAX_DOMAINS + 1
-    assert figures["other"]["requests"] == 5
-    assert figures["d0"] == {"requests": 1, "acceptance_rate": 2 / 6, "mean_accepted_length": 1 + 2 / 3}
+    assert figures["other"].requests == 5
+    assert figures["d0"] == DomainAcceptance(requests=1, acceptance_rate=2 / 6, mean_accepted_length=1 + 2 / 3)
 
 
 def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
@@ -171,7 +172,7 @@ def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
     recorder.finished(completion(finish_reason="Not A Word"), Settings())
     recorder.finished(completion(), Settings())
     recorder.close()
-    assert recorder.counts() == {"written": 1, "dropped": 1, "last_error": None}
+    assert recorder.counts() == LogCounts(written=1, dropped=1, last_error=None)
 
 
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
@@ -184,5 +185,5 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 5
     recorder.close()
     counts = recorder.counts()
-    assert counts["dropped"] > 0
-    assert counts["written"] + counts["dropped"] == 200
+    assert counts.dropped > 0
+    assert counts.written + counts.dropped == 200

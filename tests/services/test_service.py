@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -116,3 +117,23 @@ def test_metrics_count_requests_and_swaps(world: World) -> None:
     text = httpx.get(f"{world.url}/metrics", headers=world.headers, timeout=10, trust_env=False).text
     assert "redraft_mean_accepted_length" in text
     assert "vllm:" in text
+
+
+def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_so_is_the_way_back(
+    world: World, client: openai.OpenAI
+) -> None:
+    text = stream_text(client, PROMPTS[2])[0]
+    for k in (2, 3):
+        version = world.register(k + 3, num_draft_tokens=str(k))
+        world.registry.promote("draft", version)
+
+        def serves(status: dict[str, Any], version: int = version) -> bool:
+            served = str(status["draft_version"]) == str(version)
+            return served and status["replacement"] is None and status["proof"] is not None
+
+        status = world.wait_for(f"draft {version}", serves, timeout_s=240)
+        assert status["swaps"] == 0  # it booted with it
+        again, _, usage = stream_text(client, PROMPTS[2])
+        assert again == text
+        assert max(usage["redraft"]["drafted_per_step"]) == k
+        assert "quarantined" not in world.registry.get("draft", version).tags

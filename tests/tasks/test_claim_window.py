@@ -5,14 +5,13 @@ import pytest
 from infra.artifacts import Artifact, publish, staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
-from infra.registry import Version
+from infra.registry import Pair, Version
 from infra.settings import load_settings
 from models.hidden import Sample
+from models.recipe import Refresh
 from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out
-from tasks.lineage import Pair
-from tasks.recipe import Refresh
-from tasks.samples import part_of, read_samples, write_samples
+from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
+from tasks.stages.samples import part_of, read_samples, write_samples
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
 
@@ -59,7 +58,7 @@ def row(number: int, second_id: int = 0) -> QueryRow:
 
 
 def recipe_of(refresh: Refresh):
-    from flows.recipe import load_recipe
+    from models.recipe import load_recipe
 
     return load_recipe("tiny").model_copy(update={"refresh": refresh})
 
@@ -74,6 +73,52 @@ def test_too_few_rows_open_no_window_and_the_same_process_gets_its_window_again(
     assert claim_window.fn(REFRESH) == window
     advance_cursor.fn(window)
     assert log.cursor() == 40
+
+
+def test_a_window_whose_training_always_fails_is_set_aside_with_its_error_and_later_rows_train(log):
+    log.append([row(n) for n in range(REFRESH.max_rows + 40)])
+    for _ in range(3):
+        window = claim_window.fn(REFRESH)
+        assert window.first_seq == 1
+        with pytest.raises(ZeroDivisionError, match="^the loss\nis NaN$"), hold_window(window):
+            raise ZeroDivisionError("the loss\nis NaN")
+    (aside,) = log.stats().set_aside
+    assert (aside.last_seq, aside.error) == (REFRESH.max_rows, "ZeroDivisionError: the loss is NaN")
+    window = claim_window.fn(REFRESH)
+    assert window.first_seq == REFRESH.max_rows + 1
+    with hold_window(window):
+        advance_cursor.fn(window)
+    assert (log.stats().depth, log.stats().attempt, log.stats().set_aside) == (0, None, (aside,))
+
+
+@pytest.mark.parametrize("stopped_by", [KeyboardInterrupt, SystemExit])
+def test_a_run_that_somebody_stops_is_no_attempt(log, stopped_by):
+    log.append([row(n) for n in range(REFRESH.max_rows)])
+    for _ in range(5):
+        window = claim_window.fn(REFRESH)
+        with pytest.raises(stopped_by), hold_window(window):
+            raise stopped_by
+    assert (log.stats().attempt, log.stats().set_aside) == (None, ())
+    assert claim_window.fn(REFRESH) == window
+
+
+def test_a_window_that_was_left_comes_again_and_nothing_was_counted(log):
+    log.append([row(n) for n in range(40)])
+    for _ in range(5):
+        window = claim_window.fn(REFRESH)
+        with hold_window(window):
+            leave_window.fn(window)
+    assert (log.stats().attempt, log.stats().set_aside, log.cursor()) == (None, (), 0)
+    assert claim_window.fn(REFRESH) == window
+
+
+def test_what_a_run_raised_is_raised_again_where_the_log_can_not_be_written(log):
+    log.append([row(n) for n in range(40)])
+    window = claim_window.fn(REFRESH)
+    with pytest.raises(ZeroDivisionError), hold_window(window):
+        log.path.write_bytes(b"no database" * 1000)
+        raise ZeroDivisionError
+    log.path.unlink()
 
 
 def test_window_replay_and_first_samples_are_mixed_and_no_question_is_on_both_sides(log, first_samples, pair):

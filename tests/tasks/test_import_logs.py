@@ -17,8 +17,8 @@ from infra.registry import Registry
 from infra.settings import load_settings
 from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
-from tasks.lineage import target_tags
-from tasks.samples import usable
+from tasks.register import identity
+from tasks.stages.samples import usable
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
@@ -39,7 +39,7 @@ def home(store: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactor
     registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
     with staged(home / "target") as directory:
         shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
-    version = registry.register("target", home / "target", target_tags(describe(tiny_target)))
+    version = registry.register("target", home / "target", identity(describe(tiny_target)).to_tags())
     registry.promote("target", version.number)
     registry.download(version, home / "cache")
     return home
@@ -76,7 +76,7 @@ def test_chats_questions_and_token_ids_become_rows_that_can_be_trained_on(log: Q
     assert second.prompt == prompt.replace("hi", "one?")
     assert second.subject == subject_of(None, "ann")
     assert (third.prompt_ids, third.domain, third.finish_reason) == (encode("abc"), "code", "length")
-    samples, left_out = usable(log.rows(1, 9), target_version=1, max_share_per_key=1)
+    samples, left_out = usable(log.rows(1, 9), target_version=1, max_share_per_key=1, min_rows=1)
     assert [sample.temperature for sample in samples] == [1.0, 1.0, 0.0]
     assert not left_out
 
@@ -116,9 +116,9 @@ def test_texts_are_scrubbed_and_markers_in_them_stay_text(log: QueryLog, write: 
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"text": "a"}, "of another shape", "wanted prompt_ids and completion_ids, messages, or prompt.*; got text"),
-    ({"prompt_ids": [1], "completion_ids": []}, "of another shape", "completion_ids: wanted a list of whole numbers"),
-    ({"prompt_ids": [1], "completion_ids": [True]}, "of another shape", "completion_ids: wanted a list of whole"),
+    ({"text": "a"}, "with wrong fields", "wanted prompt_ids and completion_ids, messages, or prompt.*; got text"),
+    ({"prompt_ids": [1], "completion_ids": []}, "with wrong fields", "completion_ids: wanted a list of whole numbers"),
+    ({"prompt_ids": [1], "completion_ids": [True]}, "with wrong fields", "completion_ids: wanted a list of whole"),
     (
         {"prompt_ids": [1, 259], "completion_ids": [1]},
         "with unknown tokens",
@@ -126,15 +126,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt_ids": [-1], "completion_ids": [1]}, "with unknown tokens", r"prompt_ids\[0\] is -1"),
     ({"messages": CHAT[:1]}, "without an answer", "wanted a question, and last the assistant's answer"),
-    ({"messages": "hi"}, "of another shape", "messages: wanted a list of messages, got str"),
-    ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "of another shape", "\"role\" is 'bot'"),
-    ({"prompt": "a\ud800", "completion": "b"}, "of another shape", "valid Unicode"),
-    ({"prompt": "a", "completion": " "}, "of another shape", "message 1: .*not blank"),
+    ({"messages": "hi"}, "with wrong fields", "messages: wanted a list of messages, got str"),
+    ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "with wrong fields", "\"role\" is 'bot'"),
+    ({"prompt": "a\ud800", "completion": "b"}, "with wrong fields", "valid Unicode"),
+    ({"prompt": "a", "completion": " "}, "with wrong fields", "message 1: .*not blank"),
     ({"prompt": "a" * 256, "completion": "b"}, "too long", "wanted at most 256 tokens, the engine's context; got 277"),
-    ({"messages": CHAT, "domain": "Chat!"}, "of no domain", "domain is 'Chat!', wanted 1 to 32"),
-    ({"messages": CHAT, "temperature": -1}, "of no temperature", "temperature is -1, wanted a number from 0 on"),
-    ({"messages": CHAT, "temperature": True}, "of no temperature", "temperature is True"),
-    ({"messages": CHAT, "subject": 7}, "of no subject", "subject is a int, wanted a text"),
+    ({"messages": CHAT, "domain": "Chat!"}, "with an invalid domain", "domain is 'Chat!', wanted 1 to 32"),
+    (
+        {"messages": CHAT, "temperature": -1},
+        "with an invalid temperature",
+        "temperature is -1, wanted a number from 0 on",
+    ),
+    ({"messages": CHAT, "temperature": True}, "with an invalid temperature", "temperature is True"),
+    ({"messages": CHAT, "subject": 7}, "with an invalid subject", "subject is a int, wanted a text"),
 ]
 
 

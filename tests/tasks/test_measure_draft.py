@@ -27,4 +27,3 @@ def test_each_domain_has_its_figure_and_interval():
     assert measured.num_conversations == {"chat": 2, "code": 1}
     assert measured.tau["chat"].value == 1.75
     assert (measured.tau["chat"].low, measured.tau["chat"].high) == pytest.approx((1.5, 1 + 25 / 30))
-    assert measured.tags() == {"tau": '{"chat": 1.75, "code": 3.0}', "probe_tau": "1.5000"}

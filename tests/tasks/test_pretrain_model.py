@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe import shipped_recipes
 from infra.artifacts import Artifact
 from infra.registry import Registry
 from models import training
 from models.loading import load_model
+from models.params import TrainingParams
+from models.recipe import Recipe, parse_recipe, shipped_recipes
 from models.targets import describe
-from tasks.change_target import held_out_losses
 from tasks.prepare_target import prepare_target
+from tasks.prepare_text import prepare_text, read_documents, tokenise
 from tasks.pretrain_model import pretrain_model
-from tasks.recipe import Recipe, parse_recipe
-from tasks.text import prepare_text, read_documents, tokenise
+from tasks.stages.change_target import held_out_losses
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,11 @@ def start(recipe: Recipe) -> tuple[Artifact, Artifact]:
     return prepare_target.fn(recipe.target), prepare_text.fn(recipe.text, recipe.seed)
 
 
+def pretrained(recipe: Recipe, target: Artifact, text: Artifact) -> Artifact:
+    assert recipe.pretrain is not None
+    return pretrain_model.fn(recipe.pretrain, recipe.seed, target, text)
+
+
 def held_out(target: Artifact, text: Artifact) -> float:
     documents = tokenise(read_documents(text.path, "held_out"), target.path)
     return held_out_losses(load_model(target.path), documents)["code"]
@@ -43,19 +48,19 @@ def held_out(target: Artifact, text: Artifact) -> float:
 
 def test_a_pretrained_target_knows_the_text_and_keeps_tokenizer_template_and_format(recipe: Recipe) -> None:
     target, text = start(recipe)
-    trained = pretrain_model.fn(recipe, target, text)
+    trained = pretrained(recipe, target, text)
     assert held_out(trained, text) < held_out(target, text) - 1
     before, after = describe(target.path), describe(trained.path)
     assert after.tokenizer_sha256 == before.tokenizer_sha256
     assert after.chat_template_sha256 == before.chat_template_sha256
     assert after.sha256 != before.sha256
     assert (trained.path / "model.safetensors").stat().st_size == (target.path / "model.safetensors").stat().st_size
-    assert pretrain_model.fn(recipe, target, text) == trained
+    assert pretrained(recipe, target, text) == trained
 
 
 def test_a_stage_is_a_run_with_the_loss_on_text_it_has_not_seen(recipe: Recipe, tmp_path: Path) -> None:
     target, text = start(recipe)
-    trained = pretrain_model.fn(recipe, target, text)
+    trained = pretrained(recipe, target, text)
     home = tmp_path / "home"
     [metrics] = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow").store.recorded("pretrain")
     assert metrics["held_out/code"] == pytest.approx(held_out(trained, text), rel=0.01)  # of float32, saved in bfloat16
@@ -66,12 +71,12 @@ def test_a_killed_stage_goes_on_and_ends_as_one_that_was_not(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, text = start(recipe)
-    whole = pretrain_model.fn(recipe, target, text)
+    whole = pretrained(recipe, target, text)
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "other"))
     target, text = start(recipe)
     rate, steps = training.learning_rate, []
 
-    def killing(params: training.Params, step: int, total: int) -> float:
+    def killing(params: TrainingParams, step: int, total: int) -> float:
         steps.append(step)
         if len(steps) == 4:
             raise KeyboardInterrupt
@@ -79,6 +84,6 @@ def test_a_killed_stage_goes_on_and_ends_as_one_that_was_not(
 
     monkeypatch.setattr(training, "learning_rate", killing)
     with pytest.raises(KeyboardInterrupt):
-        pretrain_model.fn(recipe, target, text)
-    assert pretrain_model.fn(recipe, target, text).sha256 == whole.sha256
+        pretrained(recipe, target, text)
+    assert pretrained(recipe, target, text).sha256 == whole.sha256
     assert steps[4] == 3  # not from the start

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import staged
-from infra.registry import LINEAGE_TAGS, Registry, Version, is_quarantined
+from infra.registry import Registry, Version, is_quarantined
 from tasks.promote import differences, promote_version, roll_back
+from tests.tags import draft_tags
 
 Register = Callable[..., Version]
 
@@ -32,9 +33,7 @@ def register(registry: Registry, tmp_path: Path) -> Register:
         made.append(final)
         with staged(final) as directory:
             (directory / "model.safetensors").write_text(final.name)
-        return registry.register(
-            kind, final, {**dict.fromkeys(LINEAGE_TAGS, ""), "target_sha256": "a", "tau": "{}", **tags}
-        )
+        return registry.register(kind, final, {**draft_tags(), "target_sha256": "a", "tau": "{}", **tags})
 
     registry.promote("target", make("target").number)
     return lambda **tags: make("draft", **{"gate": "passed", "gate_reasons": "", **tags})
@@ -51,7 +50,7 @@ def test_a_draft_that_passed_is_promoted_and_one_that_did_not_needs_a_reason(
     register()
     refused = register(gate="refused", gate_reasons="chat lost 9%")
     assert promote_version.fn(1).number == champion(registry) == 1
-    with pytest.raises(ValueError, match=r"draft 2 has no passing gate \(refused: chat lost 9%\).*--force"):
+    with pytest.raises(ValueError, match=r"draft 2 passed no gate \(refused: chat lost 9%\).*--force"):
         promote_version.fn(refused.number)
     assert champion(registry) == 1
     promote_version.fn(refused.number, "chat is going away")
@@ -62,7 +61,7 @@ def test_a_draft_that_passed_is_promoted_and_one_that_did_not_needs_a_reason(
 @pytest.mark.parametrize(
     ("tags", "reason"),
     [
-        ({"gate": ""}, r"no passing gate \(none\)"),
+        ({"gate": ""}, r"passed no gate \(none\)"),
         ({"target_sha256": "b"}, "was made for target .* champion: that is 1"),
     ],
 )
@@ -109,9 +108,10 @@ def test_without_a_champion_there_is_nothing_to_go_back_from(registry: Registry)
 
 
 def test_a_difference_names_both_values_and_leaves_out_what_is_equal(register: Register) -> None:
-    first, second = register(parent=""), register(parent="1", window_last_seq="40")
+    window = {"window_first_seq": "1", "window_last_seq": "40", "window_sha256": "w"}
+    first, second = register(parent=""), register(parent="1", **window)
     rows = differences(first, second)
     assert ("parent", "", "1") in rows
     assert ("window_last_seq", "", "40") in rows
     assert "target_sha256" not in [name for name, *_ in rows]
-    assert [name for name, *_ in rows][:2] == ["parent", "window_last_seq"]
+    assert [name for name, *_ in rows][:2] == ["parent", "window_first_seq"]

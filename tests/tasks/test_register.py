@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe import load_recipe
 from infra.artifacts import Artifact, publish
 from infra.manifest import write_manifest
 from infra.querylog import Window
-from infra.registry import Registry, Version
-from tasks.gate_report import DATA, PAGE, GateReport
-from tasks.lineage import Pair, open_registry
+from infra.registry import Pair, Registry, Version, open_registry
+from infra.views.gate import DATA, PAGE, GateReport
+from models.recipe import load_recipe
 from tasks.register import register_candidate, register_draft, register_target
 from tests.conftest import judge, make_draft
 
@@ -72,6 +71,7 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     version = register(pair, tmp_path, gains)
     assert version.tags["gate"] == verdict
     assert version.tags["seed"] == str(RECIPE.seed)
+    assert version.tags["num_draft_tokens"] == str(RECIPE.num_draft_tokens)
     description = described(registry, version)
     assert description.startswith(line)
     for name in ("gate.md", "gate.json", "gate.png"):
@@ -87,5 +87,5 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
 def test_a_first_draft_says_that_there_was_no_champion(registry: Registry, pair: Pair) -> None:
     assert pair.draft.tags["gate"] == ""
     assert described(registry, pair.draft).startswith("No gate: the first draft of its line")
-    assert "no champion of that line" in registry.attached(pair.draft, PAGE)
+    assert "There was no champion to compare it with" in registry.attached(pair.draft, PAGE)
     assert described(registry, pair.target) == ""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from models.recipe import Traffic
 from models.sources.synthetic import Params
-from tasks.recipe import Traffic
 from tasks.select_data import choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)

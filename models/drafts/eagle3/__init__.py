@@ -5,7 +5,7 @@ The module itself is in `head`, what others publish in `layouts`. The draft voca
 makes no room for it.
 """
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +16,28 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.checkpoint import output_embedding, read_stored, read_tensor
-from models.drafts import Shapes, check_config, check_made_for, made_for, read_config, read_json, require_tensors
+from models.checkpoint import output_embedding, read_stored, read_tensor, tensor_names
+from models.drafts import (
+    EngineWeights,
+    Shapes,
+    check_config,
+    check_made_for,
+    fused,
+    made_for,
+    read_config,
+    read_json,
+    require_tensors,
+    write_config,
+)
 from models.drafts.eagle3.head import Eagle3, is_subset
-from models.drafts.eagle3.layouts import read_published
+from models.drafts.eagle3.layouts import LAYER_NAMES, is_published, read_published
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2503.01840"
 TRAINED = True
+FAMILY = "eagle3"
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLMEagle3",)
 
@@ -74,27 +86,27 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle3
     return head
 
 
-def renew(head: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
+def renew(draft: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
     """Let the draft vocabulary follow the traffic within its size; new tokens' rows start from the target's head."""
-    wanted = choose_vocabulary(token_counts, len(head.d2t))
-    known = {int(token): row for row, token in enumerate(head.vocabulary)}
-    before = head.lm_head.weight.detach().clone()
-    _set_vocabulary(head, target_dir, wanted)
+    wanted = choose_vocabulary(token_counts, len(draft.d2t))
+    known = {int(token): row for row, token in enumerate(draft.vocabulary)}
+    before = draft.lm_head.weight.detach().clone()
+    _set_vocabulary(draft, target_dir, wanted)
     with torch.no_grad():
         for row, token in enumerate(wanted.tolist()):
             if token in known:
-                head.lm_head.weight[row] = before[known[token]]
-    return head
+                draft.lm_head.weight[row] = before[known[token]]
+    return draft
 
 
-def save(head: Eagle3, directory: Path) -> None:
+def save(draft: Eagle3, directory: Path) -> None:
     """Write config.json and bfloat16 safetensors into `directory`, as the engine loads them."""
     tensors = {
         name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
-        for name, tensor in head.state_dict().items()
+        for name, tensor in draft.state_dict().items()
     }
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(head.config, indent=2, sort_keys=True) + "\n")
+    write_config(draft.config, FAMILY, directory)
 
 
 def load(directory: Path, target_dir: Path) -> Eagle3:
@@ -104,31 +116,26 @@ def load(directory: Path, target_dir: Path) -> Eagle3:
         ValueError: as `check`.
     """
     check(directory, like=None, target=describe(target_dir))
-    config = read_config(directory, ARCHITECTURES)
+    config = read_config(directory, FAMILY, ARCHITECTURES)
     head = Eagle3(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
     head.load_state_dict(load_file(directory / WEIGHTS))
     return head.float()
 
 
 def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """Say all that can be said against a draft before an engine reads it.
-
-    Args:
-        directory: the draft.
-        like: a draft that is served; shapes must equal its, because they can't change in a swap.
-        target: the target that is served.
-
-    Raises:
-        ValueError: a file that can't be read; a tensor missing, extra, of another shape or dtype, or not finite; a
-            vocabulary map that points outside the target's; a draft that was made for another target or tokenizer.
-    """
-    config = read_config(directory, ARCHITECTURES)
+    """See `models.drafts.Family`; a vocabulary map that points outside the target's is refused as well."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
     if config["hidden_size"] != target.hidden_size:
         raise ValueError(
             f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
         )
-    check_config(config, directory, None if like is None else read_config(like, ARCHITECTURES), target)
+    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
     _require_fit(read_stored(directory), config)
+
+
+def publishes(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a head in a layout of `layouts`."""
+    return is_published(config)
 
 
 def adopt(directory: Path, target_dir: Path) -> Eagle3:
@@ -179,6 +186,12 @@ def vllm_config(directory: Path) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(directory)}
 
 
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file, with vLLM's names for its tensors."""
+    file = directory / WEIGHTS
+    return EngineWeights(file, fused({_engine_name(name): name for name in tensor_names(file)}))
+
+
 def expected_shapes(config: dict[str, Any]) -> Shapes:
     """Return shape and dtype of every tensor of a checkpoint."""
     with torch.device("meta"):
@@ -187,6 +200,16 @@ def expected_shapes(config: dict[str, Any]) -> Shapes:
     return {
         name: (tuple(t.shape), dtype if t.is_floating_point() else t.dtype) for name, t in head.state_dict().items()
     }
+
+
+def _engine_name(tensor: str) -> str:
+    """Return the name that a tensor would have in vLLM if none were stacked."""
+    if tensor == "d2t":
+        return "draft_id_to_target_id"
+    if tensor.startswith("lm_head."):
+        return tensor
+    native, numbered = LAYER_NAMES
+    return f"model.{tensor.replace(native, numbered)}"
 
 
 def _require_fit(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

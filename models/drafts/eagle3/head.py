@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from models.drafts import Draft, KeepRows, Pick, Rows
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.decoder import rope_frequencies
+from models.proposal import Proposal
 
 
 class Eagle3(Draft):
@@ -29,6 +30,11 @@ class Eagle3(Draft):
 
     The target's embedding is borrowed: it is read, never trained and never saved.
     """
+
+    d2t: Tensor
+    embedding: Tensor
+    frequencies: Tensor
+    midlayer: Any  # a tree of modules, whose branches have no types of their own
 
     def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
         super().__init__()
@@ -94,7 +100,7 @@ class Eagle3(Draft):
         keys, values = self._keys_values(self._joined(combined, token_ids), positions)
         return combined, keys, values
 
-    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[tuple[Tensor, Tensor]]:
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`."""
         following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
         combined, keys, values = self.context(rows.hidden, following)
@@ -105,8 +111,10 @@ class Eagle3(Draft):
         for step in range(num_steps):
             sequence, index = rows.sequence[running], rows.index[running]
             token_ids = rows.token_ids[sequence, index + 1 + step]
-            state, logits = self.step(step, state, token_ids, sequence, index, keys, values, own)
-            drafted.append((running, logits))
+            state = self._advance(step, state, token_ids, sequence, index, keys, values, own)
+            hidden = self._normed(state, self.norm)
+            logits = self.lm_head(hidden)
+            drafted.append(Unrolled(running, logits, hidden))
             if step + 1 < num_steps:
                 going = rows.index[running] >= 0 if keep is None else keep(step, running, logits)
                 running, state = running[going], state[going]
@@ -137,18 +145,32 @@ class Eagle3(Draft):
         Returns:
             the next state [n, H] and logits [n, D].
         """
+        state = self._advance(step, state, token_ids, sequence, index, keys, values, own)
+        return state, self.lm_head(self._normed(state, self.norm))
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
+
+    def _advance(
+        self,
+        step: int,
+        state: Tensor,
+        token_ids: Tensor,
+        sequence: Tensor,
+        index: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return the next state [n, H]; see `step`."""
         joined = self._joined(state, token_ids)
         if step > 0:
             own.append(self._keys_values(joined, index + step))
         queries = self._rotated(self.midlayer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
         attended = self._attend(queries, sequence, index, keys, values, own)
         residual = self._normed(state, self.midlayer["hidden_norm"]) if self.norm_before_residual else state
-        state = self._feed_forward(residual + self.midlayer["self_attn"]["o_proj"](attended))
-        return state, self.lm_head(self._normed(state, self.norm))
-
-    def drafter(self, max_len: int) -> "_Drafter":
-        """See `models.drafts.Draft`."""
-        return _Drafter(self, max_len)
+        return self._feed_forward(residual + self.midlayer["self_attn"]["o_proj"](attended))
 
     def _joined(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         embedded = functional.embedding(token_ids, self.embedding).to(hidden.dtype)
@@ -183,7 +205,7 @@ class Eagle3(Draft):
         groups = self.num_heads // self.num_kv_heads
         queries = queries.unflatten(1, (self.num_kv_heads, groups)) * self.head_dim**-0.5
         own_scores = [torch.einsum("nkgw,nkw->nkg", queries, k)[..., None] for k, _ in own]
-        parts = []
+        parts: list[Tensor] = []
         for number, count in zip(
             *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
         ):
@@ -205,7 +227,8 @@ class Eagle3(Draft):
     def _feed_forward(self, residual: Tensor) -> Tensor:
         mlp = self.midlayer["mlp"]
         x = self._normed(residual, self.midlayer["post_attention_layernorm"])
-        return residual + mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        added: Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        return residual + added
 
     def _normed(self, x: Tensor, scale: "_Scale") -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
@@ -228,19 +251,22 @@ class _Drafter:
         self._keys[:, start:stop], self._values[:, start:stop] = keys, values
         self._state, self._last, self._length = combined[0, -1:], token_ids[-1:], stop
 
-    def propose(self, num_tokens: int, pick: Pick) -> tuple[list[int], Tensor]:
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base."""
-        state, last, vocabulary = self._state, self._last, self.draft.vocabulary
+        state, last = self._state, self._last
         sequence, index = torch.zeros_like(last), torch.full_like(last, self._length - 1)
         keys, values = self._keys[:, : self._length], self._values[:, : self._length]
         own: list[tuple[Tensor, Tensor]] = []
-        proposed, logits = [], []
+        proposed, drawn_from = [], []
         for step in range(num_tokens):
-            state, row = self.draft.step(step, state, last, sequence, index, keys, values, own)
-            last = vocabulary[pick(row[0])][None]
-            proposed.append(int(last))
-            logits.append(row)
-        return proposed, torch.cat(logits)
+            state, logits = self.draft.step(step, state, last, sequence, index, keys, values, own)
+            token, q = draw(logits[0])
+            last = torch.full_like(last, token)
+            proposed.append(token)
+            drawn_from.append(q)
+            if step + 1 < num_tokens and go_on is not None and not go_on(confidence(logits[0])):
+                break
+        return Proposal.chain(proposed, drawn_from, last.device)
 
 
 class _Scale(nn.Module):
@@ -252,7 +278,8 @@ class _Scale(nn.Module):
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    return linear
 
 
 def is_subset(config: dict[str, Any]) -> bool:

@@ -54,6 +54,13 @@ class Published(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+def is_published(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a head's, of either layout."""
+    if (kind := config.get("speculators_model_type")) is not None:
+        return bool(kind == "eagle3")
+    return config.get("architectures") in [[name] for name in NATIVE] and "draft_vocab_size" in config
+
+
 def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int) -> Published:
     """Read a head of either layout; which tensors it should have is for the caller to say.
 
@@ -87,7 +94,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     """Return the layer's settings, and all settings of the head in one table."""
     if (kind := config.get("speculators_model_type")) is not None:
         layer = config.get("transformer_layer_config")
-        if kind != "eagle3" or not isinstance(layer, dict):
+        if not is_published(config) or not isinstance(layer, dict):
             raise ValueError(
                 f"speculators_model_type is {kind!r} with transformer_layer_config {type(layer).__name__}; "
                 "wanted 'eagle3' with a table"
@@ -95,10 +102,10 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         own = {key: value for key, value in config.items() if key not in ("transformer_layer_config", "architectures")}
         head = {**layer, "norm_before_residual": True, **own}
     else:
-        architectures = config.get("architectures")
-        if architectures not in [[name] for name in NATIVE] or "draft_vocab_size" not in config:
+        if not is_published(config):
             raise ValueError(
-                f"config.json has architectures {architectures} and draft_vocab_size {config.get('draft_vocab_size')}; "
+                f"config.json has architectures {config.get('architectures')} "
+                f"and draft_vocab_size {config.get('draft_vocab_size')}; "
                 f"wanted an EAGLE-3 head: {' or '.join(NATIVE)} with draft_vocab_size, or speculators_model_type eagle3"
             )
         layer = dict(config)

@@ -7,13 +7,17 @@ does.
 import os
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from models.engines import Engine
+from models import catalog
+from models.engines import Engine, EngineParams
 from models.engines.vllm.installed import engine_arguments, tool_parsers
-from models.params import BaseParams, did_you_mean
+from models.params import did_you_mean
+
+if TYPE_CHECKING:
+    from models.verify import Rules
 
 PAPER = "arXiv:2309.06180"
 _TARGET = "the recipe's [target] says which model and tokenizer"
@@ -36,11 +40,11 @@ OWNED = {
 }
 
 
-class Params(BaseParams):
+class Params(EngineParams):
     """How the engine runs.
 
     Attributes:
-        num_draft_tokens: K; 0 starts an engine that can't speculate.
+        max_num_seqs: sequences decoded at once.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
         enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`.
         kv_cache_gib: memory for keys and values (CPU).
@@ -50,14 +54,19 @@ class Params(BaseParams):
     """
 
     name: Literal["vllm"] = "vllm"
-    num_draft_tokens: int = 3
-    max_model_len: int = 1024
     max_num_seqs: int = 32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     enforce_eager: bool = True
     kv_cache_gib: int = 1
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
+
+    @property
+    def rules(self) -> "Rules":
+        """What vLLM verifies drafted tokens by."""
+        from models.verify import Rules  # torch
+
+        return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
 
     @field_validator("extra")
     @classmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
@@ -21,11 +21,13 @@ from vllm.utils.system_utils import set_env_var
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from models.drafts import family_of
+from models import catalog
+from models.drafts import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.scheduler import STEPS
 from models.precision import fast_dtype
+from models.verify import Rules
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.
@@ -44,6 +46,7 @@ class TappedLLM(AsyncLLM):
     on_finish: OnFinish | None = None
     draft_version: str = ""
     speculating: bool = False
+    rules: Rules
 
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
@@ -57,14 +60,15 @@ class TappedLLM(AsyncLLM):
                 output.kv_transfer_params = None
                 yield output
             return
-        tap = _Tap(request_id, sampling_params, self.draft_version, self.speculating)
+        tap = _Tap(request_id, sampling_params, self.draft_version, self.speculating, self.rules)
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 tap.see(output)
                 if output.finished:
-                    output.completion = tap.completion()
+                    answered: Any = output  # it carries the completion to `VllmEngine.generate`
+                    answered.completion = tap.completion()
                     tap.ended = True
-                    self._tell(output.completion, sampling_params)
+                    self._tell(answered.completion, sampling_params)
                 yield output
         finally:
             if not tap.ended and tap.token_ids:  # the client went away
@@ -78,8 +82,11 @@ class TappedLLM(AsyncLLM):
 class _Tap:
     """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
 
-    def __init__(self, request_id: str, sampling: SamplingParams, draft_version: str, speculating: bool) -> None:
+    def __init__(
+        self, request_id: str, sampling: SamplingParams, draft_version: str, speculating: bool, rules: Rules
+    ) -> None:
         self.request_id, self.sampling = request_id, sampling
+        self.count_accepted = catalog.load("verify", rules.at(sampling.temperature).name).count_accepted
         self.draft_version, self.speculating = draft_version, speculating
         self.started, self.first_token = time.monotonic(), 0.0
         self.last_token = self.started
@@ -116,7 +123,7 @@ class _Tap:
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
             drafted=tuple(len(ids) for _, *ids in self.steps),
-            accepted=tuple(_accepted(self.steps, self.token_ids)),
+            accepted=tuple(self._accepted()),
             drafted_ids=tuple(tuple(ids) for _, *ids in self.steps),
             finish_reason=self.finish_reason,
             first_token_ms=1000 * max(self.first_token - self.started, 0.0),
@@ -126,20 +133,12 @@ class _Tap:
             gaps=tuple(self.gaps),
         )
 
-
-def _accepted(steps: list[list[int]], token_ids: list[int]) -> list[int]:
-    """Count each step's accepted tokens.
-
-    A rejected token is never the one that is emitted in its place (the residual max(p − q, 0) is 0 there), so the
-    accepted ones are what drafted and emitted tokens have in common from the left; that also holds for a step that a
-    stop cut short.
-    """
-    accepted, position = [], 1
-    for num_emitted, *drafted in steps:
-        emitted = token_ids[position : position + num_emitted]
-        accepted.append(len(os.path.commonprefix([emitted, drafted])))
-        position += num_emitted
-    return accepted
+    def _accepted(self) -> Iterator[int]:
+        """Count each step's accepted tokens; the answer's first token is no step's."""
+        position = 1
+        for num_emitted, *drafted in self.steps:
+            yield self.count_accepted(drafted, self.token_ids[position : position + num_emitted])
+            position += num_emitted
 
 
 def _gap(position: dict[int, Any]) -> float:
@@ -204,8 +203,10 @@ class VllmEngine:
         )
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         with _worker_inside(config):
-            llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+            # Annotated with the base class; it makes one of the class it is called on.
+            llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
+        llm.rules = params.rules
         return cls(llm, args, draft)
 
     @property
@@ -250,7 +251,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         async for output in self.llm.generate({"prompt_token_ids": list(prompt_ids)}, wanted, request_id):
-            last = output
+            last: Any = output
             if on_first_token is not None:
                 on_first_token()
                 on_first_token = None
@@ -261,10 +262,17 @@ class VllmEngine:
         """Replace the draft between two engine steps; return the milliseconds it took.
 
         Raises:
-            ValueError: the file doesn't fit; nothing was changed.
+            ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
         """
         started = time.monotonic()
-        await self._call("swap_draft", str(_weights(directory)))
+        if self.draft is None:
+            raise ValueError("this engine was started without a draft")
+        require_family(directory, self.draft)
+        family = family_of(directory)
+        if (weights := family.vllm_weights(directory)) is not None:
+            await self._call("swap_draft", str(weights.file), weights.parameters)
+        elif family.vllm_config(directory) != family.vllm_config(self.draft):
+            raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
         await self.llm.update_weight_version(version)
         self.llm.draft_version, self.draft = version, directory
         return 1000 * (time.monotonic() - started)
@@ -273,13 +281,15 @@ class VllmEngine:
         """Hold the engine's draft modules against the weights of `directory`; return the largest relative error.
 
         Raises:
-            ValueError: a module computes something else than the file says.
+            ValueError: a parameter computes something else than the file says.
         """
-        errors: dict[str, float] = await self._call("draft_errors", str(_weights(directory)))
-        name = max(errors, key=lambda module: errors[module])
+        if (weights := family_of(directory).vllm_weights(directory)) is None:
+            return 0.0
+        errors: dict[str, float] = await self._call("draft_errors", str(weights.file), weights.parameters)
+        name = max(errors, key=lambda parameter: errors[parameter])
         if not errors[name] <= TOLERANCE:
             raise ValueError(
-                f"module {name} of the loaded draft is off by {errors[name]:.3g} from {directory.name}'s weights"
+                f"parameter {name} of the loaded draft is off by {errors[name]:.3g} from {directory.name}'s weights"
             )
         return errors[name]
 
@@ -338,10 +348,3 @@ def _worker_inside(config: VllmConfig) -> Iterator[None]:
 
 def _dtype() -> str:
     return str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
-
-
-def _weights(directory: Path) -> Path:
-    files = sorted(directory.glob("*.safetensors"))
-    if len(files) != 1:
-        raise ValueError(f"draft {directory} holds {len(files)} safetensors files; wanted one")
-    return files[0]

@@ -23,7 +23,7 @@ def tool_parsers() -> frozenset[str] | None:
         return None
     tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
     keys = (key for table in tables for key in table.keys)
-    return frozenset(key.value for key in keys if isinstance(key, ast.Constant))
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
 
 
 def _parsed(file: str) -> ast.Module | None:

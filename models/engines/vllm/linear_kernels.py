@@ -81,7 +81,7 @@ def _replace_float_product() -> None:
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatched(layer: nn.Module, remove_weight: bool) -> None:
+    def dispatched(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if weight.is_meta or not _takes_packed() or not fits_half(weight):
             dispatch(layer, remove_weight)
@@ -108,7 +108,7 @@ def _replace_int8_product() -> None:
             product = _int8_product(kernel, layer, weight)
             kernel.linear_method = lambda _, x, bias: product(x, bias)
 
-    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[method-assign]
+    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[assignment, method-assign]  # vLLM has no hook
 
 
 def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
@@ -123,7 +123,7 @@ def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
         scale = token_scales(x) if input_scale is None else input_scale
         # Rounded here: FBGEMM adds its zero first, which rounds ties the other way.
         steps = (x * scale.reciprocal()).round()
-        output = fbgemm.linear_with_input_q_dq_qweight_dq_output_fp32(steps, 1.0, zero, packed) * scale
+        output: Tensor = fbgemm.linear_with_input_q_dq_qweight_dq_output_fp32(steps, 1.0, zero, packed) * scale
         return output if bias is None else output + bias
 
     return multiply
@@ -141,7 +141,7 @@ def _replace_int4_product() -> None:
         else:
             _unpack(kernel, layer)
 
-    def multiplied(kernel: Any, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def multiplied(kernel: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor
         if hasattr(layer, "unpacked"):
             output = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
@@ -149,8 +149,8 @@ def _replace_int4_product() -> None:
             output = multiply(kernel, layer, x, bias)
         return output
 
-    CPUWNA16LinearKernel.process_weights_after_loading = prepared  # type: ignore[method-assign]
-    CPUWNA16LinearKernel.apply_weights = multiplied  # type: ignore[method-assign]
+    CPUWNA16LinearKernel.process_weights_after_loading = prepared  # type: ignore[assignment, method-assign]  # vLLM has no hook
+    CPUWNA16LinearKernel.apply_weights = multiplied  # type: ignore[assignment, method-assign]  # vLLM has no hook
 
 
 def _unpack(kernel: Any, layer: nn.Module) -> None:

@@ -21,6 +21,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from models.engines.vllm import kernels, linear_kernels
 
+# Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
+Parameters = dict[str, tuple[str, ...]]
+
 kernels.install()
 linear_kernels.install()
 
@@ -39,19 +42,30 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 class DraftWorker:
-    """Mixed into vLLM's worker by `worker_extension_cls`."""
+    """Mixed into vLLM's worker by `worker_extension_cls`; what is declared here is the worker's."""
+
+    vllm_config: Any
+    device: torch.device
+    model_runner: Any
+    get_model: Callable[[], nn.Module]
+    get_draft_model: Callable[[], nn.Module | None]
 
     @answering
-    def swap_draft(self, path: str) -> int:
-        """Load the draft at `path`, a safetensors file; return how many tensors were loaded.
+    def swap_draft(self, path: str, parameters: Parameters) -> int:
+        """Load a draft; return how many tensors were loaded.
+
+        Args:
+            path: a safetensors file.
+            parameters: the draft's parameters in the engine, by what they are made of; see
+                `models.drafts.EngineWeights`.
 
         Raises:
             ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not
             finite.
         """
-        draft = self._draft()
-        weights = {name: tensor for name, tensor in load_file(path).items() if not self._shared(name)}
-        self._require_like_start(weights)
+        draft, shared = self._draft(), self._shared(parameters)
+        weights = _without(load_file(path), shared)
+        self._require_like_start(weights, shared)
         config = self.vllm_config.speculative_config.draft_model_config
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             initialize_layerwise_reload(draft)
@@ -59,35 +73,43 @@ class DraftWorker:
             finalize_layerwise_reload(draft, config)
             for module in draft.modules():  # a packed output layer keeps its old copy otherwise
                 if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+                    quant_method: Any = module.quant_method
+                    quant_method.process_weights_after_loading(module)
         return len(weights)
 
     @answering
-    def draft_errors(self, path: str) -> dict[str, float]:
+    def draft_errors(self, path: str, parameters: Parameters) -> dict[str, float]:
         """Compare what the loaded modules compute with what the file says they should.
 
         Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held
-        against the product with the file's matrix. Norms and the vocabulary map are compared as they are.
+        against the product with the file's matrix. Gains, biases and maps of token ids are compared as they are.
+
+        Args:
+            path: a safetensors file.
+            parameters: as in `swap_draft`.
 
         Returns:
-            for each module max |got − wanted| / max |wanted|; infinite where it computes what is not finite.
+            for each parameter max |got − wanted| / max |wanted|; infinite where it computes what is not finite.
+
+        Raises:
+            ValueError: the engine's draft has no such parameter.
         """
-        weights = {name: t for name, t in load_file(path).items() if not self._shared(name)}
-        errors = {}
-        for name, module in self._draft().named_modules():
-            wanted = _file_weight(name, weights)
-            if wanted is None:
+        weights, shared, errors = load_file(path), self._shared(parameters), {}
+        for name, parts in parameters.items():
+            if shared.issuperset(parts):
                 continue
-            if wanted.ndim == 1:
-                errors[name] = _relative(module.weight.detach().float().cpu(), wanted.float())
+            module, leaf = self._place(name)
+            wanted = torch.cat([weights[part] for part in parts])
+            if not wanted.is_floating_point():
+                errors[name] = float((getattr(module, leaf).cpu() != wanted).any())
+            elif wanted.ndim == 1:
+                errors[name] = _relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
             else:
                 dtype = self.vllm_config.model_config.dtype
                 inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
                 with torch.no_grad():
                     got = module.quant_method.apply(module, inputs.to(self.device), bias=None).cpu()
                 errors[name] = _relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
-        if "d2t" in weights:
-            errors["d2t"] = float((self._draft().draft_id_to_target_id.cpu() != weights["d2t"]).any())
         return errors
 
     @answering
@@ -103,28 +125,32 @@ class DraftWorker:
             self._speculation = (runner.num_spec_tokens, runner.effective_drafter_max_model_len)
         runner.num_spec_tokens, runner.effective_drafter_max_model_len = self._speculation if on else (0, 0)
 
-    def _draft(self) -> nn.Module:
+    def _draft(self) -> Any:
         draft = self.get_draft_model()
         if draft is None:
             raise ValueError("this engine was started without a draft")
         return draft
 
-    def _shared(self, name: str) -> bool:
-        """Whether a tensor's module is the target's own; writing through it would change the target."""
-        draft, target = self._draft(), self.get_model()
-        if "embed_tokens" in name:
-            return draft.model.embed_tokens is target.model.embed_tokens
-        if "lm_head" in name:
-            return draft.lm_head is getattr(target, "lm_head", None)
-        return False
+    def _place(self, parameter: str) -> tuple[Any, str]:
+        """Return the draft's module that holds a parameter, and the parameter's name in it."""
+        path, _, leaf = parameter.rpartition(".")
+        module = dict(self._draft().named_modules(remove_duplicate=False)).get(path)
+        if getattr(module, leaf, None) is None:
+            raise ValueError(f"the engine's draft has no parameter {parameter}")
+        return module, leaf
 
-    def _require_like_start(self, weights: dict[str, Tensor]) -> None:
+    def _shared(self, parameters: Parameters) -> set[str]:
+        """Return the file's tensors whose module is the target's own; writing through it would change the target."""
+        targets = {id(module) for module in self.get_model().modules()}
+        return {part for name, parts in parameters.items() if id(self._place(name)[0]) in targets for part in parts}
+
+    def _require_like_start(self, weights: dict[str, Tensor], shared: set[str]) -> None:
         if not hasattr(self, "_wanted"):
             start = Path(self.vllm_config.speculative_config.draft_model_config.model)
             self._wanted: dict[str, Any] = {}
             for file in sorted(start.glob("*.safetensors")):
-                tensors = load_file(file)
-                self._wanted |= {n: (tuple(t.shape), t.dtype) for n, t in tensors.items() if not self._shared(n)}
+                tensors = _without(load_file(file), shared)
+                self._wanted |= {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
         got = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
         for name in sorted(got.keys() | self._wanted.keys()):
             if got.get(name) != self._wanted.get(name):
@@ -134,15 +160,8 @@ class DraftWorker:
                 raise ValueError(f"tensor {name} holds NaN or infinite values")
 
 
-def _file_weight(module: str, weights: dict[str, Tensor]) -> Tensor | None:
-    """Find a module's matrix or gain in the file, whose names are the checkpoint's; fused layers are stacked."""
-    if any(weight.startswith("midlayer.") for weight in weights):
-        module = module.removeprefix("model.").replace("layers.0.", "midlayer.")
-    name = module
-    for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
-        if name.endswith(fused):
-            return torch.cat([weights[f"{name.removesuffix(fused)}{part}.weight"] for part in parts])
-    return weights.get(f"{name}.weight")
+def _without(weights: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import adapters, training
 from models.adapters import Adapted
 from models.catalog import load, names
+from models.params import TrainingParams
 
 METHODS = names("adapters")
 MERGING = [name for name in METHODS if hasattr(load("adapters", name), "fold")]
@@ -44,7 +45,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 def test_training_moves_what_is_trained_and_nothing_else(name: str, base: PreTrainedModel) -> None:
     adapted = attach(base, name)
     before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
-    settings = training.Params(num_epochs=4, batch_tokens=120, learning_rate=1e-2)
+    settings = TrainingParams(num_epochs=4, batch_tokens=120, learning_rate=1e-2)
     trained = training.train(base, DOCUMENTS, settings)
     assert trained.losses[-1][1] < trained.losses[0][1] - 0.01
     moved = {key for key, tensor in base.state_dict().items() if not torch.equal(tensor, before[key])}

@@ -1,49 +1,64 @@
 """What every draft family keeps: it round-trips, drafts in the engine as in training, and refuses other targets."""
 
+import inspect
 import json
+import shutil
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from infra.manifest import write_manifest
 from models import catalog
-from models.drafts import Draft, Rows, family_of, open_draft
+from models.drafts import (
+    Adopter,
+    Draft,
+    Drafter,
+    Draw,
+    Family,
+    Rows,
+    UnknownFamily,
+    adopter_of,
+    check_draft,
+    family_named,
+    family_of,
+    lm,
+    name_of,
+    ngram,
+    open_draft,
+)
 from models.targets import describe, random
-from tests.conftest import shake
+from tests.models.drafts.tiny import make_tiny, save_tiny
 
 NAMES = catalog.names("drafts")
-# What the two-layer target of 259 tokens is too small for otherwise.
-SMALL = {"eagle3": {"vocab_size": 64}, "lm": {"num_layers": 1}}
 K = 3
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def family(request: pytest.FixtureRequest) -> ModuleType:
-    return catalog.load("drafts", request.param)
-
-
-def make(family: ModuleType, target: Path, seed: int = 0) -> Draft:
-    counts = np.zeros(259)
-    counts[3:67] = 1
-    params = family.Params(**SMALL.get(family.__name__.rpartition(".")[2], {}))
-    draft: Draft = family.create(params, target, counts)
-    shake(draft, 0.02, seed)
-    return draft
+def family(request: pytest.FixtureRequest) -> Family:
+    return family_named(request.param)
 
 
 @pytest.fixture(scope="module")
-def saved(family: ModuleType, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("draft")
-    family.save(make(family, tiny_target), directory)
-    write_manifest(directory)
-    return directory
+def saved(family: Family, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(family, tiny_target, tmp_path_factory.mktemp("draft"))
+
+
+def test_a_family_offers_what_is_asked_of_it_and_an_adopter_all_of_that(family: Family) -> None:
+    asked = vars(Family) | (vars(Adopter) if hasattr(family, "adopt") or hasattr(family, "publishes") else {})
+    for name, member in asked.items():
+        if isinstance(member, property):
+            assert hasattr(family, name), name
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            wanted = list(inspect.signature(member).parameters)[1:]
+            assert list(inspect.signature(getattr(family, name)).parameters) == wanted, name
+    assert family.Params.model_fields["name"].default == name_of(family)
 
 
 def test_a_saved_draft_is_recognised_checked_and_loaded_again(
-    family: ModuleType, saved: Path, tiny_target: Path, tmp_path: Path
+    family: Family, saved: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     assert family_of(saved) is family
     family.check(saved, saved, describe(tiny_target))
@@ -55,7 +70,7 @@ def test_a_saved_draft_is_recognised_checked_and_loaded_again(
 
 @pytest.mark.parametrize(("num_rows", "prompt"), [(1, 9), (2, 30)])
 def test_the_engines_drafting_is_the_unrolling_of_training(
-    family: ModuleType, saved: Path, tiny_target: Path, num_rows: int, prompt: int
+    family: Family, saved: Path, tiny_target: Path, num_rows: int, prompt: int
 ) -> None:
     """The drafter goes through a sequence in two bites; its tokens are fed to `unroll`, which must say the same."""
     draft = open_draft(saved, tiny_target)
@@ -66,53 +81,98 @@ def test_the_engines_drafting_is_the_unrolling_of_training(
     with torch.inference_mode():
         drafter.extend(token_ids[: prompt + 1], hidden[:prompt])
         for _ in range(2):  # what was drafted once leaves no trace
-            drafter.propose(K, lambda logits: int(logits.argmax()))
+            drafter.propose(K, best_of(draft, []))
         drafter.extend(token_ids[prompt : prompt + num_rows + 1], hidden[prompt : prompt + num_rows])
-        proposed, logits = drafter.propose(K, lambda row: int(row.argmax()))
+        logits: list[Tensor] = []
+        proposed = drafter.propose(K, best_of(draft, logits)).token_ids[0].tolist()
         last = prompt + num_rows
         fed = torch.cat([token_ids[: last + 1], torch.tensor([*proposed, 0])])[None]
         rows = Rows(hidden[None, :last], fed, torch.tensor([0]), torch.tensor([last - 1]))
         unrolled = draft.unroll(rows, K)
     for step, token in enumerate(proposed):
-        running, wanted = unrolled[step]
+        running, wanted, states = unrolled[step]
         assert running.tolist() == [0]
+        assert states is None or len(states) == 1
         assert int(draft.vocabulary[wanted[0].argmax()]) == token
-        if logits is not None:
+        if logits:
             torch.testing.assert_close(logits[step], wanted[0], rtol=1e-3, atol=1e-3)
 
 
-def test_a_drafter_goes_on_with_other_weights(family: ModuleType, saved: Path, tiny_target: Path) -> None:
+def best_of(draft: Draft, seen: list[Tensor]) -> Draw:
+    """Draw the most likely token, from itself; the logits are noted in `seen`."""
+
+    def draw(logits: Tensor) -> tuple[int, Tensor]:
+        seen.append(logits)
+        token = int(draft.vocabulary[logits.argmax()])
+        return token, torch.nn.functional.one_hot(torch.tensor(token), 259).float()
+
+    return draw
+
+
+def drafter_with_text(draft: Draft) -> Drafter:
+    """Return a drafter that has read a text in which the last tokens stood before."""
+    drafter = draft.drafter(40)
+    text = torch.tensor([*range(3, 15), *range(3, 9)])
+    drafter.extend(text, torch.randn(len(text) - 1, len(draft.taps) * 128, generator=torch.Generator().manual_seed(0)))
+    return drafter
+
+
+def test_a_proposal_says_what_each_token_was_drawn_from(family: Family, saved: Path, tiny_target: Path) -> None:
+    draft = open_draft(saved, tiny_target)
+    with torch.inference_mode():
+        proposal = drafter_with_text(draft).propose(K, best_of(draft, []))
+    assert 1 <= proposal.num_tokens <= K
+    assert proposal.token_ids.shape[0] == 1
+    assert set(proposal.token_ids[0].tolist()) <= set(draft.vocabulary.tolist())
+    assert (proposal.q is None) == (not family.TRAINED)
+    drawn_from = proposal.distributions(259).gather(-1, proposal.token_ids[..., None])
+    assert drawn_from.flatten().tolist() == [1.0] * proposal.num_tokens
+
+
+def test_a_draft_of_several_passes_stops_where_it_is_told_to(family: Family, saved: Path, tiny_target: Path) -> None:
+    draft, sure, seen = open_draft(saved, tiny_target), [], []
+
+    def go_on(confidence: float) -> bool:
+        sure.append(confidence)
+        return len(sure) < 2
+
+    with torch.inference_mode():
+        proposal = drafter_with_text(draft).propose(K, best_of(draft, seen), go_on)
+    if seen:  # look-up takes no pass and does not ask
+        assert proposal.depth == len(sure) == 2
+        assert all(0 < confidence <= 1 for confidence in sure)
+
+
+def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_target: Path) -> None:
     if not family.TRAINED:
         return
     drafter = open_draft(saved, tiny_target).drafter(40)
     token_ids = torch.arange(3, 33)
-    draft = make(family, tiny_target, seed=9)
+    draft = make_tiny(family, tiny_target, seed=9)
     with torch.inference_mode():
         drafter.extend(token_ids[:11], torch.randn(10, len(draft.taps) * 128))
-        _, before = drafter.propose(K, lambda logits: 0)
+        before: list[Tensor] = []
+        drafter.propose(K, best_of(draft, before))
         drafter.draft = draft
-        _, after = drafter.propose(K, lambda logits: 0)
-    assert before is not None
-    assert after is not None
-    assert not torch.equal(before, after)
+        after: list[Tensor] = []
+        drafter.propose(K, best_of(draft, after))
+    assert not torch.equal(before[0], after[0])
 
 
-def test_only_what_learns_needs_a_gradient(family: ModuleType, tiny_target: Path) -> None:
-    draft = make(family, tiny_target)
+def test_only_what_learns_needs_a_gradient(family: Family, tiny_target: Path) -> None:
+    draft = make_tiny(family, tiny_target)
     assert any(parameter.requires_grad for parameter in draft.parameters()) == family.TRAINED
     assert family.PAPER
 
 
-def test_a_draft_for_another_target_is_refused(
-    family: ModuleType, saved: Path, tiny_target: Path, tmp_path: Path
-) -> None:
+def test_a_draft_for_another_target_is_refused(family: Family, saved: Path, tiny_target: Path, tmp_path: Path) -> None:
     random.build(random.Params(seed=1), tmp_path)
     with pytest.raises(ValueError, match="was made for target_sha256"):
         family.check(saved, None, describe(tmp_path))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(
-    family: ModuleType, saved: Path, tiny_target: Path, tmp_path: Path
+    family: Family, saved: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     for file in saved.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -122,7 +182,92 @@ def test_a_draft_of_another_vocabulary_is_refused(
         family.check(tmp_path, None, describe(tiny_target))
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Nobody"]}')
-    with pytest.raises(ValueError, match="architecture \\['Nobody'\\]; there are: .*LlamaForCausalLMEagle3"):
+def test_the_engine_finds_every_tensor_of_the_file_once(family: Family, saved: Path) -> None:
+    weights = family.vllm_weights(saved)
+    assert (weights is not None) == family.TRAINED
+    if weights is not None:
+        parts = [part for parts in weights.parameters.values() for part in parts]
+        assert sorted(parts) == sorted(load_file(weights.file))
+
+
+def test_a_draft_says_its_family_which_counts_more_than_its_architecture(
+    family: Family, saved: Path, tmp_path: Path
+) -> None:
+    change_config(saved, tmp_path, architectures=["Another"])
+    assert family_of(tmp_path) is family
+
+
+def test_a_draft_from_before_the_family_was_written_is_loaded_and_swapped_with_new_ones(
+    family: Family, saved: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    change_config(saved, tmp_path, redraft={key: own for key, own in config["redraft"].items() if key != "family"})
+    write_manifest(tmp_path)
+    others = [one for one in map(family_named, NAMES) if one is not family]
+    if any(config["architectures"][0] in one.ARCHITECTURES for one in others):
+        with pytest.raises(UnknownFamily, match="have; say which it is"):
+            family_of(tmp_path)
+        return
+    assert family_of(tmp_path) is family
+    for directory, like in ((tmp_path, saved), (saved, tmp_path)):
+        check_draft(directory, like, describe(tiny_target))
+    again = tmp_path / "again"
+    again.mkdir()
+    family.save(open_draft(tmp_path, tiny_target), again)
+    assert json.loads((again / "config.json").read_text()) == config
+
+
+def change_config(saved: Path, directory: Path, **changes: object) -> None:
+    """Copy a draft without its manifest, with another config.json."""
+    shutil.copytree(saved, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    config = json.loads((saved / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_two_families_may_share_an_architecture_and_only_the_key_tells_them_apart(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shared = (tmp_path / name for name in ("own", "shared"))
+    own.mkdir()
+    save_tiny(family_named("lm"), tiny_target, own)
+    monkeypatch.setattr(ngram, "ARCHITECTURES", (*ngram.ARCHITECTURES, *lm.ARCHITECTURES))
+    assert family_of(own) is family_named("lm")
+    change_config(own, shared, redraft={})
+    with pytest.raises(
+        UnknownFamily, match=r'which the families lm and ngram .*have; say .* "redraft": {"family": "lm"}'
+    ):
+        family_of(shared)
+    change_config(own, shared, redraft={"family": "ngram"})
+    with pytest.raises(ValueError, match=r"draft shared is of family ngram, the served draft of lm"):
+        check_draft(shared, own, describe(tiny_target))
+    with pytest.raises(ValueError, match=r"draft shared is of family 'ngram'; wanted 'lm'"):
+        lm.check(shared, None, describe(tiny_target))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"architectures": ["Nobody"]}', "architecture \\['Nobody'\\]; there are: .*LlamaForCausalLMEagle3"),
+        ('{"redraft": {"family": 5}, "architectures": ["NgramDraft"]}', "is of family 5; there are: "),
+        ('{"redraft": [], "architectures": ["NgramDraft"]}', r"redraft \[\]; wanted an object"),
+    ],
+)
+def test_a_draft_of_no_family_is_refused_with_the_known_ones(tmp_path: Path, config: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
         family_of(tmp_path)
+
+
+def test_a_family_of_a_newer_release_is_told_from_a_bad_draft(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"redraft": {"family": "ngrams"}}')
+    with pytest.raises(UnknownFamily, match=r"is of family 'ngrams' \(did you mean \"ngram\"\?\)"):
+        family_of(tmp_path)
+
+
+def test_a_published_draft_finds_the_family_that_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"speculators_model_type": "eagle3"}')
+    assert name_of(adopter_of(tmp_path)) == "eagle3"
+    file.write_text('{"architectures": ["MedusaModel"]}')
+    with pytest.raises(ValueError, match=r"layout of no family; wanted one of: eagle3"):
+        adopter_of(tmp_path)

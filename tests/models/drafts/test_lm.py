@@ -14,6 +14,8 @@ from models.targets import describe, random
 
 pytestmark = pytest.mark.slow
 
+TINY = {"num_layers": 1}
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,7 +55,7 @@ def test_distillation_raises_acceptance_and_leaves_the_embedding(
     draft = lm.create(lm.Params(num_layers=2), target, None)
     before, embedding = tau(draft, target, samples, tmp_path), draft.lm_head.weight.clone()
     params = distill.Params(num_epochs=20, batch_tokens=256, learning_rate=2e-3, num_threads=1)
-    distill.train(draft, target, samples, params, tmp_path)
+    distill.train(draft, target, samples, params, 3, tmp_path)
     assert tau(draft, target, samples, tmp_path) > before + 0.15
     assert torch.equal(draft.lm_head.weight, embedding)
 

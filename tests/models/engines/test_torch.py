@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.drafts import eagle3
+from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine, _Sequence, probabilities
 from models.hidden import Sample
+from models.layers.decoder import Cache, Decoder
+from models.proposal import Proposal
 from models.scoring import score
 from tests.conftest import make_draft
 
@@ -33,9 +36,12 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
 
 
-def run(target: Path, draft: Path | None, ask: Ask[T], **changes: object) -> T:
+def run(target: Path, draft: Path | Draft | None, ask: Ask[T], **changes: object) -> T:
     async def inside() -> T:
-        engine = await TorchEngine.start(target, draft, Params(**changes), draft_version="1")
+        if isinstance(draft, Draft):
+            engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
+        else:
+            engine = await TorchEngine.start(target, draft, Params(**changes), draft_version="1")
         try:
             return await ask(engine)
         finally:
@@ -111,7 +117,7 @@ def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
     assert exact >= 18  # the cached states are bfloat16, so near-ties of the draft may move a count
 
 
-def sampled_p_value(target: Path, draft: Path) -> float:
+def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3) -> float:
     """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
     prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -119,7 +125,7 @@ def sampled_p_value(target: Path, draft: Path) -> float:
         seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
         return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
 
-    drawn = torch.tensor(run(target, draft, draw, dtype="float32"))
+    drawn = torch.tensor(run(target, draft, draw, dtype="float32", num_draft_tokens=num_draft_tokens))
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.inference_mode():
         token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
@@ -139,8 +145,112 @@ def test_sampled_tokens_follow_the_target(tiny_target: Path, tiny_draft: Path) -
 def test_a_draft_that_lies_about_q_would_be_noticed(
     tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Sequence, "_spread", lambda self, logits, drafted: torch.full((len(drafted), 259), 1 / 259))
+    monkeypatch.setattr(_Sequence, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
     assert sampled_p_value(tiny_target, tiny_draft) < P_VALUE
+
+
+class Bush(Draft):
+    """Two branches at each of two levels: what the target would say, muddled, so that some of it is right.
+
+    Of siblings the first one is the worse in greedy decoding, so that no accepted path is a chain's.
+    """
+
+    taps = (1, 2)
+    vocabulary = torch.arange(259)
+
+    def __init__(self, target: Path) -> None:
+        super().__init__()
+        self.target = Decoder.load(target, torch.float32)
+        self.muddle = torch.randn(259, generator=torch.Generator().manual_seed(0))
+
+    def unroll(self, *args: object) -> list[Unrolled]:
+        raise NotImplementedError
+
+    def drafter(self, max_len: int) -> "BushDrafter":
+        return BushDrafter(self, max_len)
+
+
+class BushDrafter:
+    """See `Bush`; keeps all that it was told."""
+
+    parents = (-1, -1, 0, 0, 1, 1)
+
+    def __init__(self, draft: Bush, max_len: int) -> None:
+        self.draft, self.max_len = draft, max_len
+        self.known: list[int] = []
+        self.hidden: list[Tensor] = []
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        assert len(token_ids) == len(hidden) + 1
+        self.known += token_ids.tolist()[1 if self.known else 0 :]
+        self.hidden.append(hidden)
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        tokens: list[int] = []
+        drawn_from: list[Tensor | None] = []
+        for path in ([], [0], [1]):
+            target = self.draft.target
+            text = torch.tensor([*self.known, *(tokens[node] for node in path)])
+            states, _ = target.forward(text, Cache(target, len(text)))
+            logits = target.logits(states[-1:])[0]
+            draws = [draw(logits / 2 + self.draft.muddle) for _ in range(2)]
+            if draws[0][1] is None:
+                draws = [(int(token), None) for token in logits.topk(2).indices.flip(0)]
+            tokens += [token for token, _ in draws]
+            drawn_from += [q for _, q in draws]
+        chain = Proposal.chain(tokens, drawn_from)
+        return Proposal(chain.token_ids, self.parents, chain.q)
+
+
+@pytest.fixture(scope="module")
+def bush(tiny_target: Path) -> Bush:
+    return Bush(tiny_target)
+
+
+def test_greedy_output_of_a_tree_is_the_librarys(
+    tiny_target: Path, bush: Bush, library_outputs: list[list[int]]
+) -> None:
+    outputs = run(tiny_target, bush, lambda engine: answer_all(engine, prompts(10), GREEDY), num_draft_tokens=6)
+    for wanted, output in zip(library_outputs, outputs, strict=True):
+        assert wanted == list(output.token_ids) or min(output.gaps) < 1e-3
+        assert set(output.drafted) == {6}
+        assert set(output.accepted[:-1]) == {2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_a_tree_the_cache_and_what_the_drafter_was_told_are_those_of_a_fresh_pass(
+    tiny_target: Path, bush: Bush, temperature: float
+) -> None:
+    async def ask(engine: TorchEngine) -> tuple[_Sequence, Completion]:
+        sequence = _Sequence(engine, prompts(1)[0], GREEDY.model_copy(update={"temperature": temperature}), "1")
+        while sequence.finish_reason is None:
+            sequence.step()
+        return sequence, sequence.completion()
+
+    sequence, completion = run(tiny_target, bush, ask, num_draft_tokens=6)
+    drafter, cache = sequence._drafter, sequence._cache
+    assert isinstance(drafter, BushDrafter)
+    assert 0 < sum(completion.accepted) < sum(completion.drafted)
+    text = [*completion.prompt_ids, *completion.token_ids]
+    assert drafter.known[: len(text)] == text
+    fresh = Cache(bush.target, len(drafter.known))
+    with torch.inference_mode():
+        _, tapped = bush.target.forward(torch.tensor(drafter.known[:-1]), fresh, bush.taps)
+    torch.testing.assert_close(torch.cat(drafter.hidden), tapped, rtol=1e-3, atol=1e-3)
+    assert cache.length == fresh.length
+    for held, wanted in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+        torch.testing.assert_close(held[:, :, : cache.length], wanted[:, :, : cache.length], rtol=1e-3, atol=1e-3)
+
+
+def test_sampled_tokens_of_a_tree_follow_the_target(tiny_target: Path, bush: Bush) -> None:
+    assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) > P_VALUE
+
+
+def test_a_tree_that_lies_about_q_would_be_noticed(
+    tiny_target: Path, bush: Bush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Sequence, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
+    assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) < P_VALUE
 
 
 def test_a_seed_repeats_an_answer(tiny_target: Path, tiny_draft: Path) -> None:
@@ -281,6 +391,6 @@ def test_a_request_out_of_range_is_refused(
     run(tiny_target, None, ask)
 
 
-def test_a_rule_that_can_not_sample_is_refused_at_the_start(tiny_target: Path) -> None:
+def test_a_rule_that_can_not_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="greedy is for greedy decoding only"):
-        run(tiny_target, None, lambda engine: answer_all(engine, [], GREEDY), verify={"name": "greedy"})
+        Params(verify={"name": "greedy"})

@@ -160,7 +160,7 @@ def test_the_torch_draft_proposes_the_engines_tokens(
                 tokens = torch.tensor([[*sample.token_ids[: index + 2], *drafted, 0]])
                 rows = Rows(hidden[:, : index + 1], tokens, torch.tensor([0]), torch.tensor([index]))
                 with torch.inference_mode():
-                    for (_, logits), token in zip(head.unroll(rows, 3), drafted, strict=True):
+                    for (_, logits, _), token in zip(head.unroll(rows, 3), drafted, strict=True):
                         compared += 1
                         if int(head.vocabulary[logits[0].argmax()]) != token:
                             best, engines = logits[0].max(), logits[0][head.vocabulary == token]
@@ -381,8 +381,9 @@ def test_without_the_kernel_fix_sampling_is_caught(
         pairs = loop.run_until_complete(
             draw(sampling_target, draft, SAMPLING_ENGINE.model_copy(update={"extra": extra}))
         )
-    except Exception as error:  # noqa: BLE001 - logits of uninitialised memory may also kill the engine
-        assert "Engine" in type(error).__name__, error
+    except Exception as error:  # logits of uninitialised memory may also kill the engine
+        if "Engine" not in type(error).__name__:
+            raise
     else:
         assert p_value(pairs, exact) < ALPHA
 

@@ -1,6 +1,6 @@
 """Every draft family in the production engine: same output, the reference engine's drafts, swaps of weights.
 
-EAGLE-3, the default, has a file of its own (test_vllm.py) and the session's engine.
+The family that recipes use has a file of its own as well (test_vllm.py), with the session's engine.
 """
 
 import asyncio
@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.manifest import write_manifest
 from models import catalog
+from models.drafts import family_named, family_of
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.golden import Golden, equal_output
 from models.targets import random
-from tests.conftest import shake
+from tests.models.drafts.tiny import save_tiny
 
 pytestmark = pytest.mark.engine
 
-SMALL = {"lm": {"num_layers": 1}}
+NOISE = 0.01
 GREEDY = Sampling(max_tokens=32, ignore_eos=True, num_logprobs=2)
 Running = tuple[VllmEngine, Path, Path]
 
@@ -32,22 +32,13 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, 12, size=16).tolist() for _ in range(12)]
 
 
-def make(name: str, target: Path, directory: Path, seed: int) -> Path:
-    family = catalog.load("drafts", name)
-    draft = family.create(family.Params(**SMALL.get(name, {})), target, None)
-    shake(draft, 0.01, seed)
-    family.save(draft, directory)
-    write_manifest(directory)
-    return directory
-
-
-@pytest.fixture(scope="module", params=[name for name in catalog.names("drafts") if name != "eagle3"])
+@pytest.fixture(scope="module", params=catalog.names("drafts"))
 def running(
     request: pytest.FixtureRequest, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     random.build(random.Params(num_layers=3), target)
-    make(request.param, target, draft, seed=0)
+    save_tiny(family_named(request.param), target, draft, scale=NOISE)
     # Not "auto": in bfloat16 near ties of a random model would make drafts differ.
     params = Params(dtype="float32", max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
     engine = loop.run_until_complete(VllmEngine.start(target, draft, params, draft_version="1"))
@@ -87,23 +78,40 @@ def test_weights_are_swapped_proved_and_told_apart(
     running: Running, loop: asyncio.AbstractEventLoop, tmp_path: Path
 ) -> None:
     engine, target, draft = running
-    if not (draft / "model.safetensors").exists():
-        with pytest.raises(ValueError, match="holds 0 safetensors files"):
-            loop.run_until_complete(engine.swap_draft(draft, "2"))
-        return
-    other = make("lm", target, tmp_path, seed=5)
+    other = save_tiny(family_of(draft), target, tmp_path, seed=5, scale=NOISE)
 
     async def run() -> list[list[Completion]]:
         before = await answer_all(engine, "before")
         assert await engine.check_draft(draft) < 0.05
         await engine.swap_draft(other, "2")
+        assert engine.draft_version == "2"
         assert await engine.check_draft(other) < 0.05
+        if not family_of(draft).TRAINED:
+            return [before]
         with pytest.raises(ValueError, match="of the loaded draft is off by"):
             await engine.check_draft(draft)
         after = await answer_all(engine, "after")
         alone = await reference.TorchEngine.start(target, other, reference.Params(dtype="float32"))
         return [before, after, await answer_all(alone, "alone")]
 
-    before, after, alone = loop.run_until_complete(run())
+    before, *rest = loop.run_until_complete(run())
+    if not rest:
+        return
+    after, alone = rest
     assert [one.drafted_ids for one in before] != [one.drafted_ids for one in after]
     assert sum(a.drafted_ids == b.drafted_ids for a, b in zip(after, alone, strict=True)) >= 10
+
+
+def test_a_draft_of_another_family_is_refused_and_nothing_changes(
+    running: Running, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
+    engine, target, draft = running
+    version = engine.draft_version
+    for name in catalog.names("drafts"):
+        family, directory = family_named(name), tmp_path / name
+        if family is not family_of(draft):
+            directory.mkdir()
+            save_tiny(family, target, directory)
+            with pytest.raises(ValueError, match=f"is of family {name}, the served draft of"):
+                loop.run_until_complete(engine.swap_draft(directory, "3"))
+    assert engine.draft_version == version

@@ -54,7 +54,7 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
-    llm.speculating = True
+    llm.speculating, llm.rules = True, PARAMS.rules
     return VllmEngine(llm, args, head)
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import training
 from models.engines import Sampling
 from models.engines.vllm import Params, linear_kernels
 from models.engines.vllm.engine import VllmEngine
 from models.golden import Golden, equal_output
+from models.params import TrainingParams
 from models.shrink import depth, width
 from models.targets import random
 
@@ -23,7 +23,7 @@ GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
 def test_a_shrunk_model_is_served(loop: asyncio.AbstractEventLoop, tmp_path: Path) -> None:
     target, directory = tmp_path / "target", tmp_path / "shrunk"
     random.build(random.Params(num_layers=3, num_heads=4, num_kv_heads=2), target)
-    texts, settings = [list(range(3, 60)), list(range(80, 120))], training.Params()
+    texts, settings = [list(range(3, 60)), list(range(80, 120))], TrainingParams()
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     model = depth.shrink(model, texts, depth.Params(num_layers=2), settings)
     asked = width.Params(num_heads=2, num_kv_heads=1, hidden_size=192, intermediate_size=128)

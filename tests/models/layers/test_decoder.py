@@ -81,6 +81,46 @@ def test_a_long_prompt_goes_in_chunks(pair: tuple[torch.nn.Module, Decoder]) -> 
     torch.testing.assert_close(decoder.logits(states), model(prompt[None]).logits[0], rtol=1e-3, atol=1e-3)
 
 
+PARENTS = (-1, 0, 0, 1, 1, 2, 5)
+
+
+@torch.inference_mode()
+def test_each_path_of_a_tree_is_read_as_a_text_of_its_own(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    prompt, tree = tokens(12), tokens(19)[12:]
+    cache = Cache(decoder, 24)
+    decoder.forward(prompt, cache)
+    states, tapped = decoder.forward(tree, cache, taps=(1, 3), parents=PARENTS)
+    for path in ([0, 1, 3], [0, 1, 4], [0, 2, 5, 6]):
+        text = torch.cat([prompt, tree[path]])
+        wanted, wanted_tapped = decoder.forward(text, Cache(decoder, 24), taps=(1, 3))
+        torch.testing.assert_close(states[path], wanted[12:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tapped[path], wanted_tapped[12:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 4], [0, 2, 5, 6]])
+@torch.inference_mode()
+def test_a_cache_that_keeps_a_path_is_that_of_a_fresh_pass(pair: tuple[torch.nn.Module, Decoder], path) -> None:
+    _, decoder = pair
+    cache, fresh, (before, tree, after) = Cache(decoder, 32), Cache(decoder, 32), tokens(24).split([12, 7, 5])
+    decoder.forward(before, cache)
+    decoder.forward(tree, cache, parents=PARENTS)
+    cache.keep(12, path)
+    decoder.forward(torch.cat([before, tree[path]]), fresh)
+    assert cache.length == fresh.length == 12 + len(path)
+    for held, wanted in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
+        torch.testing.assert_close(held[:, :, : cache.length], wanted[:, :, : cache.length], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoder.forward(after, cache)[0], decoder.forward(after, fresh)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_chain_that_says_its_parents_is_a_chain(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    plain, _ = decoder.forward(tokens(9), Cache(decoder, 9))
+    told, _ = decoder.forward(tokens(9), Cache(decoder, 9), parents=range(-1, 8))
+    assert torch.equal(plain, told)
+
+
 def test_a_full_cache_is_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
     _, decoder = pair
     with pytest.raises(ValueError, match="0 tokens and 9 more; the cache holds 8"):

@@ -12,6 +12,7 @@ from models import training
 from models.layers.linears import linears
 from models.layers.numbers import rounded
 from models.layers.products import ProductLinear, ProductRegime, on_gradient, straight_through
+from models.params import TrainingParams
 from models.regimes import Plan
 
 DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(12)]
@@ -89,7 +90,7 @@ class _Stop(Exception):
 
 
 def test_a_killed_run_draws_on_where_it_was(tiny_target: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    params = training.Params(num_epochs=2, batch_tokens=64, checkpoint_s=1e-9)
+    params = TrainingParams(num_epochs=2, batch_tokens=64, checkpoint_s=1e-9)
     whole = training.train(model, DOCUMENTS, params, [noisy()])
 
     class Killed(Noisy):

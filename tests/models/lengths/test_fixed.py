@@ -1,5 +1,6 @@
-from models.lengths import fixed
+from models.lengths import Cost, View, fixed
 
 
 def test_whatever_was_accepted_the_length_is_k() -> None:
-    assert [fixed.num_draft_tokens([(3, a)] * 9, 3, fixed.Params()) for a in (0, 3)] == [3, 3]
+    views = [View(limit=3, position=40, steps=((3, accepted),) * 9, num_running=1, cost=Cost()) for accepted in (0, 3)]
+    assert [fixed.num_draft_tokens(view, fixed.Params()) for view in views] == [3, 3]

@@ -1,15 +1,178 @@
-"""Every length policy stays within its limit."""
+"""Every length policy stays within its limit, and the shape they share holds those that look at more than counts.
+
+`Confident` stops a step as Kangaroo (arXiv:2404.18911) and SpecDec++ (arXiv:2405.19715) do, by how sure the draft is of
+its tokens so far; `Goodput` chooses before a step as SmartSpec (arXiv:2406.14066) does, by load, acceptance and cost.
+"""
+
+import asyncio
+import math
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from models import catalog
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine
+from models.lengths import Cost, View
 
 POLICIES = [catalog.load("lengths", name) for name in catalog.names("lengths")]
-HISTORIES = [[], [(3, 0)] * 20, [(3, 3)] * 20, [(0, 0), (1, 1), (3, 2)]]
+HISTORIES = [(), ((3, 0),) * 20, ((3, 3),) * 20, ((0, 0), (1, 1), (3, 2))]
+COSTS = [Cost(), Cost({1: 10.0, 4: 12.0}, 1.5)]
+PROMPT = list(range(5, 17))
+GREEDY = Sampling(max_tokens=24, ignore_eos=True)
+
+
+class Confident(ModuleType):
+    """Draft on while all tokens of the step are right with a probability above `threshold`."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__("confident")
+        self.threshold = threshold
+        self.asked: list[tuple[float, ...]] = []
+
+    def num_draft_tokens(self, view: View, params: None) -> int:
+        return view.limit
+
+    def go_on(self, view: View, params: None) -> bool:
+        self.asked.append(view.confidences)
+        return math.prod(view.confidences) > self.threshold
+
+
+class Goodput(ModuleType):
+    """Draft as many tokens as give the most emitted ones a ms, if all running sequences did."""
+
+    def __init__(self) -> None:
+        super().__init__("goodput")
+        self.views: list[View] = []
+
+    def num_draft_tokens(self, view: View, params: None) -> int:
+        self.views.append(view)
+        rate = 0.5 if view.acceptance_rate is None else view.acceptance_rate
+
+        def goodput(length: int) -> float:
+            emitted = sum(rate**place for place in range(length + 1))
+            return emitted / (view.cost.step_ms(view.num_running * (1 + length), length) or 1.0)
+
+        return max(range(view.limit + 1), key=goodput)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("steps", HISTORIES)
 @pytest.mark.parametrize("limit", [1, 3, 8])
-def test_the_length_is_from_zero_to_the_limit(policy: object, steps: list[tuple[int, int]], limit: int) -> None:
-    assert 0 <= policy.num_draft_tokens(steps, limit, policy.Params()) <= limit  # type: ignore[attr-defined]
+@pytest.mark.parametrize("cost", COSTS)
+def test_the_length_is_from_zero_to_the_limit(
+    policy: ModuleType, steps: tuple[tuple[int, int], ...], limit: int, cost: Cost
+) -> None:
+    view = View(limit=limit, position=50, steps=steps, num_running=2, cost=cost)
+    assert 0 <= policy.num_draft_tokens(view, policy.Params()) <= limit
+    if hasattr(policy, "go_on"):
+        asked = View(limit, 50, steps, 2, cost, confidences=(0.9,))
+        assert isinstance(policy.go_on(asked, policy.Params()), bool)
+
+
+def serve(
+    target: Path, draft: Path, policy: ModuleType | None, max_tokens: tuple[int, ...] = (24,), cost: Cost | None = None
+) -> list[Completion]:
+    """Answer one prompt as often as there are limits, all at once."""
+
+    async def ask() -> list[Completion]:
+        engine = await TorchEngine.start(target, draft, Params(dtype="float32"))
+        if policy is not None:
+            engine._lengths = policy, None
+        if cost is not None:
+            engine._cost = cost
+        asked = [GREEDY.model_copy(update={"max_tokens": limit}) for limit in max_tokens]
+        return await asyncio.gather(*(engine.generate(PROMPT, one, str(n)) for n, one in enumerate(asked)))
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Path, tiny_draft: Path) -> Completion:
+    return serve(tiny_target, tiny_draft, None)[0]
+
+
+@pytest.mark.parametrize(("threshold", "lengths"), [(0.0, {3}), (1.0, {1})])
+def test_a_policy_by_confidence_stops_a_step(
+    tiny_target: Path, tiny_draft: Path, plain: Completion, threshold: float, lengths: set[int]
+) -> None:
+    policy = Confident(threshold)
+    (answer,) = serve(tiny_target, tiny_draft, policy)
+    assert set(answer.drafted) == lengths
+    assert answer.token_ids == plain.token_ids
+    assert {len(confidences) for confidences in policy.asked} == set(range(1, max(lengths))) | {1}
+
+
+def test_a_policy_by_confidence_drafts_more_where_the_draft_is_sure(
+    tiny_target: Path, tiny_draft: Path, plain: Completion
+) -> None:
+    everything = Confident(0.0)
+    serve(tiny_target, tiny_draft, everything)
+    first = sorted(confidences[0] for confidences in everything.asked if len(confidences) == 1)
+    policy = Confident(first[len(first) // 2])
+    (answer,) = serve(tiny_target, tiny_draft, policy)
+    assert len(set(answer.drafted)) > 1
+    assert answer.token_ids == plain.token_ids
+    sure = [confidences[0] > policy.threshold for confidences in policy.asked if len(confidences) == 1]
+    assert [drafted > 1 for drafted in answer.drafted] == sure
+
+
+def test_a_policy_by_load_drafts_nothing_while_many_are_served(
+    tiny_target: Path, tiny_draft: Path, plain: Completion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 8 rows cost the same, beyond them each costs its own; the table is fixed so that no clock counts."""
+    monkeypatch.setattr(Cost, "after", lambda self, *times: self)
+    cost, policy = Cost({1: 8.0, 8: 8.0, 16: 16.0, 32: 32.0}, 0.1), Goodput()
+    answers = serve(tiny_target, tiny_draft, policy, max_tokens=(8,) * 7 + (24,), cost=cost)
+    assert answers[-1].token_ids == plain.token_ids
+    lengths = {(view.num_running, policy.num_draft_tokens(view, None)) for view in policy.views[:]}
+    assert {length for num_running, length in lengths if num_running == 8} == {0}
+    assert max(length for num_running, length in lengths if num_running == 1) > 0
+    assert answers[0].drafted == (0,) * 7
+    assert max(answers[-1].drafted) > 0
+
+
+def test_a_policy_sees_where_a_sequence_stands_and_what_steps_take(tiny_target: Path, tiny_draft: Path) -> None:
+    policy = Goodput()
+    (answer,) = serve(tiny_target, tiny_draft, policy)
+    first, last = policy.views[0], policy.views[-1]
+    assert first == View(limit=3, position=len(PROMPT) + 1, steps=(), num_running=1, cost=Cost())
+    emitted = sum(1 + accepted for _, accepted in last.steps)
+    assert len(last.steps) == len(policy.views) - 1
+    assert last.position == len(PROMPT) + 1 + emitted
+    assert set(last.cost.verify_ms) == {1 + drafted for drafted in answer.drafted[:-1]}
+    assert all(ms > 0 for ms in last.cost.verify_ms.values())
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"),
+    [
+        ((), None),
+        (((0, 0),) * 9, None),
+        (((3, 1), (0, 0), (1, 1)), 2 / 4),
+        (((3, 0),) * 100 + ((2, 1),) * 32 + ((0, 0),) * 50, 1 / 2),
+    ],
+)
+def test_the_running_acceptance_is_of_the_last_steps_that_drafted(
+    steps: tuple[tuple[int, int], ...], rate: float | None
+) -> None:
+    assert View(limit=3, position=9, steps=steps, num_running=1, cost=Cost()).acceptance_rate == rate
+
+
+def test_costs_are_interpolated_between_what_was_measured() -> None:
+    assert Cost().step_ms(4, 0) is None
+    assert Cost({1: 10.0}).step_ms(4, 1) is None
+    assert Cost({1: 10.0}).step_ms(4, 0) == 10.0
+    assert Cost({1: 10.0, 5: 14.0}, 1.5).step_ms(4, 3) == 13.0 + 4.5
+    assert Cost({1: 10.0, 5: 14.0}, 1.5).step_ms(50, 0) == 14.0
+
+
+def test_costs_are_running_means() -> None:
+    cost = Cost().after(4, 12.0, 3, 6.0)
+    assert cost == Cost({4: 12.0}, 2.0)
+    cost = cost.after(1, 10.0, 0, 0.1)
+    assert cost == Cost({4: 12.0, 1: 10.0}, 2.0)
+    cost = cost.after(4, 22.0, 3, 9.0)
+    assert cost.verify_ms == pytest.approx({4: 13.0, 1: 10.0})
+    assert cost.draft_ms == pytest.approx(2.1)

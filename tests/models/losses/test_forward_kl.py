@@ -2,10 +2,9 @@
 
 import torch
 
-from models.losses import forward_kl
+from models.losses import Drafted, forward_kl
 
 
 def test_two_tokens_by_hand() -> None:
-    logits = torch.tensor([[0.0, 0.0]])
-    value = forward_kl.loss(logits, torch.tensor([[0.5, 0.25]]), forward_kl.Params())
-    assert abs(float(value) - 0.75 * 0.693147) < 1e-5
+    drafted = Drafted(0, torch.tensor([[0.0, 0.0]]), target_probs=torch.tensor([[0.5, 0.25]]))
+    assert abs(float(forward_kl.loss(drafted, forward_kl.Params())) - 0.75 * 0.693147) < 1e-5

@@ -1,6 +1,7 @@
 import torch
 
-from models.prune import Pattern, magnitude
+from models.prune import magnitude
+from models.sparsity import Pattern
 
 WEIGHT = torch.tensor([[1.0, -2.0, 3.0, -4.0], [5.0, 6.0, -7.0, 8.0]])
 

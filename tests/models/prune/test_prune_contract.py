@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import catalog
 from models.layers.linears import linears
 from models.params import validate
-from models.prune import Pattern, prune_model
+from models.prune import prune_model
+from models.sparsity import Pattern
 
 METHODS = [catalog.load("prune", name) for name in catalog.names("prune")]
 CALIBRATED = [method for method in METHODS if method.CALIBRATED]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from models.prune import Pattern, magnitude, sparsegpt, wanda
+from models.prune import magnitude, sparsegpt, wanda
+from models.sparsity import Pattern
 
 EXACT = sparsegpt.Params(dampening=1e-6)
 

@@ -1,6 +1,7 @@
 import torch
 
-from models.prune import Pattern, magnitude, wanda
+from models.prune import magnitude, wanda
+from models.sparsity import Pattern
 
 
 def test_a_small_weight_on_a_loud_input_outlives_a_large_one_on_a_quiet_input() -> None:

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import quantize, training
+from models.params import TrainingParams
 from models.perplexity import perplexity, score
 from models.quantize import qat
 
@@ -31,7 +32,7 @@ def test_trained_with_two_bits_beats_rounded_to_two_bits(tiny_target: Path) -> N
     found = {}
     for aware in (True, False):
         model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-        settings = training.Params(num_epochs=15, batch_tokens=128, learning_rate=3e-3)
+        settings = TrainingParams(num_epochs=15, batch_tokens=128, learning_rate=3e-3)
         if aware:
             quantize.train_for(params, model, counting, settings)
         else:

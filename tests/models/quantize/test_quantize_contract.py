@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from models import catalog, quantize, training
+from models import catalog, quantize
 from models.checkpoint import read_tensor, read_tensors
 from models.layers.linears import linears
 from models.loading import load_model
-from models.params import BaseParams
+from models.params import BaseParams, TrainingParams
 from models.quantize import Quantized
 from models.targets import random
 
@@ -175,11 +175,11 @@ def test_training_for_a_form_computes_as_the_form_does_and_learns(name: str, tin
     quantized = module.quantize(model, [], params)
     assert torch.allclose(trained_on, logits(quantized.model), atol=2e-4, rtol=1e-4)
     counting = [[3 + (start + 3 * place) % 60 for place in range(20)] for start in range(16)]
-    settings = training.Params(num_epochs=12, batch_tokens=128, learning_rate=3e-3)
+    settings = TrainingParams(num_epochs=12, batch_tokens=128, learning_rate=3e-3)
     trained = quantize.train_for(params, plain, counting, settings)
     assert trained is not None and trained.losses[-1][1] < 0.5 * trained.losses[0][1]
 
 
 def test_methods_without_a_regime_are_not_trained_for(tiny_target: Path) -> None:
     for name in set(NAMES) - set(TRAINED):
-        assert quantize.train_for(method(name)[1], load(tiny_target), DOCUMENTS, training.Params()) is None
+        assert quantize.train_for(method(name)[1], load(tiny_target), DOCUMENTS, TrainingParams()) is None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from models.layers.linears import linears
-from models.params import validate
+from models.params import TrainingParams, validate
 from models.regimes.dorefa import (
     Params,
     activation_scale,
@@ -19,7 +19,6 @@ from models.regimes.dorefa import (
     quantize_weight,
     regime,
 )
-from models.training import Params as Training
 from models.training import train
 from tests.models.rounding import P_VALUE, copies, mean_p_value
 
@@ -131,7 +130,7 @@ def test_the_backward_products_take_what_was_rounded() -> None:
 def test_the_rounded_weights_are_left_in_a_plain_model(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     made = regime(Params(weight_bits=2), torch.Generator().manual_seed(0))
-    train(model, [list(range(3, 30))] * 4, Training(batch_tokens=64), [made])
+    train(model, [list(range(3, 30))] * 4, TrainingParams(batch_tokens=64), [made])
     for _, layer in linears(model):
         levels = layer.weight.unique()
         assert type(layer) is nn.Linear and len(levels) == 4

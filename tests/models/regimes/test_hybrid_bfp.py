@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.layers.linears import linears
 from models.layers.numbers import block_floating_point
-from models.params import validate
+from models.params import TrainingParams, validate
 from models.regimes import Plan
 from models.regimes.hybrid_bfp import Params, regime
-from models.training import Params as Training
 from models.training import train
 from tests.models.rounding import P_VALUE, copies, mean_p_value
 
@@ -70,7 +69,7 @@ def test_wider_mantissas_approach_the_product_of_floats() -> None:
 
 
 def test_training_with_wide_mantissas_is_training_in_floats(tiny_target: Path) -> None:
-    params = Training(batch_tokens=64, num_epochs=2)
+    params = TrainingParams(batch_tokens=64, num_epochs=2)
     plain = train(load(tiny_target), DOCUMENTS, params).losses
     wide, narrow = (
         train(load(tiny_target), DOCUMENTS, params, [regime(Params(mantissa_bits=m, wide_bits=23), torch.Generator())])
@@ -83,7 +82,7 @@ def test_training_with_wide_mantissas_is_training_in_floats(tiny_target: Path) -
 def test_weights_are_kept_with_the_wide_mantissa(tiny_target: Path) -> None:
     model = load(tiny_target)
     made = regime(Params(mantissa_bits=3, wide_bits=6), torch.Generator())
-    train(model, DOCUMENTS, Training(batch_tokens=64), [made])
+    train(model, DOCUMENTS, TrainingParams(batch_tokens=64), [made])
     for _, layer in linears(model):
         assert torch.equal(layer.weight, block_floating_point(layer.weight.detach(), 6, 24)[0])
         assert not torch.equal(layer.weight, block_floating_point(layer.weight.detach(), 3, 24)[0])

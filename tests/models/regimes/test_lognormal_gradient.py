@@ -49,7 +49,7 @@ def test_the_fit_finds_what_was_planted(mu: float, sigma: float) -> None:
     found = fit(logs)
     # Five standard errors, which seeds stay within at 6e-7.
     assert abs(found.mu - mu) < 5 * sigma / COUNT**0.5 and abs(found.sigma - sigma) < 5 * sigma / (2 * COUNT) ** 0.5
-    assert found.count == COUNT
+    assert found.size == COUNT
     # The 1e-6 quantile of Kolmogorov's distribution at 4096 is 2.69/64.
     assert fit_distance(logs, found) < 2.69 / 64
 

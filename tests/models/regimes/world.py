@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import training
-from models.params import BaseParams
+from models.params import BaseParams, TrainingParams
 
-TRAINING = training.Params(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
+TRAINING = TrainingParams(num_epochs=4, batch_tokens=128, learning_rate=3e-3, checkpoint_s=1e-9)
 SEED = 3
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import training
+from models.params import TrainingParams
 from models.select import Sources
 
 HARD = range(5, 40, 7)
@@ -34,7 +35,7 @@ def planted_sources(tiny_target: Path, planted_pool: list[list[int]]) -> Sources
 
     def train(chosen: list[int]) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-        settings = training.Params(num_epochs=30, batch_tokens=160, learning_rate=5e-3)
+        settings = TrainingParams(num_epochs=30, batch_tokens=160, learning_rate=5e-3)
         training.train(model, [planted_pool[place] for place in chosen], settings)
         return model
 

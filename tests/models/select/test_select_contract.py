@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import select, training
 from models.catalog import load, names
 from models.drafts import lm
+from models.params import TrainingParams
 from models.select import Sources
 
 METHODS = names("select")
@@ -32,7 +33,7 @@ def asked() -> list[list[int]]:
 def sources(model: PreTrainedModel, asked: list[list[int]]) -> Sources:
     def train(chosen: list[int]) -> PreTrainedModel:
         asked.append(chosen)
-        settings = training.Params(batch_tokens=64)
+        settings = TrainingParams(batch_tokens=64)
         training.train(model, [POOL[place] for place in chosen], settings)
         return model
 

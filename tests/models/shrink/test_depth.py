@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import training
+from models.params import TrainingParams
 from models.shrink import depth
 from models.targets import random
 
-TRAINING = training.Params()
+TRAINING = TrainingParams()
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import training
 from models.layers.linears import linears
 from models.layers.reshape import take_layers
+from models.params import TrainingParams
 from models.shrink import low_rank, num_parameters
 
-TRAINING = training.Params()
+TRAINING = TrainingParams()
 
 
 def layer(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import training
 from models.layers.reshape import take_layers
+from models.params import TrainingParams
 from models.perplexity import perplexity, score
 from models.regimes import Regime
 from models.shrink import Shape, sheared
@@ -24,8 +25,8 @@ def documents(count: int = 48, length: int = 20) -> list[list[int]]:
     return [[3 + (start + 3 * place) % 60 for place in range(length)] for start in range(count)]
 
 
-def settings(**changes: object) -> training.Params:
-    return training.Params(**{"num_epochs": 10, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
+def settings(**changes: object) -> TrainingParams:
+    return TrainingParams(**{"num_epochs": 10, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
 
 
 @pytest.fixture

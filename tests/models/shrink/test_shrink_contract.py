@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from models import catalog, training
+from models import catalog
+from models.params import TrainingParams
 from models.shrink import num_parameters
 from models.targets import random
 
@@ -18,7 +19,7 @@ SMALL = {
     "low_rank": {"share": 0.5},
 }
 METHODS = catalog.names("shrink")
-TRAINING = training.Params(max_length=32, batch_tokens=128)
+TRAINING = TrainingParams(max_length=32, batch_tokens=128)
 
 
 def documents(count: int = 16) -> list[list[int]]:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import training
+from models.params import TrainingParams
 from models.shrink import vocabulary
 
-TRAINING = training.Params()
+TRAINING = TrainingParams()
 TEXTS = [[10, 20, 30, 10, 20, 10], [40, 10, 20, 30]]
 
 

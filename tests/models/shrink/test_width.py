@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from models import training
+from models.params import TrainingParams
 from models.shrink import norms, width
 from models.targets import random
 
-TRAINING = training.Params()
+TRAINING = TrainingParams()
 TEXTS = [list(range(3, 40)), list(range(50, 80)), [9, 8, 7, 6]]
 
 

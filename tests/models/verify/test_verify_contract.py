@@ -1,13 +1,17 @@
-"""The law of every verification rule: what is emitted follows the target, whatever the draft is.
+"""The law of every verification rule: what is emitted follows the target, whatever the draft and its tree are.
 
-A block's tokens are completed to K+1 by drawing the missing ones from the target, so each block is one draw from the
-joint distribution over V^(K+1) outcomes, which is known exactly. A χ² test compares 200,000 of them. It is passed at
-p-value 1e-4, so a right rule fails a case with that chance under a new seed; the seeds are fixed. Wrong rules of the
-usual kinds must fail the same test, or passing it would mean little.
+A block's tokens are completed to one more than the tree is deep by drawing the missing ones from the target, so each
+block is one draw from the joint distribution over all such outcomes, which is known exactly. A χ² test compares 200,000
+of them. It is passed at p-value 1e-4, so a right rule fails a case with that chance under a new seed; the seeds are
+fixed. Wrong rules of the usual kinds must fail the same test, or passing it would mean little.
+
+And what a rule expects to accept is what it does accept, in one exact sum over all answers.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from models import catalog
+from models.proposal import Proposal
 from models.verify import Verified, emit
 
 NUM_BLOCKS = 200_000
@@ -26,14 +31,26 @@ SAMPLING = [rule for rule in LOSSLESS if rule.SAMPLES]
 
 @dataclass(frozen=True)
 class Case:
-    """A target and a draft as tables: the i-th, [V^i, V], holds the next token's law after a prefix of i tokens."""
+    """A target and a draft as tables: the i-th, [V^i, V], holds the next token's law after a prefix of i tokens.
+
+    Attributes:
+        parents: the tree; None is a chain as long as q.
+        siblings: how children of one node are drawn: each by itself from q, each from what the ones before it left of
+            q, or the most likely tokens with certainty.
+    """
 
     p: list[Tensor]
     q: list[Tensor]
+    parents: tuple[int, ...] | None = None
+    siblings: Literal["independent", "without replacement", "certain"] = "independent"
 
     @property
     def size(self) -> int:
         return self.p[0].shape[-1]
+
+    @property
+    def tree(self) -> tuple[int, ...]:
+        return tuple(range(-1, len(self.q) - 1)) if self.parents is None else self.parents
 
 
 def random_tables(depth: int, size: int, seed: int) -> list[Tensor]:
@@ -64,6 +81,23 @@ SAMPLED_CASES = {
     "draft is certain": Case(P3, one_hot(Q2)),
     "draft never right": Case(halves(P3, 0), halves(Q2, 1)),
 }
+BRANCHES = (-1, -1, 0, 0, 1, 1)
+UNEVEN = (-1, 0, -1, -1, 2, 4)
+TREE_CASES = {
+    "two siblings": Case(P3[:2], Q2[:1], (-1, -1)),
+    "three siblings": Case(P3[:2], Q2[:1], (-1, -1, -1)),
+    "branches": Case(P3, Q2, BRANCHES),
+    "uneven branches": Case(P4, Q3, UNEVEN),
+    "branches without replacement": Case(P3, Q2, BRANCHES, "without replacement"),
+    "certain branches": Case(P3, Q2, BRANCHES, "certain"),
+    "branches of the target itself": Case(P3, P3[:2], BRANCHES),
+    "branches that are never right": Case(halves(P3, 0), halves(Q2, 1), BRANCHES),
+}
+GREEDY_TREE_CASES = {
+    "branches": Case(one_hot(P3), Q2, BRANCHES),
+    "uneven branches": Case(one_hot(P4), Q3, UNEVEN),
+    "certain branches": Case(one_hot(P3), Q2, BRANCHES, "certain"),
+}
 GREEDY_CASES = {
     "K=2": Case(one_hot(P3), Q2),
     "K=3": Case(one_hot(P4), Q3),
@@ -76,20 +110,36 @@ def draw(distributions: Tensor, rng: torch.Generator) -> Tensor:
     return torch.multinomial(distributions, 1, generator=rng)[:, 0]
 
 
+def propose(case: Case, rng: torch.Generator) -> tuple[Proposal, Tensor]:
+    """Draw a tree for each of NUM_BLOCKS; return it with the target's p [B, N+1, V]."""
+    prefixes, depths = [torch.zeros(NUM_BLOCKS, dtype=torch.int64)], [0]
+    left: dict[int, Tensor] = {}  # of q after a node, when its first children are drawn
+    tokens, drawn_from = [], []
+    for parent in case.tree:
+        prefix, depth = prefixes[parent + 1], depths[parent + 1]
+        q = left.get(parent, case.q[depth][prefix])
+        if case.siblings == "certain":
+            q = torch.nn.functional.one_hot(q.argmax(dim=-1), case.size).double()
+        tokens.append(draw(q, rng))
+        drawn_from.append(q)
+        if case.siblings != "independent":
+            of_parent = left.get(parent, case.q[depth][prefix])
+            rest = of_parent.scatter(1, tokens[-1][:, None], 0.0)
+            left[parent] = rest / rest.sum(dim=-1, keepdim=True)
+        prefixes.append(prefix * case.size + tokens[-1])
+        depths.append(depth + 1)
+    token_ids = torch.stack(tokens, dim=1) if tokens else torch.empty(NUM_BLOCKS, 0, dtype=torch.int64)
+    q = None if case.siblings == "certain" or not tokens else torch.stack(drawn_from, dim=1)
+    p = [case.p[depth][prefix] for prefix, depth in zip(prefixes, depths, strict=True)]
+    return Proposal(token_ids, case.tree, q), torch.stack(p, dim=1)
+
+
 def emitted_counts(verify: Callable[..., Verified], params: object, case: Case, seed: int) -> Tensor:
-    """Return [V^(K+1)], how often each completed block came out of NUM_BLOCKS."""
+    """Return [V^(depth+1)], how often each completed block came out of NUM_BLOCKS."""
     rng = torch.Generator().manual_seed(seed)
-    prefix = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
-    drafted, q, p = [], [], [case.p[0][prefix]]
-    for q_table, p_table in zip(case.q, case.p[1:], strict=True):
-        q.append(q_table[prefix])
-        drafted.append(draw(q[-1], rng))
-        prefix = prefix * case.size + drafted[-1]
-        p.append(p_table[prefix])
-    draft_tokens = torch.stack(drafted, dim=1) if drafted else torch.empty(NUM_BLOCKS, 0, dtype=torch.int64)
-    stacked_q = torch.stack(q, dim=1) if q else torch.empty(NUM_BLOCKS, 0, case.size)
-    verified = verify(draft_tokens, stacked_q, torch.stack(p, dim=1), rng, params)
-    check_form(verified, draft_tokens)
+    proposal, p = propose(case, rng)
+    verified = verify(proposal, p, rng, params)
+    check_form(verified, proposal)
     block = torch.zeros(NUM_BLOCKS, dtype=torch.int64)
     for place, p_table in enumerate(case.p):
         token = verified.tokens[:, place]
@@ -97,15 +147,19 @@ def emitted_counts(verify: Callable[..., Verified], params: object, case: Case, 
     return torch.bincount(block, minlength=case.size ** len(case.p))
 
 
-def check_form(verified: Verified, draft_tokens: Tensor) -> None:
-    """Accepted tokens are the drafted ones, one more follows, then -1."""
-    num_drafted = draft_tokens.shape[1]
-    places = torch.arange(num_drafted + 1)
-    ends = verified.num_accepted[:, None]
-    assert verified.tokens.dtype == verified.num_accepted.dtype == torch.int64
-    assert torch.equal(verified.tokens >= 0, places <= ends)
-    kept = places[:-1] < ends
-    assert torch.equal(verified.tokens[:, :-1][kept], draft_tokens[kept])
+def check_form(verified: Verified, proposal: Proposal) -> None:
+    """The path goes from the root down, its tokens are emitted, one more follows, then -1."""
+    depth, ends = proposal.depth, verified.num_accepted[:, None]
+    assert verified.path.dtype == verified.tokens.dtype == verified.num_accepted.dtype == torch.int64
+    assert (verified.path.shape[1], verified.tokens.shape[1]) == (depth, depth + 1)
+    assert torch.equal(verified.path >= 0, torch.arange(depth) < ends)
+    assert torch.equal(verified.tokens >= 0, torch.arange(depth + 1) <= ends)
+    parents = torch.tensor([*proposal.parents, -1])[verified.path]  # node -1 is the last one's parent in this list
+    above = torch.nn.functional.pad(verified.path, (1, 0), value=-1)[:, :-1]
+    kept = verified.path >= 0
+    assert torch.equal(parents[kept], above[kept])
+    drafted = proposal.token_ids.gather(1, verified.path.clamp(min=0)) if depth else proposal.token_ids
+    assert torch.equal(verified.tokens[:, :-1][kept], drafted[kept])
 
 
 def law_p_value(verify: Callable[..., Verified], params: object, case: Case, seed: int = 0) -> float:
@@ -125,34 +179,139 @@ def rule_id(rule: object) -> str:
     return rule.__name__.rsplit(".", maxsplit=1)[-1]
 
 
-@pytest.mark.parametrize("case", SAMPLED_CASES.values(), ids=SAMPLED_CASES)
+@pytest.mark.parametrize("case", [*SAMPLED_CASES.values(), *TREE_CASES.values()], ids=[*SAMPLED_CASES, *TREE_CASES])
 @pytest.mark.parametrize("rule", SAMPLING, ids=rule_id)
 def test_a_lossless_rule_emits_the_targets_distribution(rule, case: Case) -> None:
     assert law_p_value(rule.verify, rule.Params(), case) > P_VALUE
 
 
-@pytest.mark.parametrize("case", GREEDY_CASES.values(), ids=GREEDY_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [*GREEDY_CASES.values(), *GREEDY_TREE_CASES.values()],
+    ids=[*GREEDY_CASES, *(f"{name} of a tree" for name in GREEDY_TREE_CASES)],
+)
 @pytest.mark.parametrize("rule", LOSSLESS, ids=rule_id)
 def test_a_lossless_rule_emits_the_targets_greedy_output(rule, case: Case) -> None:
     assert law_p_value(rule.verify, rule.Params(), case) > P_VALUE
 
 
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_a_chain_with_twigs_that_the_target_never_says_gives_what_the_chain_gives(rule) -> None:
+    chain, tree = (-1, 0, 1), (-1, 0, 1, -1, 0)
+    case = SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
+    plain, p = propose(case, torch.Generator().manual_seed(3))
+    size = case.size + 1  # token 4 is never the target's
+    p = torch.nn.functional.pad(p, (0, 1))
+    q = torch.nn.functional.pad(plain.q, (0, 1))
+    twig = torch.full((NUM_BLOCKS, 2), case.size)
+    twigs = torch.nn.functional.one_hot(twig, size).to(q)
+    flat = torch.full((NUM_BLOCKS, 2, size), 1 / size, dtype=p.dtype)
+    outcomes = [
+        rule.verify(proposal, laws, torch.Generator().manual_seed(5), rule.Params())
+        for proposal, laws in (
+            (Proposal(plain.token_ids, chain, q), p),
+            (Proposal(torch.cat([plain.token_ids, twig], 1), tree, torch.cat([q, twigs], 1)), torch.cat([p, flat], 1)),
+        )
+    ]
+    chances = [outcome.num_accepted.bincount(minlength=4).double() / NUM_BLOCKS for outcome in outcomes]
+    torch.testing.assert_close(*chances, rtol=0, atol=4 * 0.5 / NUM_BLOCKS**0.5 * 2**0.5)
+    assert int(outcomes[1].path.max()) <= 2
+
+
+def every_answer(tables: list[Tensor], depth: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return all answers [V^depth, depth], their probabilities, and [V^depth, depth] numbers of their prefixes."""
+    size = tables[0].shape[-1]
+    answers = torch.tensor(list(product(range(size), repeat=depth)))
+    chance, prefix, prefixes = torch.ones(len(answers), dtype=torch.float64), torch.zeros(len(answers)).long(), []
+    for place in range(depth):
+        prefixes.append(prefix)
+        chance = chance * tables[place][prefix, answers[:, place]]
+        prefix = prefix * size + answers[:, place]
+    return answers, chance, prefixes
+
+
+@pytest.mark.parametrize(
+    ("name", "cases"), [("sampled", SAMPLED_CASES), ("greedy", GREEDY_CASES)], ids=["sampled", "greedy"]
+)
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_what_a_rule_expects_to_accept_of_the_targets_answers_is_what_it_accepts(rule, name: str, cases) -> None:
+    """The expectation over all answers is one sum; verification of drawn blocks must agree with it."""
+    if name == "sampled" and not rule.SAMPLES:
+        return
+    for case in cases.values():
+        if not case.q:
+            continue
+        answers, chance, prefixes = every_answer(case.p, len(case.q))
+        p, q = (
+            torch.stack([table[prefix] for table, prefix in zip(tables, prefixes, strict=False)], dim=1)
+            for tables in (case.p, case.q)
+        )
+        expected = rule.expected_accepted(answers, q, p, rule.Params())
+        assert expected.shape == chance.shape
+        proposal, laws = propose(case, torch.Generator().manual_seed(11))
+        accepted = rule.verify(proposal, laws, torch.Generator().manual_seed(12), rule.Params()).num_accepted.double()
+        error = 4.5 * float(accepted.std()) / NUM_BLOCKS**0.5
+        assert float((chance * expected).sum()) == pytest.approx(float(accepted.mean()), abs=error + 1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_where_nothing_is_drafted_nothing_is_expected(rule) -> None:
+    said, p = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([1.0, 0.0]).expand(1, 3, 2)
+    q = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
+    assert rule.expected_accepted(said, q, p, rule.Params()).tolist() == [2.0]
+    assert rule.expected_accepted(said, q * 0, p, rule.Params()).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
+def test_ids_tell_what_was_accepted_or_the_rule_refuses_to_say(rule) -> None:
+    case = SAMPLED_CASES["K=3 V=4"] if rule.SAMPLES else GREEDY_CASES["K=3"]
+    proposal, p = propose(case, torch.Generator().manual_seed(1))
+    verified = rule.verify(proposal, p, torch.Generator().manual_seed(2), rule.Params())
+    for drafted, tokens, accepted in zip(
+        proposal.token_ids[:500].tolist(), verified.tokens.tolist(), verified.num_accepted.tolist(), strict=False
+    ):
+        emitted = tokens[: accepted + 1]
+        try:
+            counted = [rule.count_accepted(drafted, emitted[:cut]) for cut in range(1, len(emitted) + 1)]
+        except ValueError:
+            return
+        assert counted == [min(cut, accepted) for cut in range(1, len(emitted) + 1)]
+
+
 def rejection_with(
     accept: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda u, p, q: u * q < p,
     residual: Callable[[Tensor, Tensor], Tensor] = lambda p, q: (p - q).clamp(min=0),
-    bonus: Callable[[Tensor, Tensor], Tensor] = lambda p, q: p[:, -1],
+    bonus: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda p, q, before: p,
     shift: int = 0,
+    next_round: Callable[[Tensor, Tensor], Tensor] = lambda p, left: left / left.sum(dim=-1, keepdim=True),
 ) -> Callable[..., Verified]:
-    """Build the rejection rule with one part exchanged; unchanged it is right."""
+    """Build the rejection rule with one part exchanged; unchanged it is right.
 
-    def verify(draft_tokens: Tensor, q: Tensor, p: Tensor, rng: torch.Generator, params: object) -> Verified:
-        judged_p = p.roll(-shift, dims=1)[:, :-1]
-        drafted = draft_tokens[..., None]
-        u = torch.rand(draft_tokens.shape, generator=rng, dtype=p.dtype)
-        accepted = accept(u, judged_p.gather(-1, drafted)[..., 0], q.gather(-1, drafted)[..., 0])
-        weights = torch.cat([residual(p[:, :-1], q), bonus(p, q)[:, None]], dim=1)
-        weights = torch.where(weights.sum(dim=-1, keepdim=True) > 0, weights, p)
-        return emit(draft_tokens, accepted, draw(weights.flatten(0, 1), rng).view(p.shape[:2]))
+    Args:
+        accept: of u, p(x) and q(x).
+        residual: what a rejected token leaves.
+        bonus: what is drawn from after the last token, of p there, the last q, and p before it.
+        shift: how many rows too late p is read.
+        next_round: what a sibling is judged by, of the first one's p and what is left of it.
+    """
+
+    def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: object) -> Verified:
+        judged = p.roll(-shift, dims=1)
+        ends, left, final = torch.zeros(len(p), dtype=torch.int64), judged[:, 0], p[:, 0]
+        for node, parent in enumerate(proposal.parents):
+            token, q = proposal.token_ids[:, node, None], proposal.q[:, node]
+            here, u = ends == parent + 1, torch.rand(len(p), generator=rng, dtype=p.dtype)
+            kept = here & accept(u, left.gather(-1, token)[:, 0], q.gather(-1, token)[:, 0])
+            rest = residual(left, q)
+            rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, left)
+            leaf = node not in proposal.parents
+            final = torch.where(here[:, None], rest, final)
+            after = bonus(p[:, node + 1], q, p[:, parent + 1]) if leaf else p[:, node + 1]
+            final = torch.where(kept[:, None], after, final)
+            left = torch.where(here[:, None], next_round(left, rest), left)
+            left = torch.where(kept[:, None], judged[:, node + 1], left)
+            ends = torch.where(kept, node + 1, ends)
+        return emit(proposal, ends, draw(final, rng))
 
     return verify
 
@@ -165,19 +324,29 @@ PLANTED_BUGS = {
     "keeps by p alone": rejection_with(accept=lambda u, p, q: u < p),
     "keeps when p is above q": rejection_with(accept=lambda u, p, q: p >= q),
     "turns the ratio around": rejection_with(accept=lambda u, p, q: u * p < q),
-    "draws the bonus token from q": rejection_with(bonus=lambda p, q: q[:, -1]),
-    "draws the bonus token one place early": rejection_with(bonus=lambda p, q: p[:, -2]),
+    "draws the bonus token from q": rejection_with(bonus=lambda p, q, before: q),
+    "draws the bonus token one place early": rejection_with(bonus=lambda p, q, before: before),
     "judges by the p of one place later": rejection_with(shift=1),
+}
+BUGS_OF_TREES = {
+    "judges a sibling by the untouched p": rejection_with(next_round=lambda p, left: p),
+    "judges a sibling by a residual that does not sum to 1": rejection_with(next_round=lambda p, left: left),
 }
 
 
-def test_the_rule_that_the_bugs_are_planted_in_is_right() -> None:
-    assert law_p_value(rejection_with(), None, SAMPLED_CASES["K=2 V=5"]) > P_VALUE
+@pytest.mark.parametrize("case", [SAMPLED_CASES["K=2 V=5"], TREE_CASES["branches"]], ids=["chain", "tree"])
+def test_the_rule_that_the_bugs_are_planted_in_is_right(case: Case) -> None:
+    assert law_p_value(rejection_with(), None, case) > P_VALUE
 
 
 @pytest.mark.parametrize("verify", PLANTED_BUGS.values(), ids=PLANTED_BUGS)
 def test_a_planted_bug_breaks_the_law(verify: Callable[..., Verified]) -> None:
     assert law_p_value(verify, None, SAMPLED_CASES["K=2 V=5"]) < P_VALUE
+
+
+@pytest.mark.parametrize("verify", (PLANTED_BUGS | BUGS_OF_TREES).values(), ids=PLANTED_BUGS | BUGS_OF_TREES)
+def test_a_planted_bug_breaks_the_law_on_trees(verify: Callable[..., Verified]) -> None:
+    assert law_p_value(verify, None, TREE_CASES["branches"]) < P_VALUE
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
@@ -189,16 +358,15 @@ def test_a_rule_is_deterministic_given_the_generators_seed(rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
 @pytest.mark.parametrize(
-    ("draft_tokens", "q_shape", "p_shape", "fault"),
+    ("token", "q_size", "p_shape", "fault"),
     [
-        (torch.zeros(2, 3), (2, 3, 5), (2, 4, 5), "draft_tokens must be"),
-        (torch.zeros(3, dtype=torch.int64), (2, 3, 5), (2, 4, 5), "draft_tokens must be"),
-        (torch.zeros(2, 3, dtype=torch.int64), (2, 3, 5), (2, 3, 5), r"p must be \[2, 4, V\], got \[2, 3, 5\]"),
-        (torch.zeros(2, 3, dtype=torch.int64), (2, 3, 4), (2, 4, 5), r"q must be \[2, 3, 5\], got \[2, 3, 4\]"),
-        (torch.full((2, 3), 5), (2, 3, 5), (2, 4, 5), "draft_tokens must be from 0 to 4"),
-        (torch.full((2, 3), -1), (2, 3, 5), (2, 4, 5), "draft_tokens must be from 0 to 4"),
+        (0, 5, (2, 3, 5), r"p must be \[2, 4, V\], got \[2, 3, 5\]"),
+        (0, 4, (2, 4, 5), r"q must be \[2, 3, 5\], got \[2, 3, 4\]"),
+        (5, 5, (2, 4, 5), "token_ids must be from 0 to 4"),
+        (-1, 5, (2, 4, 5), "token_ids must be from 0 to 4"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(rule, draft_tokens, q_shape, p_shape, fault) -> None:
+def test_arguments_that_do_not_fit_are_refused(rule, token: int, q_size: int, p_shape, fault: str) -> None:
+    proposal = Proposal(torch.full((2, 3), token), (-1, 0, 1), torch.full((2, 3, q_size), 0.2))
     with pytest.raises(ValueError, match=fault):
-        rule.verify(draft_tokens, torch.full(q_shape, 0.2), torch.full(p_shape, 0.2), torch.Generator(), rule.Params())
+        rule.verify(proposal, torch.full(p_shape, 0.2), torch.Generator(), rule.Params())

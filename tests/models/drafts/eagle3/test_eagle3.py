@@ -17,6 +17,7 @@ from models.drafts import Rows, eagle3
 from models.targets import describe
 
 HIDDEN, WIDTH = 128, 64
+TINY = {"vocab_size": 64}
 
 
 @pytest.fixture(scope="module")

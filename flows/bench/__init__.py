@@ -1,5 +1,0 @@
-"""Benchmarks, `redraft bench NAME`: one file each, with `TITLE`, `QUESTION` and `measure(run, **options) -> Report`.
-
-A benchmark works in a home of its own with copies of what is served, so it changes nothing that is in use. What it has
-measured is kept cell by cell; a run that was interrupted goes on with the cells that are missing.
-"""

@@ -1,0 +1,272 @@
+"""The client of our own service: what it says of itself, the switch of speculation, and chats with how each ended.
+
+It asks over HTTP like any other client. The library for chats takes most of a second to import, so the first chat pays
+for it: `redraft status` asks for none.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal, NamedTuple, Self
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from infra.status import RunningService, ServiceStatus, parse_status
+
+SERVED_NAME = "target"
+TIMEOUT_S = 60.0
+CHAT_TIMEOUT_S = 120.0
+FOLLOW_TIMEOUT_S = 180.0
+POLL_S = 0.1
+# A service that refuses at once must not be asked a thousand times a second.
+PAUSE_AFTER_FAILURE_S = 0.2
+
+LogLevel = Literal["none", "metadata", "full"]
+
+
+class Chat(NamedTuple):
+    """A question to the service.
+
+    Attributes:
+        id: comes back with the answer.
+        domain: kind of traffic.
+        messages: in OpenAI's shape.
+    """
+
+    id: str
+    domain: str
+    messages: Sequence[Mapping[str, str]]
+
+
+class Answer(BaseModel):
+    """One chat and its end.
+
+    Attributes:
+        prompt_id: id of the chat.
+        status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
+        token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
+        drafted_per_step, accepted_per_step: as the service counted them; None where it did not say.
+        sent_s: when it was sent, on the machine's monotonic clock.
+        arrival_ms: when each token came, from sending; those of one step come together.
+        seconds: from sending to the end of the stream.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_id: str
+    domain: str
+    status: str
+    text: str = ""
+    finish_reason: str | None = None
+    draft_version: str | None = None
+    token_ids: tuple[int, ...] = ()
+    gaps: tuple[float, ...] = ()
+    drafted_per_step: tuple[int, ...] | None = None
+    accepted_per_step: tuple[int, ...] | None = None
+    num_tokens: int = 0
+    first_token_ms: float | None = None
+    arrival_ms: tuple[float, ...] = ()
+    sent_s: float
+    seconds: float
+
+
+class Client:
+    """One service; a `with` block closes the connection that its status is asked on."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """Connect at the first question.
+
+        Args:
+            url: of the service, without /v1.
+            api_key: bearer key, if the service asks for one.
+            timeout_s: for whatever is not a chat.
+        """
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def status(self) -> RunningService:
+        """Return what the service says of itself.
+
+        Raises:
+            httpx.HTTPError: it says nothing or refuses to.
+            ValueError: it is of another version, see `infra.status.parse_status`.
+        """
+        return parse_status(self._http.get("/redraft/status").raise_for_status().content, self.url)
+
+    def metrics(self) -> str:
+        """Return the service's metrics in Prometheus' text format; httpx.HTTPError likewise."""
+        return self._http.get("/metrics").raise_for_status().text
+
+    def speculate(self, on: bool) -> None:
+        """Switch speculation; httpx.HTTPError if the service does not."""
+        self._http.post("/redraft/speculation", json={"on": on}).raise_for_status()
+
+    def wait_for_draft(
+        self, number: int, holds: Callable[[ServiceStatus, int], bool], timeout_s: float = FOLLOW_TIMEOUT_S
+    ) -> None:
+        """Wait until the service drafts with a version.
+
+        Args:
+            number: of the version.
+            holds: whether a status says so: `ServiceStatus.drafts_with`, or `ServiceStatus.has_proven` if it must have
+                passed its probation too.
+            timeout_s: how long to wait.
+
+        Raises:
+            RuntimeError: it refused the version, or did not take it in time; the message has its reasons.
+        """
+        until_s = time.monotonic() + timeout_s
+        while not holds(status := self.status(), number):
+            refused = any(label.startswith(f"{number}-") for label in status.refused)
+            if refused or time.monotonic() > until_s:
+                raise RuntimeError(
+                    f"the service drafts with {status.draft_version}, not with {number}: {status.untried}"
+                )
+            time.sleep(POLL_S)
+
+    async def send(
+        self,
+        chats: Sequence[Chat],
+        *,
+        concurrency: int,
+        max_tokens: int,
+        temperature: float = 0.0,
+        log: LogLevel = "full",
+        gaps: bool = False,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Send chats and stream their answers.
+
+        Args:
+            chats: what to send.
+            concurrency: requests in flight.
+            max_tokens: of each answer.
+            temperature: 0 is greedy.
+            log: what the service may log.
+            gaps: whether to ask for the two best tokens at each position.
+            on_answer: called with each answer as it ends.
+
+        Returns:
+            One answer a chat, in their order; a request that fails is an answer that says so.
+        """
+        async with self._chats(concurrency) as connection:
+            slots = asyncio.Semaphore(concurrency)
+
+            async def ask(chat: Chat) -> Answer:
+                async with slots:
+                    answer = await _ask(connection, chat, max_tokens, temperature, log, gaps)
+                if on_answer is not None:
+                    on_answer(answer)
+                return answer
+
+            return await asyncio.gather(*(ask(chat) for chat in chats))
+
+    async def keep_asking(
+        self,
+        chats: Sequence[Chat],
+        *,
+        concurrency: int,
+        max_tokens: int,
+        stop: Callable[[], bool],
+        on_answer: Callable[[Answer], None],
+        pause_s: float = 0.0,
+    ) -> None:
+        """Send chats over and over, as people who ask again when they were answered; greedy, nothing is logged.
+
+        Args:
+            chats: what to send, in turn.
+            concurrency: how many ask.
+            max_tokens: of each answer.
+            stop: asked before each request; running ones are waited for.
+            on_answer: called with each answer as it ends.
+            pause_s: what is waited between an answer and the next request.
+        """
+        waiting = itertools.cycle(chats)
+        async with self._chats(concurrency) as connection:
+
+            async def ask() -> None:
+                while not stop():
+                    answer = await _ask(connection, next(waiting), max_tokens, 0.0, "none", gaps=False)
+                    on_answer(answer)
+                    await asyncio.sleep(pause_s if answer.status == "ok" else max(pause_s, PAUSE_AFTER_FAILURE_S))
+
+            await asyncio.gather(*(ask() for _ in range(concurrency)))
+
+    @asynccontextmanager
+    async def _chats(self, concurrency: int) -> AsyncIterator[Any]:
+        import openai
+
+        limits = httpx.Limits(max_connections=concurrency)
+        http: Any = httpx.AsyncClient(limits=limits, timeout=CHAT_TIMEOUT_S, trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self._api_key or "none",
+            max_retries=0,  # a retry would hide a failure
+            http_client=http,
+        ) as connection:
+            yield connection
+
+
+async def _ask(connection: Any, chat: Chat, max_tokens: int, temperature: float, log: LogLevel, gaps: bool) -> Answer:
+    import openai
+
+    started_s = time.monotonic()
+    seen: dict[str, Any] = {"prompt_id": chat.id, "domain": chat.domain, "sent_s": started_s}
+    try:
+        stream = await connection.chat.completions.create(
+            model=SERVED_NAME,
+            messages=chat.messages,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+            extra_headers={"X-Redraft-Domain": chat.domain, "X-Redraft-Log": log},
+            **({"logprobs": True, "top_logprobs": 2} if gaps else {}),
+        )
+        async for chunk in stream:
+            _note(seen, chunk, started_s)
+    except openai.APIStatusError as error:
+        status = f"http {error.status_code}"
+    except openai.APIConnectionError as error:
+        status = type(error).__name__
+    except openai.APIError as error:  # an error frame in the stream
+        status = f"error frame: {error.message}"
+    except httpx.HTTPError as error:  # the body broke off
+        status = type(error).__name__
+    else:
+        status = "ok" if seen.get("finish_reason") else "truncated"
+    return Answer(**seen, status=status, seconds=time.monotonic() - started_s)
+
+
+def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
+    for choice in chunk.choices:
+        token_ids = (choice.model_extra or {}).get("token_ids") or ()
+        if token_ids:  # its text may come later: a token can be part of a letter
+            now_ms = 1000 * (time.monotonic() - started_s)
+            seen.setdefault("first_token_ms", now_ms)
+            seen["token_ids"] = (*seen.get("token_ids", ()), *token_ids)
+            seen["arrival_ms"] = (*seen.get("arrival_ms", ()), *(now_ms for _ in token_ids))
+        for position in choice.logprobs.content or () if choice.logprobs is not None else ():
+            best, second = sorted((one.logprob for one in position.top_logprobs), reverse=True)[:2]
+            seen["gaps"] = (*seen.get("gaps", ()), best - second)
+        if choice.delta.content:
+            seen["text"] = seen.get("text", "") + choice.delta.content
+        if choice.finish_reason is not None:
+            seen["finish_reason"] = choice.finish_reason
+    if chunk.usage is not None:
+        seen["num_tokens"] = chunk.usage.completion_tokens
+        counts = (chunk.usage.model_extra or {}).get("redraft") or {}
+        seen |= {name: counts.get(name) for name in ("drafted_per_step", "accepted_per_step")}
+        seen["draft_version"] = None if counts.get("draft_version") is None else str(counts["draft_version"])

@@ -1,0 +1,169 @@
+"""What a draft was made from and how it was judged: the tags of its version, as one value.
+
+MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
+tag says "does not apply". What came with a later revision has a default, because older versions don't have it.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+GateVerdict = Literal["passed", "refused"]
+NESTED = ("target", "window")
+
+
+def _none_if_blank(value: object) -> object:
+    return None if value == "" else value
+
+
+def _from_json(value: object) -> object:
+    """Parse the text of a tag; what is no JSON stays a text, which no field of this type takes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError:
+        return value
+
+
+def _figures(value: object) -> object:
+    return {} if value == "" else _from_json(value)
+
+
+Number = Annotated[int | None, BeforeValidator(_none_if_blank)]
+Tau = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+class _Tags(BaseModel):
+    """A value that is kept as tags: a field's alias is its tag's name, if that is another than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    @classmethod
+    def tag_names(cls) -> tuple[str, ...]:
+        """Return the tags that the value is kept as."""
+        return tuple(_own_tags(cls).values())
+
+    @classmethod
+    def from_tags(cls, tags: Mapping[str, str]) -> Self:
+        """Read the value off all the tags of a version.
+
+        Raises:
+            ValueError: tags are missing or hold something else; names each.
+        """
+        return cls._read(tags)
+
+    @classmethod
+    def _read(cls, tags: Mapping[str, str], **parts: "_Tags | None") -> Self:
+        try:
+            own = {name: tags[name] for name in _own_tags(cls).values() if name in tags}
+            return cls.model_validate({**own, **parts})
+        except ValidationError as error:
+            faults = []
+            for detail in error.errors():
+                tag = str(detail["loc"][0])
+                found = f"is {tags[tag][:60]!r}: {detail['msg']}" if tag in tags else "is missing"
+                faults.append(f"tag {tag} {found}")
+            raise ValueError("; ".join(faults)) from error
+
+    def to_tags(self) -> dict[str, str]:
+        """Return the value as tags, as `from_tags` reads it."""
+        return {tag: _text(getattr(self, name)) for name, tag in _own_tags(type(self)).items()}
+
+
+class Target(_Tags):
+    """What tells a target from others; the hashes are sha256 in hexadecimal."""
+
+    name: str = Field(validation_alias="target_name")
+    sha256: str = Field(validation_alias="target_sha256")
+    tokenizer_sha256: str
+    vocab_size: int
+    chat_template_sha256: str
+
+
+class TrainedWindow(_Tags):
+    """The stretch of the query log that a draft was trained on; `sha256` is over the rows, `uri` has the samples."""
+
+    first_seq: int = Field(validation_alias="window_first_seq")
+    last_seq: int = Field(validation_alias="window_last_seq")
+    sha256: str = Field(validation_alias="window_sha256")
+    uri: str = Field("", validation_alias="window_uri")
+
+
+class Lineage(_Tags):
+    """Where a draft came from.
+
+    Attributes:
+        target: what it drafts for.
+        target_version: the target's number in the registry.
+        parent: the version that it was trained from, None if from nothing or elsewhere.
+        window: what it was trained on beyond its first samples.
+        sampling: how the target answered the first samples.
+        quantization: method that stored the target in fewer bits.
+        git_commit: the code that made it, "" outside a checkout.
+        flow_run: Prefect's.
+        gate: None if it was never judged.
+        gate_reasons: why it was refused.
+        gate_test: which test of its line it was; the first draft of a line is none, 0.
+        gated_against: the champion that a draft from elsewhere was judged against.
+        line: names the line of drafts that share one error budget.
+        tau: domain to mean accepted length on held-out conversations.
+        probe_tau: the same on the target's golden prompts; the service measures it again.
+        num_draft_tokens: K that it was trained and measured for.
+        source, source_sha256: the directory that a draft from elsewhere was read from.
+        samples_uri, samples_sha256: the answers that its line started with.
+        seed: of the recipe.
+    """
+
+    target: Target
+    target_version: Number
+    parent: Number
+    window: TrainedWindow | None
+    sampling: Annotated[dict[str, JsonValue] | None, BeforeValidator(_from_json)]
+    quantization: str
+    git_commit: str
+    flow_run: str
+    gate: Annotated[GateVerdict | None, BeforeValidator(_none_if_blank)]
+    gate_reasons: str = ""
+    gate_test: Annotated[int, BeforeValidator(lambda value: 0 if value == "" else value)] = 0
+    gated_against: Number = None
+    line: str = ""
+    tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
+    probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
+    num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
+    source: str = ""
+    source_sha256: str = ""
+    samples_uri: str = ""
+    samples_sha256: str = ""
+    seed: Number = None
+
+    @classmethod
+    def tag_names(cls) -> tuple[str, ...]:
+        """Return all tags, the target's first."""
+        return (*Target.tag_names(), *_own_tags(cls).values(), *TrainedWindow.tag_names())
+
+    @classmethod
+    def from_tags(cls, tags: Mapping[str, str]) -> Self:
+        """See `_Tags.from_tags`."""
+        blank = all(tags.get(name, "") == "" for name in TrainedWindow.tag_names())
+        window = None if blank else TrainedWindow.from_tags(tags)
+        return cls._read(tags, target=Target.from_tags(tags), window=window)
+
+    def to_tags(self) -> dict[str, str]:
+        """See `_Tags.to_tags`; a window that does not apply is empty tags."""
+        window = dict.fromkeys(TrainedWindow.tag_names(), "") if self.window is None else self.window.to_tags()
+        return {**self.target.to_tags(), **super().to_tags(), **window}
+
+
+def _own_tags(model: type[_Tags]) -> dict[str, str]:
+    """Return field to tag, without the fields that are values of several tags themselves."""
+    fields = model.model_fields.items()
+    return {name: str(field.validation_alias or name) for name, field in fields if name not in NESTED}
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)

@@ -1,0 +1,88 @@
+"""What there is and what runs in a home folder: drafts, the query log, the service, the programs of `redraft up`."""
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.querylog import LogStats, QueryLog
+from infra.registry import Version, open_registry
+from infra.service_process import last_status
+from infra.settings import Settings
+from infra.status import RunningService
+from infra.supervisor import Running, read_state
+
+
+class DraftOverview(BaseModel):
+    """A draft in a line.
+
+    Attributes:
+        parent: version that it was trained from, or "".
+        rows: first and last row of the query log that it was trained on, or "".
+        verdict: of its gate, or "quarantined".
+        reasons: why it was refused or quarantined.
+        tau: domain to τ on held-out conversations.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int
+    champion: bool
+    parent: str
+    rows: str
+    verdict: str
+    reasons: str
+    tau: dict[str, float]
+    target_version: str
+    created_ms: int
+
+
+class Overview(BaseModel):
+    """The state of a home folder.
+
+    Attributes:
+        drafts: newest first.
+        last_refresh: the newest draft that was trained on served requests.
+        service: what the service says of itself; None if none answers.
+        programs: that `redraft up` runs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    drafts: tuple[DraftOverview, ...]
+    last_refresh: DraftOverview | None
+    log: LogStats
+    service: RunningService | None
+    programs: tuple[Running, ...]
+
+
+def overview(settings: Settings) -> Overview:
+    """Look at a home folder.
+
+    Raises:
+        ValueError: the service answers something else than its status.
+        ConnectionError: the registry can't be asked.
+    """
+    registry = open_registry(settings)
+    champion, versions = registry.champion("draft"), registry.versions("draft")
+    refreshed = [version for version in versions if version.lineage.window]
+    state = read_state(settings.home)
+    return Overview(
+        drafts=tuple(_draft(version, champion) for version in versions),
+        last_refresh=_draft(refreshed[0], champion) if refreshed else None,
+        log=QueryLog(settings.querylog).stats(),
+        service=last_status(settings),
+        programs=() if state is None else state.programs,
+    )
+
+
+def _draft(version: Version, champion: Version | None) -> DraftOverview:
+    lineage, window = version.lineage, version.lineage.window
+    return DraftOverview(
+        version=version.number,
+        champion=champion is not None and version.number == champion.number,
+        parent="" if lineage.parent is None else str(lineage.parent),
+        rows="" if window is None else f"{window.first_seq}–{window.last_seq}",
+        verdict="quarantined" if version.quarantined else lineage.gate or "",
+        reasons=version.quarantined or lineage.gate_reasons,
+        tau=lineage.tau,
+        target_version="" if lineage.target_version is None else str(lineage.target_version),
+        created_ms=version.created_ms,
+    )

@@ -1,0 +1,140 @@
+"""What a service says of itself, typed, so that every reader asks for its fields by name.
+
+The service sends `ServiceStatus` as JSON from /redraft/status. Each field describes itself for the generated reference.
+"""
+
+import json
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Phase(StrEnum):
+    """Where a replica stands with its draft.
+
+    Attributes:
+        EMPTY: it was started without one, and speculation is off.
+        UNPROVEN: its draft is used and has not passed probation since the start.
+        PROVING: that draft is on probation.
+        SERVING: its draft has passed probation.
+        TRYING: another draft is being swapped in and put on probation.
+        REVERTING: the last good draft is being put back.
+        OFF: no good draft is left, and speculation is off until one comes.
+    """
+
+    EMPTY = "empty"
+    UNPROVEN = "unproven"
+    PROVING = "proving"
+    SERVING = "serving"
+    TRYING = "trying"
+    REVERTING = "reverting"
+    OFF = "off"
+
+
+class Proof(_Told):
+    """What a draft showed on probation."""
+
+    weight_error: float = Field(description="largest relative difference from the file's weights on fixed inputs")
+    num_near_ties: int = Field(
+        description="golden outputs that first differ where the target itself was undecided between two tokens"
+    )
+    tau: float = Field(description="mean accepted length on the golden prompts")
+    promised_tau: float = Field(description="the same, measured before the draft was registered")
+
+
+class DomainAcceptance(_Told):
+    """Acceptance of one domain's last requests."""
+
+    requests: int = Field(description="number of requests that the figures are over, the last 256 at most")
+    acceptance_rate: float | None = Field(description="accepted / drafted tokens; null if nothing was drafted")
+    mean_accepted_length: float = Field(description="tokens a verification step yields, 1.0 is no gain")
+
+
+class LogCounts(_Told):
+    """What became of the rows that the service wanted logged."""
+
+    written: int = Field(description="rows written to the query log since the start")
+    dropped: int = Field(description="rows lost since the start: the queue was full or the log refused them")
+    last_error: str | None = Field(description="why the log refused rows last")
+
+
+class EventCounts(_Told):
+    """What became of the events for the orchestrator."""
+
+    sent: int = Field(description="events that the orchestrator took since the start")
+    dropped: int = Field(description="events that it did not take")
+    last_error: str | None = Field(description="why the last of them was dropped")
+
+
+class ServiceStatus(_Told):
+    """What /redraft/status answers: one replica, its draft and its counts since its start.
+
+    A draft's name is its number in the registry and the start of its digest, such as "3-0123456789ab".
+    """
+
+    phase: Phase = Field(description="where the replica stands with its draft")
+    champion: int | None = Field(description="draft that the registry named last; null without one")
+    draft_version: int | None = Field(description="draft in the engine; null without one")
+    speculating: bool = Field(description="whether the draft is used")
+    fallback: str | None = Field(description="why speculation must be off; null while it may be on")
+    replacement: str | None = Field(description="why another replica must take over; null while none must")
+    swaps: int = Field(description="drafts swapped in since the start")
+    swap_ms: float | None = Field(description="milliseconds that the last swap took")
+    proof: Proof | None = Field(description="what the draft in the engine showed on probation; null before")
+    refused: dict[str, str] = Field(description="drafts that are not tried again, by name, and why")
+    postponed: dict[str, str] = Field(description="drafts that are tried again later, by name, with reason and wait")
+    reconciler: dict[str, int] = Field(description="how often the draft loop did what, by kind of event")
+    acceptance: dict[str, DomainAcceptance] = Field(description="acceptance of the present draft, by domain")
+    log: LogCounts = Field(description="rows for the query log")
+    events: EventCounts = Field(description="events for the orchestrator")
+    tokens: int = Field(description="completion tokens served since the start")
+    requests: dict[str, int] = Field(description="answers since the start, by HTTP status")
+    in_flight: int = Field(description="requests that are being answered")
+    target_version: int = Field(description="the target's number in the registry, 0 if it has none")
+    served_name: str = Field(description="the model's name in requests")
+    uptime_s: float = Field(description="seconds since the start")
+
+    def drafts_with(self, number: int) -> bool:
+        """Whether it drafts with a version."""
+        return self.draft_version == number
+
+    def has_proven(self, number: int) -> bool:
+        """Whether it drafts with a version that has passed its probation."""
+        return self.speculating and self.proof is not None and self.drafts_with(number)
+
+    @property
+    def untried(self) -> dict[str, str]:
+        """The drafts that are not served and why, refused and postponed ones together."""
+        return self.refused | self.postponed
+
+
+class RunningService(ServiceStatus):
+    """A service's status, with the place where it was found."""
+
+    url: str = Field(description="address of the service, without /v1")
+
+
+def parse_status(content: bytes, url: str) -> RunningService:
+    """Read what a service answered to /redraft/status.
+
+    Args:
+        content: the answer's body.
+        url: of the service, without /v1.
+
+    Raises:
+        ValueError: it is no status that this version of redraft knows.
+    """
+    try:
+        return RunningService.model_validate({**json.loads(content), "url": url})
+    except (ValueError, TypeError) as error:
+        wrong = (
+            {str(fault["loc"][0]) for fault in error.errors()} if isinstance(error, ValidationError) else {"no JSON"}
+        )
+        raise ValueError(
+            f"{url}/redraft/status is not what this version of redraft expects ({', '.join(sorted(wrong))}); "
+            "if the service was started by an older version, restart it"
+        ) from error

@@ -1,0 +1,237 @@
+"""Charts as inline SVG, for a page that loads nothing: colours and fonts come from the page's style sheet.
+
+Colour is never the only sign: series differ in their dashes too. Each chart carries a title and a description for who
+can't see it; the page has the same figures as a table beside it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from infra.views import Interval
+
+WIDTH = 720
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
+NAME_WIDTH = 132
+ROW_HEIGHT = 30
+BAR_HEIGHT = 14
+LEGEND_GAP = 46
+LETTER_WIDTH = 7.0
+PLOT_HEIGHT = 332
+MAX_SERIES = 6  # as many colours as the style sheet has
+MAX_POINTS = 400
+MIN_LABEL_GAP = 64
+
+Point = tuple[float, float]
+
+
+class Axis(NamedTuple):
+    """A range of values on a range of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, wanted: int = 6) -> list[float]:
+        """Return round values in the range, about as many as wanted."""
+        rough = (self.high - self.low) / wanted
+        size = 10 ** math.floor(math.log10(rough))
+        step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [step * number for number in range(first, last + 1)]
+
+
+def line_chart(
+    key: str,
+    title: str,
+    description: str,
+    curves: Mapping[str, Sequence[Sequence[Point]]],
+    marks: Sequence[tuple[float, str]],
+    labels: tuple[str, str],
+    base: float,
+) -> Markup:
+    """Draw curves over numbered requests.
+
+    Args:
+        key: unique in the page.
+        title: of the chart.
+        description: what it shows, for who can't see it.
+        curves: name to its parts, each (x, y) by x; at most MAX_SERIES names.
+        marks: (x, label) of vertical lines, by x.
+        labels: of the two axes, with their units.
+        base: where the upright axis starts; no y is below it.
+
+    Raises:
+        ValueError: there is no point, or there are too many names.
+    """
+    points = [point for parts in curves.values() for part in parts for point in part]
+    if not points or len(curves) > MAX_SERIES:
+        raise ValueError(f"wanted points of 1 to {MAX_SERIES} names, got {len(points)} points of {len(curves)}")
+    xs, top = [x for x, _ in points], max(y for _, y in points)
+    x_axis = Axis(min(xs), max(*xs, min(xs) + 1), LEFT, WIDTH - RIGHT)
+    y_axis = Axis(base, max(base + 0.1, base + 1.08 * (top - base)), PLOT_HEIGHT - BOTTOM, TOP + 28)
+    drawn = [_legend(list(curves), "line"), _upright_grid(y_axis), _level_grid(x_axis, y_axis.start, y_axis.start)]
+    drawn += [_text((LEFT + WIDTH - RIGHT) / 2, PLOT_HEIGHT - 6, labels[0], "middle", "axis")]
+    drawn += [_text(4, TOP + 6, labels[1], "start", "axis")]
+    labelled = -math.inf
+    for x, label in marks:
+        at = x_axis.at(x)
+        drawn.append(_line(at, y_axis.end, at, y_axis.start, "mark"))
+        if at - labelled >= MIN_LABEL_GAP:
+            fits = at + len(label) * LETTER_WIDTH <= WIDTH - RIGHT
+            drawn.append(_text(at, y_axis.end - 6, label, "start" if fits else "end", "name"))
+            labelled = at
+    for index, parts in enumerate(curves.values()):
+        drawn += [_path(part, x_axis, y_axis, index) for part in parts]
+    return _figure(key, title, description, PLOT_HEIGHT, drawn)
+
+
+def interval_chart(
+    key: str,
+    title: str,
+    description: str,
+    rows: Mapping[str, Interval],
+    lines: Sequence[tuple[float, str]],
+    label: str,
+) -> Markup:
+    """Draw one interval a row, with vertical lines that they are held against.
+
+    Args:
+        key: unique in the page.
+        title: of the chart.
+        description: what it shows, for who can't see it.
+        rows: name to its interval.
+        lines: (value, label); a label of "" is a plain line.
+        label: of the axis, with its unit.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    if not rows:
+        raise ValueError("wanted at least one row, got none")
+    values = [*(end for one in rows.values() for end in (one.low, one.high)), *(value for value, _ in lines)]
+    room = 0.06 * max(max(values) - min(values), 1e-6)
+    x_axis = Axis(min(values) - room, max(values) + room, NAME_WIDTH, WIDTH - RIGHT)
+    bottom = TOP + ROW_HEIGHT * len(rows)
+    drawn = [_level_grid(x_axis, TOP, bottom)]
+    drawn += [_text((NAME_WIDTH + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, label, "middle", "axis")]
+    for value, name in lines:
+        at = x_axis.at(value)
+        drawn.append(_line(at, TOP, at, bottom, "limit" if name else "zero"))
+        fits = at + len(name) * LETTER_WIDTH <= WIDTH - RIGHT
+        drawn.append(_text(at, TOP - 8, name, "start" if fits else "end", "name"))
+    for number, (name, one) in enumerate(rows.items()):
+        y = TOP + ROW_HEIGHT * (number + 0.5)
+        drawn.append(_text(NAME_WIDTH - 10, y + 4, _shortened(name, NAME_WIDTH - 10), "end", "name"))
+        low, high = x_axis.at(one.low), x_axis.at(one.high)
+        drawn += [_line(low, y, high, y, "s0 bar")]
+        drawn += [_line(end, y - 5, end, y + 5, "s0 bar") for end in (low, high)]
+        drawn.append(Markup('<circle class="s0 dot" cx="{}" cy="{}" r="4.5"/>').format(x_axis.at(one.value), y))
+    return _figure(key, title, description, bottom + BOTTOM, drawn)
+
+
+def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping[str, float]], label: str) -> Markup:
+    """Draw bars from 0, some for each name.
+
+    Args:
+        key: unique in the page.
+        title: of the chart.
+        description: what it shows, for who can't see it.
+        rows: name to series to a value of at least 0; all names have the same series.
+        label: of the axis, with its unit.
+
+    Raises:
+        ValueError: there is no value above 0.
+    """
+    largest = max((value for bars in rows.values() for value in bars.values()), default=0.0)
+    if largest <= 0:
+        raise ValueError(f"wanted a value above 0, the largest is {largest}")
+    series = list(next(iter(rows.values())))
+    x_axis = Axis(0, 1.12 * largest, NAME_WIDTH, WIDTH - RIGHT)
+    row_height = len(series) * (BAR_HEIGHT + 3) + 12
+    bottom = TOP + row_height * len(rows)
+    drawn = [_legend(series, "box"), _level_grid(x_axis, TOP, bottom)]
+    drawn += [_text((NAME_WIDTH + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, label, "middle", "axis")]
+    for number, (name, bars) in enumerate(rows.items()):
+        top = TOP + row_height * number + 7
+        middle = top + len(series) * (BAR_HEIGHT + 3) / 2 + 3
+        drawn.append(_text(NAME_WIDTH - 10, middle, _shortened(name, NAME_WIDTH - 10), "end", "name"))
+        for index, value in enumerate(bars.values()):
+            y, end = top + index * (BAR_HEIGHT + 3), x_axis.at(value)
+            box = Markup('<rect class="s{} fill" x="{}" y="{}" width="{:.1f}" height="{}" rx="2"/>')
+            drawn.append(box.format(index, NAME_WIDTH, y, end - NAME_WIDTH, BAR_HEIGHT))
+            drawn.append(_text(end + 6, y + BAR_HEIGHT - 3, f"{value:.1f}", "start", "name"))
+    return _figure(key, title, description, bottom + BOTTOM, drawn)
+
+
+def _figure(key: str, title: str, description: str, height: float, drawn: Sequence[Markup]) -> Markup:
+    opening = Markup(
+        '<svg viewBox="0 0 {} {:g}" role="img" aria-labelledby="{key}-title {key}-text">'
+        '<title id="{key}-title">{}</title><desc id="{key}-text">{}</desc>'
+    ).format(WIDTH, height, title, description, key=key)
+    return opening + Markup("\n").join(drawn) + Markup("</svg>")
+
+
+def _upright_grid(axis: Axis) -> Markup:
+    drawn = []
+    for value in axis.ticks():
+        y = axis.at(value)
+        drawn += [_line(LEFT, y, WIDTH - RIGHT, y, "grid"), _text(LEFT - 8, y + 4, f"{value:g}", "end", "tick")]
+    return Markup("").join(drawn)
+
+
+def _level_grid(axis: Axis, top: float, bottom: float) -> Markup:
+    drawn = []
+    for value in axis.ticks():
+        x = axis.at(value)
+        drawn += [_line(x, top, x, bottom + 4, "grid")]
+        drawn += [_text(x, bottom + 19, f"{round(value, 9):g}", "middle", "tick")]
+    return Markup("").join(drawn)
+
+
+def _legend(names: Sequence[str], shape: str) -> Markup:
+    drawn, x = [], float(WIDTH - RIGHT)
+    room = min(NAME_WIDTH, x / len(names) - LEGEND_GAP)
+    for index, name in reversed(list(enumerate(names))):
+        shown = _shortened(name, room)
+        x -= len(shown) * LETTER_WIDTH
+        drawn.append(_text(x, 14, shown, "start", "name"))
+        x -= 30
+        if shape == "line":
+            drawn.append(_line(x, 10, x + 24, 10, f"s{index} curve"))
+        else:
+            box = Markup('<rect class="s{} fill" x="{:g}" y="4" width="22" height="12" rx="2"/>')
+            drawn.append(box.format(index, x))
+        x -= LEGEND_GAP - 30
+    return Markup("").join(drawn)
+
+
+def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis, index: int) -> Markup:
+    if len(points) == 1:
+        dot = Markup('<circle class="s{} dot" cx="{}" cy="{}" r="3"/>')
+        return dot.format(index, x_axis.at(points[0][0]), y_axis.at(points[0][1]))
+    step = math.ceil(len(points) / MAX_POINTS)
+    kept = [*points[:-1:step], points[-1]]
+    line = " ".join(f"{x_axis.at(x)},{y_axis.at(y)}" for x, y in kept)
+    return Markup('<polyline class="s{} curve" points="{}"/>').format(index, line)
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
+    return Markup('<line class="{}" x1="{:g}" y1="{:g}" x2="{:g}" y2="{:g}"/>').format(kind, x1, y1, x2, y2)
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str) -> Markup:
+    return Markup('<text class="{}" x="{:g}" y="{:g}" text-anchor="{}">{}</text>').format(kind, x, y, anchor, text)
+
+
+def _shortened(name: str, width: float) -> str:
+    most = int(width / LETTER_WIDTH)
+    return name if len(name) <= most else f"{name[: most - 1]}…"

@@ -1,0 +1,153 @@
+"""The outcome of a comparison of methods: a row a method, a column a metric, intervals over seeds."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import wrap
+
+from infra.views import Interval, Shown
+from infra.views.figures import SIZE_INCHES
+from infra.views.results import Grid, Report
+
+FEWEST_SEEDS = 3
+# Means that differ by more than so many times are drawn on a logarithmic axis.
+WIDE = 20.0
+HEADING_WIDTH = 40  # characters that fit below a panel
+
+
+class MethodFigure(Shown):
+    """One metric of one row.
+
+    Attributes:
+        value: mean over seeds; None where the metric makes no sense for the row.
+        interval: with one seed there is none.
+        gain: the row's difference from the baseline, paired by seed; None for the baseline and with one seed.
+    """
+
+    value: float | None
+    interval: Interval | None = None
+    gain: Interval | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval of the difference from the baseline leaves out 0."""
+        return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
+
+
+class Comparison(Shown):
+    """A comparison of methods that is at its end.
+
+    Attributes:
+        question: what it answers.
+        baseline: the row the others are compared with.
+        headings: metric to what its column is called.
+        figures: row to metric to figure.
+        seconds: row to what it took, all seeds together.
+    """
+
+    question: str
+    baseline: str
+    headings: dict[str, str]
+    figures: dict[str, dict[str, MethodFigure]]
+    seconds: dict[str, float]
+    num_seeds: int
+
+
+def comparison_report(found: Comparison, picture: Path) -> Report:
+    """Return the tables of a comparison, and draw it.
+
+    Args:
+        found: the comparison.
+        picture: where its picture goes.
+    """
+    figures, headings, num_seeds = found.figures, found.headings, found.num_seeds
+    values = [
+        [row, *(_spread(of_row[metric]) for metric in headings), f"{found.seconds[row]:.0f}"]
+        for row, of_row in figures.items()
+    ]
+    gains = [
+        [row, *(_gain(of_row[metric]) for metric in headings)]
+        for row, of_row in figures.items()
+        if row != found.baseline
+    ]
+    grids = [Grid(f"mean over {num_seeds} seeds", ["", *headings.values(), "seconds, all seeds"], values)]
+    notes = []
+    if num_seeds > 1:
+        grids.append(Grid(f"difference from {found.baseline}, seed by seed", ["", *headings.values()], gains))
+        notes.append("Intervals are 95% of Student's t over seeds, each by itself; * marks one that excludes 0.")
+    if num_seeds < FEWEST_SEEDS:
+        notes.append(f"Only {num_seeds} of at least {FEWEST_SEEDS} seeds: don't choose a method by these figures.")
+    told = {heading: [row for row in figures if figures[row][metric].differs] for metric, heading in headings.items()}
+    said = "; ".join(f"{heading}: {', '.join(rows)}" for heading, rows in told.items() if rows)
+    return Report(
+        figures={
+            "question": found.question,
+            "baseline": found.baseline,
+            "num_seeds": num_seeds,
+            "rows_measured": {
+                row: {metric: figure.model_dump() for metric, figure in of_row.items()}
+                for row, of_row in figures.items()
+            },
+            "seconds": found.seconds,
+        },
+        grids=grids,
+        notes=notes,
+        verdict=f"different from {found.baseline} at 95%: {said or 'nothing'}.",
+        picture=draw_comparison(figures, headings, picture),
+    )
+
+
+def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Mapping[str, str], file: Path) -> Path:
+    """Draw a panel a metric with a line a row: the mean over seeds, and its interval where there is one.
+
+    Metrics whose means differ by more than `WIDE` times are drawn on a logarithmic axis.
+
+    Args:
+        rows: row to metric to figure.
+        headings: metric to what its axis is called.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    names, (width, _) = list(rows), SIZE_INCHES
+    num_across = min(3, len(headings))
+    num_down = -(-len(headings) // num_across)
+    figure = Figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))), layout="constrained")
+    panels = figure.subplots(num_down, num_across, sharey=True, squeeze=False)
+    for axes in panels.flat[len(headings) :]:
+        axes.set_visible(False)
+    for axes, (metric, heading) in zip(panels.flat, headings.items(), strict=False):
+        means = [mean for of_row in rows.values() if (mean := of_row[metric].value) is not None]
+        if means and min(means) > 0 and max(means) > WIDE * min(means):
+            axes.set_xscale("log", nonpositive="clip")
+            axes.set_xlim(min(means) / 2, max(means) * 4)
+        for place, name in enumerate(names):
+            one = rows[name][metric]
+            if one.value is not None:
+                axes.plot(one.value, place, color="tab:blue", marker="o")
+            if one.interval is not None:
+                axes.plot([one.interval.low, one.interval.high], [place, place], color="tab:blue", marker="|")
+        axes.set_xlabel("\n".join(wrap(heading, HEADING_WIDTH)))
+    panels[0][0].set_yticks(range(len(names)), names)
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def number(value: float | None) -> str:
+    """Return a figure in four digits, "–" for none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _spread(figure: MethodFigure) -> str:
+    if figure.interval is None:
+        return number(figure.value)
+    return f"{number(figure.value)} ± {number(figure.interval.high - figure.interval.value)}"
+
+
+def _gain(figure: MethodFigure) -> str:
+    if figure.gain is None:
+        return "–"
+    low, high = number(figure.gain.low), number(figure.gain.high)
+    return f"{number(figure.gain.value)} ({low} to {high}){'*' if figure.differs else ''}"

@@ -1,0 +1,182 @@
+"""Figures that are kept with runs in MLflow."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.views import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE_INCHES = (6.4, 3.6)
+
+
+def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
+    """Draw (optimizer step, running mean of the loss) into a PNG and return `file`."""
+    return _draw({"loss": losses}, "optimizer step", "loss", file)
+
+
+def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Path:
+    """Draw τ over the versions of a line of champions into a PNG.
+
+    Args:
+        taus: domain to (version, τ), oldest first.
+        file: where to.
+    """
+    return _draw(taus, "draft version", "τ, mean accepted length", file)
+
+
+def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, file: Path) -> Path:
+    """Draw what a gate judged into a PNG: the gain over all conversations, and each domain's change beside its floor.
+
+    Args:
+        gain: τ after minus τ before.
+        changes: domain to the change as a share of the best τ; may be empty.
+        floor: share of τ that a domain may lose.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    height_inches = 2.2 + 0.35 * max(1, len(changes))
+    figure = Figure((SIZE_INCHES[0], height_inches), layout="constrained")
+    overall, domains = figure.subplots(2, 1, height_ratios=(1, max(1, len(changes))))
+    _draw_intervals(overall, {"all": gain}, 1.0)
+    overall.axvline(0, color="tab:red", linestyle="--", label="margin: the lower end must be above 0")
+    overall.set_xlabel("change of τ, tokens a step")
+    _draw_intervals(domains, changes, 100.0)
+    domains.axvline(0, color="tab:gray", linewidth=0.8)
+    domains.axvline(-100 * floor, color="tab:red", linestyle="--", label=f"floor: no lower end below {-floor:.1%}")
+    domains.set_xlabel("change of τ, % of the best that the domain had")
+    for axes in (overall, domains):
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize="small")
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def _draw_intervals(axes: "Axes", intervals: Mapping[str, Interval], scale: float) -> None:
+    """Draw one line a name, the first at the top."""
+    for row, interval in enumerate(intervals.values()):
+        axes.plot([scale * interval.low, scale * interval.high], [row, row], color="tab:blue", marker="|")
+        axes.plot(scale * interval.value, row, color="tab:blue", marker="o")
+    axes.set_yticks(range(len(intervals)), list(intervals))
+    axes.set_ylim(len(intervals) - 0.5, -0.5)
+
+
+def _draw(curves: Mapping[str, Sequence[tuple[int, float]]], x_label: str, y_label: str, file: Path) -> Path:
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 20 else "")
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, window: int, file: Path) -> Path:
+    """Draw τ over the requests that a service answered, a running mean a domain, with the swap marked.
+
+    Args:
+        answers: rows with domain, drafted_per_step and accepted_per_step, in the order they ended.
+        swap_at: number of requests that were answered by the earlier draft; None draws no mark.
+        window: requests that a mean runs over.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
+    counted = [(n, row) for n, row in enumerate(answers) if row["accepted_per_step"]]
+    for domain in sorted({str(row["domain"]) for _, row in counted}):
+        own = [
+            (n, sum(row["accepted_per_step"]), len(row["accepted_per_step"]))
+            for n, row in counted
+            if row["domain"] == domain
+        ]
+        # A mean over requests of both drafts would draw the swap as a slope.
+        for part in (
+            [one for one in own if swap_at is None or one[0] < swap_at],
+            [one for one in own if swap_at is not None and one[0] >= swap_at],
+        ):
+            points = []
+            for end in range(1, len(part) + 1):
+                recent = part[max(0, end - window) : end]
+                points.append((recent[-1][0], 1 + sum(r[1] for r in recent) / sum(r[2] for r in recent)))
+            if points:
+                later = swap_at is not None and part[0][0] >= swap_at
+                axes.plot(
+                    *zip(*points, strict=True), label=f"{domain}, {'new' if later else 'first'} draft", linewidth=1.5
+                )
+    if swap_at is not None:
+        axes.axvline(swap_at, color="black", linestyle="--", label="draft swapped")
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
+    """Draw a bar a side, domain by domain, with a line from p10 to p90.
+
+    Args:
+        speeds: domain to side to median, p10 and p90.
+        x_label: what they are.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
+    width, height = SIZE_INCHES
+    figure = Figure((width, height + 0.25 * len(sides)), layout="constrained")
+    shared = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
+    for axes, (domain, of_domain) in zip(shared, speeds.items(), strict=True):
+        axes.set(title=domain, xlabel=x_label)
+        for place, side in enumerate(sides):
+            if side in of_domain:
+                median, p10, p90 = of_domain[side]
+                axes.barh(place, median, xerr=[[median - p10], [p90 - median]])
+    shared[0].set_yticks(range(len(sides)), sides)
+    shared[0].invert_yaxis()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
+    """Draw inter-token latencies as dots, a colour a kind.
+
+    Args:
+        points: kind to (place on the x axis, milliseconds).
+        x_label: what the place is.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
+    for name, of_kind in points.items():
+        axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path) -> Path:
+    """Draw which share of a set of figures is above each value, on logarithmic axes, so that the tail can be seen.
+
+    Args:
+        values: name to figures.
+        x_label: what they are.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel="share above", xscale="log", yscale="log")
+    for name, figures in values.items():
+        ordered = sorted(figures)
+        axes.plot(ordered, [1 - n / len(ordered) for n in range(len(ordered))], label=name)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file

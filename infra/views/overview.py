@@ -1,0 +1,85 @@
+"""The state of a home folder as lines and a table on a terminal, for `redraft status`."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from infra.overview import Overview
+from infra.querylog import MAX_ATTEMPTS, LogStats
+from infra.status import RunningService
+from infra.supervisor import Running
+
+
+def show_overview(seen: Overview, out: Console) -> None:
+    """Print drafts with lineage and verdict, the query log, the service, and what runs where."""
+    if seen.drafts:
+        out.print(_drafts(seen))
+    else:
+        out.print("no drafts yet; run: redraft build")
+    if (last := seen.last_refresh) is not None:
+        out.print(f"last refresh: draft {last.version}, {last.verdict} {last.reasons}".rstrip(), markup=False)
+    by_domain = counts(seen.log.per_domain)
+    out.print(
+        f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "
+        f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
+    )
+    _show_windows(seen.log, out)
+    _show_service(seen.service, out)
+    for program in seen.programs:
+        restarts = f", restarted {program.restarts} times" if program.restarts else ""
+        out.print(f"{program.name}: {_how(program)}{restarts} {program.url}".rstrip(), soft_wrap=True)
+
+
+def _drafts(seen: Overview) -> Table:
+    table = Table("draft", "", "parent", "rows", "gate", "τ", title="drafts, newest first")
+    for draft in seen.drafts:
+        mark = "champion" if draft.champion else ""
+        taus = ", ".join(f"{domain} {tau:.2f}" for domain, tau in draft.tau.items())
+        table.add_row(str(draft.version), mark, draft.parent, draft.rows, draft.verdict, taus)
+    return table
+
+
+def _show_windows(log: LogStats, out: Console) -> None:
+    if (tried := log.attempt) is not None:
+        state = "running" if tried.running else "failed"
+        before = ", the one before failed" if tried.running and tried.error else ""
+        error = f": {tried.error}" if tried.error else ""
+        place = f"  rows {tried.first_seq}–{tried.last_seq}"
+        out.print(f"{place}: attempt {tried.number} of {MAX_ATTEMPTS} {state}{before}{error}", markup=False)
+    for window in log.set_aside:
+        when = datetime.fromtimestamp(window.time_ms / 1000, UTC)
+        out.print(
+            f"  rows {window.first_seq}–{window.last_seq} are set aside since {when:%Y-%m-%d %H:%M} UTC, "
+            f"{window.num_attempts} attempts failed: {window.error}",
+            markup=False,
+        )
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    """Return names with their numbers, one after the other."""
+    return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
+
+
+def _how(program: Running) -> str:
+    return "running" if program.ready else "starting" if program.pid else "down, restarts soon"
+
+
+def _show_service(service: RunningService | None, out: Console) -> None:
+    if service is None:
+        out.print("service: not running")
+        return
+    draft = f"draft {service.draft_version}" if service.draft_version else "no draft"
+    speculation = "on" if service.speculating else f"off ({service.fallback or 'switched off by an operator'})"
+    out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
+    answered = counts(service.requests)
+    out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
+    if service.replacement is not None:
+        out.print(f"  another replica must take over: {service.replacement}", markup=False)
+    for name, why in service.refused.items():
+        out.print(f"  draft {name} is refused: {why}", markup=False)
+    for name, why in service.postponed.items():
+        out.print(f"  draft {name} will be retried: {why}", markup=False)
+    for domain, figures in service.acceptance.items():
+        out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over the last {figures.requests} requests")

@@ -1,0 +1,414 @@
+"""One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why.
+
+The page loads nothing and runs no script. All text in it is escaped by the template; the charts are made of numbers and
+escaped labels. What is not there is said.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from infra.overview import Overview
+from infra.querylog import LogStats
+from infra.registry import Version
+from infra.supervisor import Running
+from infra.views import Interval
+from infra.views.acceptance import Acceptance, Group, curves, swaps
+from infra.views.charts import MAX_SERIES, bar_chart, interval_chart, line_chart
+from infra.views.gate import MEANING, GateReport, evidence_table, explain, thresholds
+
+TEMPLATE = "report.html"
+WINDOW = 20
+MAX_GATES = 20
+NONE = "–"
+LINEAGE_LABELS = {
+    "target_name": "target",
+    "target_version": "target version",
+    "target_sha256": "target weights, sha256",
+    "tokenizer_sha256": "tokenizer, sha256",
+    "vocab_size": "vocabulary size",
+    "chat_template_sha256": "chat template, sha256",
+    "parent": "parent draft",
+    "line": "line of drafts",
+    "window_first_seq": "first row trained on",
+    "window_last_seq": "last row trained on",
+    "window_sha256": "training window, sha256",
+    "samples_sha256": "first samples, sha256",
+    "sampling": "sampling",
+    "quantization": "quantization",
+    "seed": "seed",
+    "num_draft_tokens": "drafted tokens a step",
+    "git_commit": "code revision",
+    "flow_run": "flow run",
+    "gate_test": "test of its line",
+    "probe_tau": "τ on the golden prompts",
+    "previous": "champion before it",
+    "forced": "promoted by hand because",
+    "quarantined": "quarantined because",
+    "sha256": "its files, sha256",
+}
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A run of `redraft demo`.
+
+    Attributes:
+        name: of its folder.
+        result: what it printed at its end; None if it has not come there.
+        acceptance: of its answers.
+    """
+
+    name: str
+    result: Mapping[str, Any] | None
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the page tells.
+
+    Attributes:
+        state: what `redraft status` shows.
+        target: the champion target, None before the first build.
+        drafts: all versions, newest first.
+        gates: number of a draft to its gate report; those without one are not in it.
+        acceptance: of the log's last requests that tell it.
+        num_rows: how many of the log's last rows were looked through for them.
+        demonstrations: by name.
+        written: when.
+        commit: revision of the code that writes, "" if unknown.
+    """
+
+    state: Overview
+    target: Version | None
+    drafts: Sequence[Version]
+    gates: Mapping[int, GateReport]
+    acceptance: Acceptance
+    num_rows: int
+    demonstrations: Sequence[Demonstration]
+    written: datetime
+    commit: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, the columns, which of them hold figures, and rows of text."""
+
+    caption: str
+    columns: Sequence[str]
+    numeric: frozenset[int]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart and the sentence below it."""
+
+    chart: Markup
+    caption: str
+
+
+def page(found: Findings) -> str:
+    """Return the page as HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        written=_when(found.written),
+        commit=found.commit[:12],
+        cards=_cards(found),
+        serving=_serving(found),
+        programs=_programs(found.state.programs),
+        acceptance=_acceptance("log", found.acceptance),
+        num_served=len(found.acceptance.served),
+        num_rows=found.num_rows,
+        takeovers=[f"draft {swap.draft} took over at request {swap.number}" for swap in swaps(found.acceptance.served)],
+        meaning=MEANING,
+        demonstrations=[_demonstration(index, demo) for index, demo in enumerate(found.demonstrations)],
+        versions=_versions(found),
+        lineages=[(version.number, _lineage(version)) for version in found.drafts],
+        gates=[_gate(version, found.gates.get(version.number)) for version in found.drafts[:MAX_GATES]],
+        num_ungated=max(0, len(found.drafts) - MAX_GATES),
+        refreshed=found.state.last_refresh is not None,
+        log=_log(found.state.log),
+    )
+
+
+def _cards(found: Findings) -> list[tuple[str, str, str]]:
+    champion = next((draft for draft in found.state.drafts if draft.champion), None)
+    service, log = found.state.service, found.state.log
+    number, note = ("none", "nothing built yet") if champion is None else (champion.version, f"τ {_taus(champion.tau)}")
+    return [
+        ("Champion draft", str(number), note),
+        (
+            "Service",
+            "not running" if service is None else f"draft {service.draft_version or 'none'}",
+            "" if service is None else "speculating" if service.speculating else "speculation is off",
+        ),
+        ("Rows waiting", f"{log.depth:,}", f"of {log.total:,} in the query log"),
+        ("Rows dropped", f"{log.dropped:,}", f"{log.duplicates:,} were duplicates"),
+    ]
+
+
+def _serving(found: Findings) -> Table:
+    champion = next((draft for draft in found.state.drafts if draft.champion), None)
+    rows = [
+        ("target", "none yet; run: redraft build" if found.target is None else _target(found.target)),
+        ("champion draft", "none yet; run: redraft build" if champion is None else f"version {champion.version}"),
+    ]
+    service = found.state.service
+    if service is None:
+        rows.append(("service", "not running; start it with redraft serve or redraft up"))
+    else:
+        refused, postponed = (
+            "; ".join(f"{name}: {reason}" for name, reason in drafts.items())
+            for drafts in (service.refused, service.postponed)
+        )
+        requests = ", ".join(f"{number:,} with {status}" for status, number in service.requests.items())
+        silent = f"off: {service.fallback or 'switched off by an operator'}"
+        rows += [
+            ("service", f"answers on {service.url}/v1"),
+            ("draft in the engine", f"version {service.draft_version}" if service.draft_version else "none"),
+            ("speculation", "on" if service.speculating else silent),
+            ("requests answered", requests or "none yet"),
+            ("swaps of the draft", f"{service.swaps} since its start"),
+            ("replica", service.replacement or "needs no replacement"),
+            ("drafts it refused", refused or "none"),
+            ("drafts to be retried", postponed or "none"),
+        ]
+    return Table("What should serve, and what does", ("what", "now"), frozenset(), rows)
+
+
+def _target(target: Version) -> str:
+    return f"{target.target.name}, version {target.number}"
+
+
+def _programs(programs: Sequence[Running]) -> Table | None:
+    if not programs:
+        return None
+    rows = [
+        (
+            program.name,
+            "running" if program.ready else "starting" if program.pid else "down",
+            str(program.restarts),
+            program.url or NONE,
+        )
+        for program in programs
+    ]
+    return Table("Programs of redraft up", ("program", "state", "restarts", "address"), frozenset({2}), rows)
+
+
+def _acceptance(key: str, acceptance: Acceptance) -> tuple[Figure, Table] | None:
+    """Return the chart of a stretch of requests and its sums; None if there is no request."""
+    served, groups = acceptance
+    if not served:
+        return None
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group.domain] = sizes.get(group.domain, 0) + group.num_requests
+    largest = sorted(sorted(sizes, key=lambda domain: -sizes[domain])[:MAX_SERIES])
+    drawn = {domain: parts for domain, parts in curves(served, WINDOW).items() if domain in largest}
+    takeovers = swaps(served)
+    chart = line_chart(
+        f"acceptance-{key}",
+        "τ over the served requests",
+        f"A running τ for each of the domains {', '.join(largest)} over {len(served)} requests, with "
+        f"{len(takeovers)} swaps of the draft marked. The table has the figures.",
+        {domain: drawn[domain] for domain in largest},
+        [(swap.number, f"draft {swap.draft}") for swap in takeovers],
+        ("request", f"τ, tokens a step, mean of {WINDOW} requests"),
+        1.0,
+    )
+    caption = (
+        f"Running mean of {WINDOW} requests of one domain and one draft, from the {WINDOW // 4}th on. "
+        "Dashed line: another draft took over."
+    )
+    if len(sizes) > MAX_SERIES:
+        caption += f" Shows the {MAX_SERIES} largest of {len(sizes)} domains."
+    table = Table(
+        "Acceptance by domain and draft, with 95% intervals",
+        ("domain", "draft", "requests", "τ", "acceptance rate", "ms a token"),
+        frozenset({1, 2, 3, 4, 5}),
+        [_group_row(group) for group in groups],
+    )
+    return Figure(chart, caption), table
+
+
+def _group_row(group: Group) -> tuple[str, ...]:
+    return (
+        group.domain,
+        str(group.draft),
+        f"{group.num_requests:,}",
+        group.tau.text(".2f"),
+        _interval(group.rate, ".1%"),
+        NONE if group.per_token_ms is None else f"{group.per_token_ms:.1f}",
+    )
+
+
+def _demonstration(index: int, demo: Demonstration) -> dict[str, Any]:
+    """Return what the template shows of a demonstration."""
+    acceptance = _acceptance(f"demo-{index}", demo.acceptance)
+    shown: dict[str, Any] = {"name": demo.name, "acceptance": acceptance, "result": None}
+    if demo.result is None:
+        return shown
+    result = demo.result
+    on, off = result["tokens_per_s"]["on"], result["tokens_per_s"]["off"]
+    bars = {domain: {"speculation on": on[domain], "speculation off": off[domain]} for domain in result["domains"]}
+    rows = [
+        (
+            domain,
+            str(compared["after"]["num_sequences"]),
+            _parsed(compared["before"]["tau"], ".2f"),
+            _parsed(compared["after"]["tau"], ".2f"),
+            _parsed(compared["gain"], "+.2f"),
+        )
+        for domain, compared in result["domains"].items()
+    ]
+    columns = ("domain", "prompts", "τ before", "τ after", "gain")
+    times = [
+        (domain, f"{on[domain]:.1f}", f"{off[domain]:.1f}", f"{on[domain] / off[domain]:.2f}×")
+        for domain in result["domains"]
+    ]
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in result["outputs"]["verdicts"].items())
+    return shown | {
+        "result": result,
+        "verdicts": f"{result['outputs']['num_compared']} outputs compared with those without speculation: {verdicts}",
+        "requests": ", ".join(f"{number} {status}" for status, number in result["requests"].items()),
+        "table": Table(
+            "Held-out prompts before and after the swap, 95% intervals", columns, frozenset({1, 2, 3, 4}), rows
+        ),
+        "times": Table(
+            "Tokens a second of one stream",
+            ("domain", "speculation on", "off", "on / off"),
+            frozenset({1, 2, 3}),
+            times,
+        ),
+        "speed": Figure(
+            bar_chart(
+                f"speed-{index}",
+                "Speed with speculation on and off",
+                "; ".join(
+                    f"{domain}: {on[domain]:.1f} tokens a second with speculation, {off[domain]:.1f} without"
+                    for domain in bars
+                ),
+                bars,
+                "tokens a second, one stream, first token excluded",
+            ),
+            "The same prompts, each once with and once without speculation, in turn.",
+        ),
+    }
+
+
+def _versions(found: Findings) -> Table:
+    shown = {draft.version: draft for draft in found.state.drafts}
+    rows = [
+        (
+            str(version.number),
+            _status(version, shown[version.number].champion),
+            _when(datetime.fromtimestamp(version.created_ms / 1000, UTC)),
+            NONE if version.lineage.parent is None else str(version.lineage.parent),
+            shown[version.number].rows or NONE,
+            version.lineage.gate or "none",
+            _taus(shown[version.number].tau),
+        )
+        for version in found.drafts
+    ]
+    columns = ("draft", "status", "registered (UTC)", "parent", "rows", "gate", "τ, held out")
+    return Table("Drafts in the registry, newest first", columns, frozenset({0, 3, 4}), rows)
+
+
+def _status(version: Version, champion: bool) -> str:
+    if version.quarantined:
+        return "quarantined"
+    if champion:
+        return "champion"
+    return "was champion" if version.was_champion else "never promoted"
+
+
+def _lineage(version: Version) -> Table:
+    since = {"forced": version.forced, "quarantined": version.quarantined}
+    told = {**version.lineage.to_tags(), "sha256": version.sha256, **{name: why for name, why in since.items() if why}}
+    if version.was_champion:
+        told["previous"] = "" if version.previous is None else str(version.previous)
+    rows = [(label, told[name] or "does not apply") for name, label in LINEAGE_LABELS.items() if name in told]
+    return Table(f"Lineage of draft {version.number}", ("what", "value"), frozenset(), rows)
+
+
+def _gate(version: Version, report: GateReport | None) -> dict[str, Any]:
+    """Return what the template shows of a draft's gate."""
+    shown: dict[str, Any] = {
+        "number": version.number,
+        "verdict": version.lineage.gate or "none",
+        "quarantined": version.quarantined,
+        "forced": version.forced,
+        "reasons": version.lineage.gate_reasons,
+        "report": None,
+    }
+    if report is None:
+        return shown
+    columns, rows = evidence_table(report)
+    numeric = frozenset(range(1, len(columns))) - {columns.index("verdict") if "verdict" in columns else 0}
+    figure = None
+    if report.test is not None:
+        changes = {domain: one.change.times(100.0) for domain, one in report.domains.items() if one.change is not None}
+        floor = report.test.params.floor
+        if changes:
+            chart = interval_chart(
+                f"gate-{version.number}",
+                f"Change of τ by domain, draft {version.number} against the best before it",
+                "; ".join(
+                    f"{domain}: {one.value:+.1f}%, lower bound {one.low:+.1f}%" for domain, one in changes.items()
+                )
+                + f"; the floor is {-100 * floor:.1f}%",
+                changes,
+                [(0.0, ""), (-100 * floor, f"floor {-floor:.1%}")],
+                "change of τ, % of the domain's best",
+            )
+            caption = f"Each end of a line is a one-sided bound at {report.test.params.confidence:.0%}. "
+            figure = Figure(chart, f"{caption}The lower end must not lie below the floor.")
+    return shown | {
+        "report": report,
+        "why": explain(report),
+        "table": Table(f"Evidence on draft {version.number} by domain", columns, numeric, rows),
+        "figure": figure,
+        "thresholds": {} if report.test is None else thresholds(report.test),
+    }
+
+
+def _log(log: LogStats) -> Table:
+    rows = [
+        ("rows", f"{log.total:,}"),
+        *((f"rows of domain {domain}", f"{count:,}") for domain, count in log.per_domain.items()),
+        ("rows waiting for a refresh", f"{log.depth:,}"),
+        ("last row trained on", f"{log.cursor:,}" if log.cursor else "none yet"),
+        ("rows dropped", f"{log.dropped:,}"),
+        ("duplicate rows, not kept", f"{log.duplicates:,}"),
+        ("size on disk", f"{log.bytes / 2**20:,.1f} MiB"),
+    ]
+    return Table("Query log", ("what", "count"), frozenset({1}), rows)
+
+
+def _taus(taus: Mapping[str, float]) -> str:
+    return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items()) or NONE
+
+
+def _interval(found: Interval | None, form: str) -> str:
+    return NONE if found is None else found.text(form)
+
+
+def _parsed(dumped: Mapping[str, float] | None, form: str) -> str:
+    return _interval(None if dumped is None else Interval(**dumped), form)
+
+
+def _when(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M}"

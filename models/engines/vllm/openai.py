@@ -1,0 +1,151 @@
+"""vLLM's own OpenAI handlers over the engine: chat, completions and models.
+
+They answer with a dict, or with server-sent events as text. vLLM's cancellation decorator is left out on purpose: under
+Ray Serve it leaks the running generation, and Serve cancels the handler itself.
+"""
+
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import State
+from starlette.requests import Request
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from models.engines.vllm.engine import VllmEngine
+from models.tokens import encode_chat
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+Answer = dict[str, Any] | AsyncGenerator[str, None]
+REFUSABLE = (VLLMError, ValueError, TypeError, OverflowError, NotImplementedError)
+MAX_FAULTS = 3
+
+
+class Refused(Exception):
+    """A request that vLLM does not take, or failed on.
+
+    Attributes:
+        body: the error as vLLM answers it: {"error": {"message", "param", "code"}}; "code" is an HTTP status,
+            501 for what is not supported here.
+    """
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__(body["error"]["message"])
+        self.body = body
+
+
+class EngineStopped(RuntimeError):
+    """The engine's processes are gone."""
+
+
+class Handlers:
+    """Chat, completion and models; made by `build`.
+
+    Attributes:
+        tokenizer: the target's.
+    """
+
+    def __init__(self, state: State, tokenizer: Any) -> None:
+        self._state, self.tokenizer = state, tokenizer
+        self._markers = tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
+        self._render_chat = state.online_renderer.render_chat
+        state.online_renderer.render_chat = self._render_chat_with_plain_text
+
+    @classmethod
+    async def build(cls, engine: VllmEngine, tool_parser: str = "") -> "Handlers":
+        """Build vLLM's handlers over a running engine; `tool_parser` is vLLM's name of one, "" takes no tools."""
+        state = State()
+        args = Namespace(**vars(engine.frontend_args))
+        args.enable_auto_tool_choice, args.tool_call_parser = bool(tool_parser), tool_parser or None
+        await init_app_state(engine.llm, state, args, await engine.llm.get_supported_tasks())
+        return cls(state, engine.llm.renderer.tokenizer)
+
+    async def chat(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /v1/chat/completions.
+
+        Args:
+            body: the request's JSON.
+            raw: the request that it came in.
+
+        Raises:
+            Refused: it is not served.
+            EngineStopped: nothing is served.
+        """
+        request = _parse(ChatCompletionRequest, body)
+        if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
+            message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
+            raise _refused(501, message, "tools")
+        return await _answer(self._state.openai_serving_chat.create_chat_completion(request, raw))
+
+    async def complete(self, body: dict[str, Any], raw: Request) -> Answer:
+        """Answer /v1/completions; raises what `chat` does."""
+        request = _parse(CompletionRequest, body)
+        return await _answer(self._state.openai_serving_completion.create_completion(request, raw))
+
+    async def models(self) -> dict[str, Any]:
+        """Answer /v1/models."""
+        served: dict[str, Any] = (await self._state.openai_serving_models.show_available_models()).model_dump()
+        return served
+
+    async def _render_chat_with_plain_text(self, request: ChatCompletionRequest, **options: Any) -> Any:
+        """Render as vLLM does, but a template's marker inside a message stays text and can't close its turn."""
+        rendered = await self._render_chat(request, **options)
+        if isinstance(rendered, ErrorResponse):
+            return rendered
+        conversation, inputs = rendered
+        contents = [message.get("content") or "" for message in conversation]
+        if not any(marker in str(content) for content in contents for marker in self._markers):
+            return rendered
+        plain = all(isinstance(content, str) for content in contents) and request.add_generation_prompt
+        if not plain or request.tools or request.chat_template_kwargs:
+            raise _refused(
+                400, "a message contains one of the model's special tokens, which is not accepted here", "messages"
+            )
+        messages = [
+            {"role": message["role"], "content": content}
+            for message, content in zip(conversation, contents, strict=True)
+        ]
+        for engine_input in inputs:
+            engine_input["prompt_token_ids"] = encode_chat(self.tokenizer, messages)
+            engine_input.pop("prompt", None)
+        return conversation, inputs
+
+
+def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        named = [
+            (".".join(str(part) for part in fault["loc"] if "[" not in str(part)), fault["msg"]) for fault in faults
+        ]
+        message = "; ".join(f"{where}: {what}" if where else what for where, what in named[:MAX_FAULTS])
+        raise _refused(400, message, named[0][0] or None) from error
+    except REFUSABLE as error:
+        raise Refused(create_error_response(error).model_dump()) from error
+
+
+async def _answer(running: Awaitable[Any]) -> Answer:
+    try:
+        answer = await running
+    except EngineDeadError as error:
+        raise EngineStopped("the engine is not running") from error
+    except Exception as error:
+        # A chat template that refuses its messages raises a class of jinja2, which is not ours to import.
+        if isinstance(error, REFUSABLE) or any(kind.__name__ == "TemplateError" for kind in type(error).__mro__):
+            raise Refused(create_error_response(error).model_dump()) from error
+        raise
+    if isinstance(answer, ErrorResponse):
+        raise Refused(answer.model_dump())
+    return answer.model_dump() if isinstance(answer, BaseModel) else answer
+
+
+def _refused(status: int, message: str, param: str | None) -> Refused:
+    return Refused({"error": {"message": message, "param": param, "code": status}})

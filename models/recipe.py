@@ -1,0 +1,295 @@
+"""The recipe: everything that tells one run from another, parsed whole before the first task starts.
+
+One that ships is read by its name, any other TOML file by its path. Tables of methods are parsed by the method's own
+`Params`, and only that imports torch. A recipe survives the trip through JSON, because Prefect keeps a run's parameters
+that way.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from models import catalog
+from models.engines import EngineParams
+from models.gate import Params as GateParams
+from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
+from models.serving import Serve
+from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_text
+
+ParsedT = TypeVar("ParsedT")
+
+DEFAULT_RECIPE = "smollm2-cpu"
+_FOLDER = Path(__file__).parent / "recipes"
+
+DOMAIN = r"^[a-z0-9_-]{1,32}$"  # what requests name, and the query log takes
+Domain = Annotated[str, Field(pattern=DOMAIN)]
+
+
+def _distill_params(table: Mapping[str, Any]) -> BaseParams:
+    from models import distill  # torch
+
+    return validate(distill.Params, table, "distill")
+
+
+def _parse_distill(value: object) -> object:
+    return _distill_params(value) if isinstance(value, Mapping) else value
+
+
+class Traffic(Frozen):
+    """One domain's prompts, in three parts that share no group.
+
+    Attributes:
+        source: where they come from.
+        num_train: prompts that the first draft is trained on; with 0 the domain is new to it.
+        num_held_out: prompts that no draft is ever trained on.
+        num_requests: prompts to send to a running service.
+    """
+
+    source: Annotated[BaseParams, catalog.Method("sources")]
+    num_train: int = Field(0, ge=0)
+    num_held_out: int = Field(ge=1)
+    num_requests: int = Field(ge=1)
+
+    def sizes(self) -> dict[str, int]:
+        """Return part to its number of prompts, without the empty ones."""
+        sizes = {"train": self.num_train, "held_out": self.num_held_out, "requests": self.num_requests}
+        return {part: size for part, size in sizes.items() if size}
+
+
+class Generate(Frozen):
+    """How the target answers the training prompts, greedily.
+
+    Attributes:
+        max_tokens: of each answer.
+        concurrency: prompts in flight.
+        num_golden: prompts whose outputs are kept as the reference that every draft must reproduce.
+    """
+
+    max_tokens: int = Field(128, ge=4)
+    concurrency: int = Field(32, ge=1)
+    num_golden: int = Field(8, ge=1)
+
+
+class Refresh(Frozen):
+    """How much of the query log a refresh takes, and what it mixes in.
+
+    Attributes:
+        min_rows: with fewer rows waiting there is nothing to do.
+        max_rows: the most rows of one refresh; the others wait for the next.
+        held_out_fraction: share of the conversations that is kept for gates and never trained on.
+        replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
+        max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
+            requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally
+            more until so many are kept.
+        distill: keys of [distill] that differ in a refresh.
+    """
+
+    min_rows: int = Field(200, ge=1)
+    max_rows: int = Field(4000, ge=1)
+    held_out_fraction: float = Field(0.15, gt=0, lt=1)
+    replay_per_domain: int = Field(200, ge=0)
+    max_share_per_key: float = Field(0.5, gt=0, le=1)
+    distill: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.min_rows > self.max_rows:
+            raise ValueError(f"min_rows {self.min_rows} is above max_rows {self.max_rows}")
+        return self
+
+
+class Schedule(Frozen):
+    """When flows run by themselves, under `redraft up` or on a cluster.
+
+    Attributes:
+        build_cron: of flow `build`, None for never.
+        refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does
+            nothing.
+    """
+
+    build_cron: str | None = None
+    refresh_interval_s: float | None = Field(3600.0, gt=0)
+
+
+class Demo(Frozen):
+    """What the demonstration sends.
+
+    Attributes:
+        first_domain: the domain that the first draft knows.
+        new_domain: the domain that the traffic changes to.
+        num_requests: requests of the new domain, which the refresh trains on.
+        concurrency: requests in flight.
+        held_out_per_domain: held-out prompts on which drafts are compared.
+    """
+
+    first_domain: Domain
+    new_domain: Domain
+    num_requests: int = Field(ge=1)
+    concurrency: int = Field(8, ge=1)
+    held_out_per_domain: int = Field(ge=1)
+
+
+class Recipe(Frozen):
+    """One run, from the target to the endpoint; the tables from `text` to `quantize` are those of `models.stages`.
+
+    Attributes:
+        name: what the run is called; by default the file's name.
+        seed: of every random choice.
+    """
+
+    name: str = Field(min_length=1)
+    seed: int = 0
+    target: Annotated[BaseParams, catalog.Method("targets")]
+    text: dict[Domain, Text] = Field(default_factory=dict)
+    select: Select | None = None
+    pretrain: Pretrain | None = None
+    shrink: Shrink | None = None
+    prune: Prune | None = None
+    finetune: Finetune | None = None
+    quantize: Quantize | None = None
+    traffic: dict[Domain, Traffic] = Field(min_length=1)
+    generate: Generate = Generate()
+    engine: Annotated[EngineParams, catalog.Method("engines")]
+    draft: Annotated[BaseParams, catalog.Method("drafts")]
+    distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
+    refresh: Refresh = Refresh()
+    gate: GateParams = GateParams()
+    serve: Serve = Serve()
+    schedule: Schedule = Schedule()
+    demo: Demo | None = None
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether any stage makes another target of the recipe's own."""
+        return any(getattr(self, name) is not None for name in TABLES)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, for which drafts are trained, at which they are gated and served."""
+        return self.engine.num_draft_tokens
+
+    @property
+    def first_domains(self) -> tuple[str, ...]:
+        """The domains that the first draft is trained on."""
+        return tuple(domain for domain, traffic in self.traffic.items() if traffic.num_train)
+
+    def refresh_distill(self) -> BaseParams:
+        """Return the settings of training in a refresh."""
+        return _distill_params({**self.distill.model_dump(), **self.refresh.distill})
+
+    @model_validator(mode="after")
+    def _tables_agree(self) -> Self:
+        require_text(self.text, {name: getattr(self, name) for name in TABLES})
+        if not self.first_domains:
+            raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
+        self.refresh_distill()
+        if self.num_draft_tokens < 1:
+            raise ValueError(
+                f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
+            )
+        if self.serve.tool_parser:
+            catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
+        expected = int(self.refresh.min_rows * self.refresh.held_out_fraction)
+        if expected < self.gate.min_conversations:
+            raise ValueError(
+                f"refresh.min_rows × refresh.held_out_fraction holds out some {expected} conversations, "
+                f"but the gate wants gate.min_conversations = {self.gate.min_conversations}"
+            )
+        for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
+            if domain not in self.traffic:
+                raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')
+        return self
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name to file of the recipes that ship."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Read and parse a recipe.
+
+    Args:
+        name_or_path: the name of one that ships, or the path of a TOML file.
+
+    Raises:
+        ValueError: there is no such recipe, it is not TOML, or a table, key or value in it is wrong.
+    """
+    shipped = shipped_recipes()
+    path = shipped.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        near = difflib.get_close_matches(name_or_path, shipped, n=1)
+        hint = f' (did you mean "{near[0]}"?)' if near else ""
+        raise ValueError(f'no recipe "{name_or_path}"{hint}; give a TOML file or one of: {", ".join(shipped)}')
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ValueError(f"{path} can't be read as TOML: {error}") from error
+    return parse_recipe({"name": path.stem, **tables}, path.name)
+
+
+def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
+    """Build a recipe from a parsed TOML file.
+
+    Each table is parsed by itself first, so that an error names the table and the nearest key.
+
+    Args:
+        tables: the file's content.
+        where: what to call the file, the start of each error.
+
+    Raises:
+        ValueError: a table, key, method or value is wrong.
+    """
+    parsed = dict(tables)
+    for name, parse in _parsers().items():
+        if name in parsed:
+            parsed[name] = _parse_table(parse, parsed[name], f"{where}: [{name}]")
+    for name, model in (("traffic", Traffic), ("text", Text)):
+        if isinstance(parsed.get(name), Mapping):
+            parsed[name] = {
+                domain: _parse_domain(name, model, table, f"{where}: [{name}.{domain}]")
+                for domain, table in parsed[name].items()
+            }
+    return validate(Recipe, parsed, where)
+
+
+def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
+    plain: dict[str, type[Frozen]] = {
+        "generate": Generate,
+        "refresh": Refresh,
+        "gate": GateParams,
+        "serve": Serve,
+        "schedule": Schedule,
+        "demo": Demo,
+        **TABLES,
+    }
+    families = {"target": "targets", "engine": "engines", "draft": "drafts"}
+    return {
+        **{name: partial(validate, model, where=name) for name, model in plain.items()},
+        **{name: partial(catalog.parse, family) for name, family in families.items()},
+        "distill": _distill_params,
+    }
+
+
+def _parse_domain(name: str, model: type[ModelT], table: object, where: str) -> ModelT:
+    def parse(values: Mapping[str, Any]) -> ModelT:
+        source = values.get("source")
+        if isinstance(source, Mapping):
+            values = {**values, "source": catalog.parse("sources", source)}
+        return validate(model, values, name)
+
+    return _parse_table(parse, table, where)
+
+
+def _parse_table(parse: Callable[[Mapping[str, Any]], ParsedT], table: object, where: str) -> ParsedT:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: wanted a table, got {table!r}")
+    try:
+        return parse(table)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

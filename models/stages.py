@@ -1,0 +1,168 @@
+"""The tables of a recipe that make another target of the one it starts from, all of them optional.
+
+Text is what they train, calibrate and measure on; the other tables each switch a stage of flow `build` on. What can't
+work is refused here, before the first stage has computed for hours.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from models import catalog
+from models.params import BaseParams, Frozen, TrainingParams, did_you_mean
+from models.sparsity import Pattern
+
+
+class Text(Frozen):
+    """One domain's documents, in two parts that share no group.
+
+    Attributes:
+        source: where they come from.
+        num_train: documents to train and to calibrate on; with [select], the pool that is selected from.
+        num_held_out: documents that a target's loss is measured on.
+    """
+
+    source: Annotated[BaseParams, catalog.Method("sources")]
+    num_train: int = Field(ge=1)
+    num_held_out: int = Field(ge=1)
+
+    def sizes(self) -> dict[Literal["train", "held_out"], int]:
+        """Return part to its number of documents."""
+        return {"train": self.num_train, "held_out": self.num_held_out}
+
+
+class Trained(TrainingParams):
+    """A stage that trains: the loop's settings are keys of its own table."""
+
+    @property
+    def training(self) -> TrainingParams:
+        """The loop's settings."""
+        return TrainingParams(**{name: getattr(self, name) for name in TrainingParams.model_fields})
+
+
+class Select(Trained):
+    """Which documents are worth training on, asked of a small proxy that learns from those chosen so far.
+
+    Attributes:
+        num_documents: to choose, of all domains together.
+        num_rounds: K; each chooses num_documents / K.
+        proxy: table of a target with the same tokenizer; by default the recipe's own target is the proxy.
+    """
+
+    method: Annotated[BaseParams, catalog.Method("select")]
+    num_documents: int = Field(ge=1)
+    num_rounds: int = Field(4, ge=1)
+    proxy: Annotated[BaseParams, catalog.Method("targets")] | None = None
+
+    @model_validator(mode="after")
+    def _rounds_have_documents(self) -> "Select":
+        if self.num_documents < self.num_rounds:
+            raise ValueError(f"num_documents {self.num_documents} is less than num_rounds {self.num_rounds}")
+        return self
+
+
+def _compatible(methods: tuple[BaseParams, ...]) -> tuple[BaseParams, ...]:
+    from models.training import require_compatible  # torch
+
+    require_compatible(methods)
+    return methods
+
+
+Regimes = Annotated[tuple[Annotated[BaseParams, catalog.Method("regimes")], ...], AfterValidator(_compatible)]
+
+
+class Pretrain(Trained):
+    """Train the target on all of the text; `regimes` change how, and must go together."""
+
+    regimes: Regimes = ()
+
+
+class Shrink(Trained):
+    """Give the target a smaller shape; methods that train do so with this table's settings."""
+
+    method: Annotated[BaseParams, catalog.Method("shrink")]
+
+
+class Prune(Frozen):
+    """Zero weights of the target.
+
+    Attributes:
+        pattern: a share of zeroes such as 0.5, or "2:4".
+        num_documents: to calibrate on.
+        max_length: tokens of each.
+    """
+
+    method: Annotated[BaseParams, catalog.Method("prune")]
+    pattern: Pattern
+    num_documents: int = Field(32, ge=1)
+    max_length: int = Field(256, ge=2)
+
+
+class Finetune(Trained):
+    """Train few parameters on one domain and merge them, so that a plain target comes out.
+
+    Attributes:
+        domain: one of [text].
+    """
+
+    method: Annotated[BaseParams, catalog.Method("adapters")]
+    domain: str
+    regimes: Regimes = ()
+
+    @field_validator("method")
+    @classmethod
+    def _can_be_merged(cls, method: BaseParams) -> BaseParams:
+        choices = [name for name in catalog.names("adapters") if hasattr(catalog.load("adapters", name), "fold")]
+        if method.name not in choices:
+            raise ValueError(
+                f'"{method.name}" can\'t be merged into a plain target; choose one of: {", ".join(choices)}'
+            )
+        return method
+
+
+class Quantize(Trained):
+    """Store the target in fewer bits, as the engine serves it; methods that train do so with this table's settings.
+
+    Attributes:
+        num_documents: to calibrate on, each cut to max_length.
+    """
+
+    method: Annotated[BaseParams, catalog.Method("quantize")]
+    num_documents: int = Field(64, ge=1)
+
+    @field_validator("method")
+    @classmethod
+    def _can_be_served(cls, method: BaseParams) -> BaseParams:
+        choices = [name for name in catalog.names("quantize") if catalog.load("quantize", name).STORED]
+        if method.name not in choices:
+            raise ValueError(f'no engine serves "{method.name}"; choose one of: {", ".join(choices)}')
+        return method
+
+
+TABLES: dict[str, type[Frozen]] = {
+    "select": Select,
+    "pretrain": Pretrain,
+    "shrink": Shrink,
+    "prune": Prune,
+    "finetune": Finetune,
+    "quantize": Quantize,
+}
+
+
+def require_text(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
+    """Raise ValueError if a stage has no text to work on, wants more of it than there is, or a domain that isn't.
+
+    Args:
+        text: domain to its table.
+        tables: name to the stage's table, None for one that is switched off.
+    """
+    for name, table in tables.items():
+        if table is not None and not text:
+            raise ValueError(f"[{name}] works on text, so the recipe needs a table [text.DOMAIN]")
+    finetune, select = tables["finetune"], tables["select"]
+    if finetune is not None and finetune.domain not in text:
+        raise ValueError(f'[finetune]: key "domain": no [text.{finetune.domain}]{did_you_mean(finetune.domain, text)}')
+    pool = sum(table.num_train for table in text.values())
+    if select is not None and select.num_documents > pool:
+        raise ValueError(f'[select]: key "num_documents" is {select.num_documents}, the pool of [text] has {pool}')

@@ -1,0 +1,67 @@
+"""How a replica's engine starts: with the best draft that it starts with, and without one rather than not at all.
+
+Memory that runs short, a port that is taken and files that are torn end a start too. So a draft that the engine does
+not start with is only passed over, and the next one is tried in the same process; what that says of the draft is in
+`services.states.Memory.after_start`. When nothing starts, nothing is said of any draft.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from infra.registry import Version
+from services.drafts import DraftSource, choose_boot_draft, read_memory, remember
+from services.states import Loaded, Memory, label
+
+E = TypeVar("E")
+
+log = logging.getLogger(__name__)
+
+
+async def start_engine(
+    start: Callable[[Loaded | None], Awaitable[E]], source: DraftSource, state: Path, counts: Counter[str]
+) -> tuple[E, Loaded | None, Memory]:
+    """Start with the best draft there is.
+
+    Args:
+        start: starts an engine with a draft, or with the target alone.
+        source: registry and cache.
+        state: file of the memory.
+        counts: gets `postponed`, and what `choose_boot_draft` counts.
+
+    Returns:
+        The engine, the draft it was started with, and what is known of drafts now.
+
+    Raises:
+        Exception: what `start` raised for the target alone.
+    """
+    try:
+        memory = read_memory(state)
+    except ValueError as error:
+        counts["errors"] += 1
+        log.warning("%s; starting without it", error)
+        memory = Memory()
+    before = memory
+    failed: dict[str, Version] = {}
+    while True:
+        boot, memory = await asyncio.to_thread(choose_boot_draft, source, memory, counts, failed)
+        try:
+            engine = await start(boot)
+            break
+        except Exception:  # the next rung must be reached whatever this one did
+            if boot is None:
+                raise
+            counts["errors"] += 1
+            log.exception("the engine did not start with draft %d", boot.version.number)
+            failed[label(boot.version)] = boot.version
+    memory = memory.after_start([*failed.values()])
+    for name, version in failed.items():
+        outcome = "refused" if name in memory.refused else "postponed"
+        counts[outcome] += 1
+        log.warning("draft %d is %s: the engine started without it", version.number, outcome)
+    if memory != before:
+        await asyncio.to_thread(remember, state, memory, counts)
+    return engine, boot, memory

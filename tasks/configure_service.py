@@ -1,0 +1,46 @@
+"""Say what a service is to serve: the champions, as a recipe wants them served."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.client import SERVED_NAME
+from infra.settings import load_settings
+from models.recipe import Recipe
+from tasks.promote import open_champions
+
+
+@task(cache_policy=NO_CACHE)
+def configure_service(
+    recipe: Recipe, orchestrator: str = "", changed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the service needs to know (services/config.py).
+
+    Args:
+        recipe: what is served, and how.
+        orchestrator: a Prefect API or "".
+        changed: keys that differ from what the recipe says.
+
+    Raises:
+        ValueError: nothing was built yet.
+    """
+    settings, pair = load_settings(), open_champions.fn()
+    return {
+        "target_dir": str(pair.target_files.path),
+        "target_version": pair.target.number,
+        "engine": recipe.engine.model_dump(mode="json"),
+        "registry_uri": settings.mlflow_uri,
+        "artifact_root": str(settings.mlflow_files),
+        "querylog": str(settings.querylog),
+        "cache": str(settings.cache),
+        "state": str(settings.home / "service-state.json"),
+        "host": settings.host,
+        "port": recipe.serve.port,
+        "api_keys": list(settings.api_keys),
+        "served_name": SERVED_NAME,
+        "orchestrator": orchestrator,
+        "serve": recipe.serve.model_dump(mode="json", exclude={"port"}),
+        **(changed or {}),
+    }

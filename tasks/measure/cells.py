@@ -1,0 +1,65 @@
+"""Finished measurements on disk, so that an interrupted benchmark or comparison continues."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SETUP = "setup.json"
+
+
+class Cells:
+    """The finished cells of one benchmark or comparison, all measured with one setup."""
+
+    def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
+        """Open a folder.
+
+        Args:
+            folder: made if it is not there.
+            setup: what the figures depend on, as JSON.
+
+        Raises:
+            ValueError: the folder holds cells of another setup; names the keys that differ.
+        """
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        file, wanted = folder / SETUP, json.loads(json.dumps(setup))
+        if file.is_file():
+            found = json.loads(file.read_text())
+            differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+            if differing:
+                raise ValueError(
+                    f"{folder} holds cells measured with another {', '.join(differing)}; "
+                    "remove the folder, or choose another with --output"
+                )
+        else:
+            _write(file, wanted)
+
+    def has(self, name: str) -> bool:
+        """Whether a cell is finished."""
+        return self._file(name).is_file()
+
+    def keep(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return a finished cell, measured now unless it is on disk.
+
+        Args:
+            name: of the cell, good for a file's name.
+            measure: returns its content, as JSON.
+        """
+        if not self.has(name):
+            _write(self._file(name), measure())
+        return self.read(name)
+
+    def read(self, name: str) -> Any:
+        """Return a finished cell; FileNotFoundError if it is not."""
+        return json.loads(self._file(name).read_text())
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+
+def _write(file: Path, content: Any) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, allow_nan=False) + "\n")
+    temporary.replace(file)

@@ -1,0 +1,239 @@
+"""Measure every method of a family on one target and one text, cell by cell, and sum the cells up over seeds.
+
+A cell is one row under one seed. Cells are kept as they are finished, first all rows under the first seed; run again, a
+comparison goes on with what is missing. They are measured in this process, because starting one for each would take
+longer than most of them.
+
+Seeds are paired: a row's difference from the baseline is taken seed by seed, so what
+a seed does to all rows alike, such as the documents that it draws, cancels out. Intervals are Student's t over seeds.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from scipy.stats import t as student
+
+from infra.artifacts import open_artifact
+from infra.machine import describe_machine, git_commit
+from infra.manifest import file_sha256
+from infra.registry import open_registry
+from infra.views import Interval
+from infra.views.comparison import Comparison, MethodFigure, number
+from infra.views.results import out
+from models import catalog
+from models.acceptance import CONFIDENCE
+from models.recipe import Recipe
+from tasks.measure.cells import Cells
+from tasks.measure.comparisons import Bench, Row
+from tasks.prepare_target import prepare_target
+from tasks.prepare_text import PARTS, prepare_text, read_documents, tokenise
+from tasks.stages import code_version
+
+# metric → its value; None where it makes no sense for the row.
+Metrics = dict[str, float | None]
+DTYPE = "float32"  # what models are trained, pruned and quantized in
+# What comparisons of all families draw, train and score with.
+SHARED = ("tasks.measure.comparisons", "models.training", "models.perplexity")
+
+
+def compare_methods(
+    family: str, comparison: ModuleType, recipe: Recipe, folder: Path, budget: float, num_seeds: int
+) -> tuple[Comparison, dict[str, Any]]:
+    """Measure what is missing.
+
+    Args:
+        family: names the comparison.
+        comparison: its module.
+        recipe: its target and its text are used.
+        folder: where cells lie.
+        budget: how much is trained or calibrated.
+        num_seeds: the seeds are 0, 1, ….
+
+    Returns:
+        What was found, and the setup that it belongs to.
+
+    Raises:
+        ValueError: the recipe has no text, or cells are of another setup.
+    """
+    rows = choose_rows(comparison, budget)
+    setup = {
+        "name": family,
+        "recipe": recipe.model_dump(mode="json", include={"name", "seed", "target", "text"}),
+        "budget": budget,
+        "rows": {row.name: row.settings for row in rows},
+        "code": comparison_code(comparison, family),
+        "commit": git_commit(),
+        "device": {**describe_machine(), "dtype": DTYPE},
+    }
+    cells = Cells(folder / "cells", setup)
+    _measure(comparison, recipe, cells, rows, budget, num_seeds)
+    measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(num_seeds)] for row in rows}
+    figures = summarise(
+        {name: [one["metrics"] for one in of_row] for name, of_row in measured.items()}, comparison.BASELINE
+    )
+    record = recorder(family, {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]})
+    for row in rows:
+        cells.keep(f"run-{num_seeds}-{row.name}", partial(record, row, figures[row.name], num_seeds))
+    found = Comparison(
+        question=comparison.QUESTION,
+        baseline=comparison.BASELINE,
+        headings=comparison.COLUMNS,
+        figures=figures,
+        seconds={name: sum(one["seconds"] for one in of_row) for name, of_row in measured.items()},
+        num_seeds=num_seeds,
+    )
+    return found, setup
+
+
+def _measure(
+    comparison: ModuleType, recipe: Recipe, cells: Cells, rows: Sequence[Row], budget: float, num_seeds: int
+) -> None:
+    wanted = [(row, seed) for seed in range(num_seeds) for row in rows]
+    missing = [(row, seed) for row, seed in wanted if not cells.has(_cell(row, seed))]
+    if not missing:
+        return
+    with out.status("preparing target and text"):
+        bench = open_bench(recipe, budget)
+    with _bar(len(wanted) - len(missing), len(wanted)) as bar:
+        for row, seed in missing:
+            bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
+            found = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, row, seed))
+            said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
+            told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
+            out.print(told, markup=False, highlight=False, soft_wrap=True)
+            bar.advance(bar.task_ids[0])
+
+
+@contextmanager
+def _bar(done: int, total: int) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=out) as progress:
+        progress.add_task("", total=total, completed=done)
+        yield progress
+
+
+def _cell(row: Row, seed: int) -> str:
+    return f"{row.name}-seed-{seed}"
+
+
+def open_bench(recipe: Recipe, budget: float) -> Bench:
+    """Build the recipe's target and its text, tokenised; finished steps are reused.
+
+    Raises:
+        ValueError: the recipe has no text.
+    """
+    if not recipe.text:
+        raise ValueError(f"recipe {recipe.name} has no [text.DOMAIN] table; methods are compared on text")
+    target_dir = open_artifact(prepare_target.fn(recipe.target))
+    text_dir = open_artifact(prepare_text.fn(recipe.text, recipe.seed))
+    train, held_out = (tokenise(read_documents(text_dir, part), target_dir) for part in PARTS)
+    return Bench(target_dir, train, held_out, budget, work_dir=Path())
+
+
+def choose_rows(comparison: ModuleType, budget: float) -> list[Row]:
+    """Return what a comparison compares.
+
+    Raises:
+        ValueError: two rows have one name, a name is no good for a file's, or none is the baseline.
+    """
+    rows: list[Row] = comparison.rows(budget)
+    names = [row.name for row in rows]
+    if len(set(names)) < len(names) or any("/" in name or name.startswith(".") for name in names):
+        raise ValueError(f"rows must have different names that are good for files; got {', '.join(names)}")
+    if comparison.BASELINE not in names:
+        raise ValueError(f'no row is the baseline "{comparison.BASELINE}"; there are: {", ".join(names)}')
+    return rows
+
+
+def comparison_code(comparison: ModuleType, family: str) -> str:
+    """Return a hash of what is compared and how, so that figures of other code are not mixed in."""
+    methods = [f"models.{family}.{name}" for name in catalog.names(family)] if _is_family(family) else []
+    return f"{file_sha256(Path(str(comparison.__file__)))[:16]}-{code_version(*SHARED, *methods)[:16]}"
+
+
+def _is_family(name: str) -> bool:
+    return (Path(catalog.__file__).parent / name / "__init__.py").is_file()
+
+
+def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
+    """Measure one row under one seed; returns `metrics`, as `Metrics`, and `seconds`.
+
+    Raises:
+        ValueError: what was measured is not what the comparison's columns say, or as the method raises it.
+    """
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="redraft-compare-") as folder:
+        measured = comparison.measure(bench._replace(work_dir=Path(folder)), row, seed)
+    if measured.keys() != comparison.COLUMNS.keys():
+        odd = ", ".join(sorted(measured.keys() ^ comparison.COLUMNS.keys()))
+        raise ValueError(f"row {row.name}: measured and COLUMNS differ in {odd}")
+    metrics: Metrics = {name: None if math.isnan(value) else float(value) for name, value in measured.items()}
+    return {"metrics": metrics, "seconds": time.monotonic() - started_s}
+
+
+def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
+    """Sum cells up.
+
+    Args:
+        cells: row to its metrics, a seed each, the same seeds for all.
+        baseline: the row the others are compared with.
+
+    Returns:
+        Row to metric to figure.
+    """
+    metrics = cells[baseline][0]
+    return {
+        row: {
+            metric: _figure(
+                [one[metric] for one in of_row], None if row == baseline else [one[metric] for one in cells[baseline]]
+            )
+            for metric in metrics
+        }
+        for row, of_row in cells.items()
+    }
+
+
+def _figure(values: Sequence[float | None], baseline: Sequence[float | None] | None) -> MethodFigure:
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return MethodFigure(value=None)
+    bases = [base for base in baseline or () if base is not None]
+    gain = t_interval([a - b for a, b in zip(found, bases, strict=True)]) if len(bases) == len(found) else None
+    return MethodFigure(value=sum(found) / len(found), interval=t_interval(found), gain=gain)
+
+
+def t_interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean with Student's interval at 95%; None for a single value. Values are taken as normal."""
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    reach = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * deviation / math.sqrt(len(values))
+    return Interval(value=mean, low=mean - reach, high=mean + reach)
+
+
+def recorder(family: str, setup: Mapping[str, object]) -> Callable[[Row, dict[str, MethodFigure], int], dict[str, str]]:
+    """Return what records a row as a run in MLflow, and returns the run's id."""
+    registry = open_registry()
+
+    def record(row: Row, figures: dict[str, MethodFigure], num_seeds: int) -> dict[str, str]:
+        metrics: dict[str, float] = {}
+        for metric, figure in figures.items():
+            if figure.value is not None:
+                metrics[metric] = figure.value
+            if figure.interval is not None:
+                metrics |= {f"{metric}/low": figure.interval.low, f"{metric}/high": figure.interval.high}
+            if figure.gain is not None:
+                metrics[f"{metric}/gain"] = figure.gain.value
+        params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
+        return {"run": registry.store.record_run(f"compare {family}: {row.name}", params, metrics, [])}
+
+    return record

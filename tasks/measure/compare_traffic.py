@@ -1,0 +1,92 @@
+"""What a new draft brought: acceptance before and after on the same requests, whether outputs stayed the target's."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.acceptance import Estimate, Summary, Trace, difference, summarise
+from models.golden import Golden, equal_output, load_golden
+from models.params import Frozen
+
+
+class DomainComparison(Frozen):
+    """One domain's acceptance; `gain` is τ after minus τ before, paired by request."""
+
+    before: Summary
+    after: Summary
+    gain: Estimate
+    relative_gain: Estimate
+
+
+class Outputs(Frozen):
+    """How many outputs were compared with the target's own, and what came of it by the rule of `models.golden`."""
+
+    num_compared: int
+    verdicts: dict[str, int]
+    threshold: float
+
+
+def compare_acceptance(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> dict[str, DomainComparison]:
+    """Compare answers to the same requests.
+
+    Args:
+        before: rows with prompt_id, domain, token_ids, drafted_per_step and accepted_per_step.
+        after: likewise.
+
+    Returns:
+        domain to comparison.
+
+    Raises:
+        ValueError: a domain has no answer to compare.
+    """
+    comparisons = {}
+    for domain in sorted({str(row["domain"]) for row in before}):
+        old, new = (_traces(rows, domain) for rows in (before, after))
+        gain = difference(old, new)
+        tau = summarise(old).tau
+        if tau is None:
+            raise ValueError(f'domain "{domain}" has no answer with a verification step')
+        relative = Estimate(value=gain.value / tau.value, low=gain.low / tau.value, high=gain.high / tau.value)
+        comparisons[domain] = DomainComparison(
+            before=summarise(old), after=summarise(new), gain=gain, relative_gain=relative
+        )
+    return comparisons
+
+
+def compare_outputs(
+    references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
+) -> Outputs:
+    """Judge speculated outputs by those without speculation, at the threshold fixed when the target was registered."""
+    verdicts = judge_outputs(references, outputs, target_dir)
+    _, threshold = load_golden(target_dir)
+    return Outputs(num_compared=len(verdicts), verdicts=dict(Counter(verdicts.values())), threshold=threshold)
+
+
+def judge_outputs(
+    references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
+) -> dict[str, str]:
+    """Return the verdict on each prompt's output, see `compare_outputs`."""
+    _, threshold = load_golden(target_dir)
+    by_prompt = {row["prompt_id"]: row for row in outputs}
+    verdicts: dict[str, str] = {}
+    for row in references:
+        golden = Golden(prompt_ids=(), token_ids=tuple(row["token_ids"]), gaps=tuple(row["gaps"]))
+        verdicts[str(row["prompt_id"])] = equal_output(golden, by_prompt[row["prompt_id"]]["token_ids"], threshold)
+    return verdicts
+
+
+def _traces(rows: Sequence[Mapping[str, Any]], domain: str) -> list[Trace]:
+    return [
+        Trace(
+            request_id=str(row["prompt_id"]),
+            token_ids=tuple(row["token_ids"]),
+            drafted=tuple(row["drafted_per_step"]),
+            accepted=tuple(row["accepted_per_step"]),
+            domain=domain,
+        )
+        for row in rows
+        if row["domain"] == domain and row["accepted_per_step"] is not None
+    ]

@@ -1,0 +1,121 @@
+"""What `redraft compare FAMILY` measures: one file a family, of the same shape.
+
+A file has
+
+- `QUESTION`: what its table answers, a sentence;
+- `BASELINE`: the name of the row the others are compared with;
+- `COLUMNS`: metric to heading, with the unit and which way is better;
+- `rows(budget) -> list[Row]`: what is compared; `budget` scales how much is trained or calibrated, 1 being minutes for
+  the whole family on two cores;
+- `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
+  that makes no sense for a row is NaN.
+
+Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments
+alone. What they draw from is said here once; torch is not imported, because listing the comparisons imports this.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+ItemT = TypeVar("ItemT")
+
+
+class Row(NamedTuple):
+    """One line of a table.
+
+    Attributes:
+        name: the heading, good for a file's name.
+        settings: what `measure` needs to know, as JSON, such as a table of a recipe.
+    """
+
+    name: str
+    settings: dict[str, Any]
+
+
+class Bench(NamedTuple):
+    """What all rows of a table share.
+
+    Attributes:
+        target_dir: the model that is trained, pruned or quantized.
+        train: token ids of documents to train or calibrate on, by domain.
+        held_out: the same, of other groups, to measure on.
+        budget: as given to `rows`.
+        work_dir: an empty folder of this cell's own, removed afterwards.
+    """
+
+    target_dir: Path
+    train: dict[str, list[list[int]]]
+    held_out: dict[str, list[list[int]]]
+    budget: float
+    work_dir: Path
+
+
+def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:
+    """Draw documents of all domains in turn, in an order of the seed's, cut to a length.
+
+    Args:
+        documents: token ids, by domain.
+        num_tokens: in all, at most; the last document is cut to it.
+        max_length: of one document; what is longer loses its end.
+        seed: another seed draws another sample.
+
+    Raises:
+        ValueError: there is no document of two tokens.
+    """
+    rng = random.Random(seed)
+    drawn: list[list[int]] = []
+    for document in in_turn(rng.sample(documents[domain], len(documents[domain])) for domain in sorted(documents)):
+        piece = document[: min(max_length, num_tokens)]
+        if len(piece) > 1:
+            drawn.append(piece)
+            num_tokens -= len(piece)
+    if not drawn:
+        raise ValueError(f"no document of two tokens in {len(documents)} domains, or num_tokens is below 2")
+    return drawn
+
+
+def shuffled(items: Sequence[ItemT], rng: "torch.Generator") -> list[ItemT]:
+    """Return all items in an order of the generator's."""
+    import torch
+
+    return [items[place] for place in torch.randperm(len(items), generator=rng).tolist()]
+
+
+def in_turn(domains: Iterable[Sequence[list[int]]]) -> Iterator[list[int]]:
+    """Yield the first document of each domain, then the second of each, and so on; empty ones are left out."""
+    return filter(None, chain.from_iterable(zip_longest(*domains)))
+
+
+def up_to(documents: Iterable[list[int]], num_tokens: float) -> list[list[int]]:
+    """Return the first documents, all of them whole: the last is the one that reaches `num_tokens`."""
+    taken: list[list[int]] = []
+    for document in documents:
+        if num_tokens <= 0:
+            break
+        taken.append(document)
+        num_tokens -= len(document)
+    return taken
+
+
+def first_by_domain(
+    domains: Mapping[str, Sequence[list[int]]], num_documents: int, max_length: int, min_length: int = 2
+) -> dict[str, list[list[int]]]:
+    """Return domain to its share of `num_documents`, at least one, cut to `max_length`; the same under every seed."""
+    share = max(1, num_documents // len(domains))
+    return {
+        domain: [document[:max_length] for document in domains[domain] if len(document) >= min_length][:share]
+        for domain in sorted(domains)
+    }
+
+
+def commonest(domains: Mapping[str, Sequence[list[int]]], num_tokens: int) -> list[int]:
+    """Return the most frequent token ids; of equally frequent ones those that come first, domains in order of name."""
+    counts = Counter(token for domain in sorted(domains) for document in domains[domain] for token in document)
+    return [token for token, _ in counts.most_common(num_tokens)]

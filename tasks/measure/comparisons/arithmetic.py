@@ -1,0 +1,134 @@
+"""Regimes that change how linear layers multiply, in the shapes of their papers' tables.
+
+DoReFa's grid of weight, activation and gradient bits; HBFP 8_16 and 12_16 at three widths; 2:4 data gradients with and
+without the L1 norm kept; sign prediction by threshold; and the lognormal gradient format against the uniform one at
+equal bits. All of them train a Llama of two layers from scratch, because arithmetic shows in what can be learnt, and
+the target itself is too slow to be trained a hundred times. It reads the target's tokens, the 1023 most frequent of the
+training text and one for all others: most of a small model's time would go into an output matrix that no method here
+touches. Formats are simulated in float32, so the seconds say what a simulation costs, not what hardware would save.
+"""
+
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models import catalog
+from models.params import TrainingParams
+from models.perplexity import nats_per_token, score
+from models.training import train_by_name
+from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
+
+QUESTION = "How few bits, or how much of the gradient, does training get by with?"
+BASELINE = "float32"
+COLUMNS = {
+    "loss": "held-out, nats/token ↓",
+    "gap": "above float32 of this width and seed, nats/token ↓",
+    "train_s": "training, s ↓",
+}
+WIDTH, OTHER_WIDTHS, HEAD_WIDTH = 128, (64, 192), 32
+VOCABULARY, LENGTH, NUM_TOKENS, NUM_HELD_OUT = 1024, 64, 20_000, 48
+TRAINING = TrainingParams(learning_rate=3e-3, batch_tokens=512, max_length=LENGTH)
+
+Documents = tuple[tuple[int, ...], ...]
+
+
+class Texts(NamedTuple):
+    """What a cell learns and is measured on, in renumbered tokens."""
+
+    train: Documents
+    held_out: Documents
+
+
+class Outcome(NamedTuple):
+    """Held-out nats a token, and seconds of training."""
+
+    loss: float
+    train_s: float
+
+
+def rows(budget: float) -> list[Row]:
+    """Return the papers' tables one after the other; `budget` scales the tokens trained on, 1 being 20,000."""
+    found = [_row(BASELINE, None)]
+    for weight, activation, gradient in [(8, 8, 8), (4, 4, 8), (2, 2, 8), (1, 2, 8), (1, 1, 6), (1, 32, 32)]:
+        grid = {"weight_bits": weight, "activation_bits": activation, "gradient_bits": gradient}
+        found.append(_row(f"dorefa-{weight}-{activation}-{gradient}", {"name": "dorefa", **grid}))
+    for width in (WIDTH, *OTHER_WIDTHS):
+        at = "" if width == WIDTH else f"-width-{width}"
+        if at:
+            found.append(_row(f"{BASELINE}{at}", None, width))
+        for mantissa in (8, 12):
+            method = {"name": "hybrid_bfp", "mantissa_bits": mantissa, "wide_bits": 16}
+            found.append(_row(f"hbfp-{mantissa}_16{at}", method, width))
+    for suffix, preserve in (("", False), ("-l1", True)):
+        found.append(_row(f"sdgp{suffix}", {"name": "sparse_data_gradient", "preserve_l1": preserve}))
+    found += [_row(f"psg-{beta}", {"name": "predictive_sign_gradient", "beta": beta}) for beta in (0.0, 0.05, 0.2)]
+    for num_bits in (6, 4):
+        method = {"name": "lognormal_gradient", "num_bits": num_bits}
+        found.append(_row(f"lognormal-{num_bits}", method))
+        found.append(_row(f"uniform-{num_bits}", {**method, "exponent_bits": 1}))
+    found.append(_row("lognormal-pruned-85", {"name": "lognormal_gradient", "num_bits": 32, "sparsity": 0.85}))
+    return found
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """Train with one method and in float32, from the same weights on the same batches; see the package."""
+    texts, width = _texts(bench, seed), row.settings["width"]
+    plain = _float32(texts, width, seed)
+    method = row.settings["method"]
+    outcome = plain if method is None else _run(texts, width, seed, method)
+    return {"loss": outcome.loss, "gap": outcome.loss - plain.loss, "train_s": outcome.train_s}
+
+
+def _row(name: str, method: dict[str, Any] | None, width: int = WIDTH) -> Row:
+    return Row(name, {"method": method, "width": width})
+
+
+@lru_cache(maxsize=16)
+def _float32(texts: Texts, width: int, seed: int) -> Outcome:
+    """Kept, since each row of a seed is compared with it."""
+    return _run(texts, width, seed, None)
+
+
+def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None) -> Outcome:
+    methods = [] if method is None else [catalog.parse("regimes", method)]
+    model = _model(width, seed)
+    trained = train_by_name(model, texts.train, TRAINING, methods, seed)
+    loss = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
+    return Outcome(loss, trained.seconds)
+
+
+def _model(width: int, seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=2,
+        num_attention_heads=width // HEAD_WIDTH,
+        num_key_value_heads=width // HEAD_WIDTH,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def _texts(bench: Bench, seed: int) -> Texts:
+    """Draw pieces of training text up to the budget, by seed; held-out text is the same for all, of each domain."""
+    known = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1))}
+    pieces = [
+        document[start : start + LENGTH]
+        for _, documents in sorted(bench.train.items())
+        for document in documents
+        for start in range(0, len(document) - 1, LENGTH)
+    ]
+    chosen = up_to(shuffled(pieces, torch.Generator().manual_seed(seed)), NUM_TOKENS * bench.budget)
+    held_out = chain.from_iterable(first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH).values())
+    return Texts(*(tuple(_renumbered(one, known) for one in documents) for documents in (chosen, held_out)))
+
+
+def _renumbered(document: list[int], known: dict[int, int]) -> tuple[int, ...]:
+    return tuple(known.get(token, VOCABULARY - 1) for token in document)

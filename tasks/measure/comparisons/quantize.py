@@ -1,0 +1,179 @@
+"""Every quantization method on the target, LLM.int8()'s table on a target with planted outliers, and trained forms.
+
+Rows of three kinds, each with a float row of its own to be read against:
+
+- plain names: the target as it is, each method at its defaults, groups of 64 because 128 does not divide every width.
+  Those that train first do so on a few documents; "finetuned, then …" trains as much without rounding, so that what is
+  learnt of the text is not put down to the method;
+- "outliers …": the target after some features were scaled up and the weights that read them down, which changes nothing
+  in floats. The rows are those of LLM.int8()'s Table 1;
+- "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
+
+The seed draws the documents to calibrate, train and measure on. Seconds are the simulation's, not an engine's.
+"""
+
+import time
+from random import Random
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from models import catalog, quantize, training
+from models.layers.linears import blocks
+from models.params import TrainingParams
+from models.perplexity import perplexity, score
+from models.quantize import Quantized
+from tasks.measure.comparisons import Bench, Row, up_to
+
+QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
+BASELINE = "float"
+COLUMNS = {
+    "perplexity": "perplexity of held-out text (lower is better)",
+    "size_mib": "size of the weights, MiB (lower is better)",
+    "ms_per_token": "simulated forward pass, ms a token (lower is better)",
+    "context_tokens": "tokens whose keys and values fit 1 GiB (higher is better)",
+}
+NUM_CALIBRATION, NUM_HELD_OUT = 6, 24  # documents
+MAX_LENGTH = 64
+GROUP_SIZE = 64
+# Features of a block's two norms that are scaled up, and how far: they carry magnitudes of some hundreds then.
+OUTLIERS, FACTOR = 4, 60.0
+# LLM.int8()'s Table 1, as recipes would say it.
+TABLE_1 = {
+    "absmax": {"scheme": "absmax", "granularity": "tensor", "decompose": False},
+    "zeropoint": {"scheme": "zeropoint", "granularity": "tensor", "decompose": False},
+    "absmax row-wise": {"scheme": "absmax", "granularity": "row", "decompose": False},
+    "absmax vector-wise": {"scheme": "absmax", "granularity": "vector", "decompose": False},
+    "zeropoint vector-wise": {"scheme": "zeropoint", "granularity": "vector", "decompose": False},
+    "absmax row-wise + decomposition": {"scheme": "absmax", "granularity": "row", "decompose": True},
+    "absmax vector-wise + decomposition": {"scheme": "absmax", "granularity": "vector", "decompose": True},
+    "zeropoint vector-wise + decomposition": {"scheme": "zeropoint", "granularity": "vector", "decompose": True},
+}
+SCRATCH = ({"name": "bitnet"}, {"name": "bitnet", "weights": "binary"})
+
+
+def rows(budget: float) -> list[Row]:
+    """See `tasks.measure.comparisons`."""
+    on_target = {"model": "target", "num_tokens": int(1024 * budget)}
+    found = [Row(BASELINE, on_target)]
+    found += [Row(name, {**on_target, "method": _table(name)}) for name in catalog.names("quantize")]
+    found.append(Row("finetuned", {**on_target, "finetune": True}))
+    found.append(Row("finetuned, then rtn", {**on_target, "finetune": True, "method": _table("rtn")}))
+    found.append(Row("outliers, float", {**on_target, "model": "outliers"}))
+    for heading, settings in TABLE_1.items():
+        method = {"name": "llm_int8", **settings}
+        found.append(Row(f"outliers, {heading}", {**on_target, "model": "outliers", "method": method}))
+    scratch = {"model": "scratch", "num_tokens": int(16384 * budget)}
+    found.append(Row("scratch, float", {**scratch, "finetune": True}))
+    for table in SCRATCH:
+        found.append(Row("scratch, " + ", ".join(table.values()), {**scratch, "method": table}))
+    return found
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """See `tasks.measure.comparisons`."""
+    rng, settings = Random(seed), row.settings
+    train, held_out = (
+        _sample(documents, max(2, round(count * bench.budget)), rng)
+        for documents, count in ((bench.train, NUM_CALIBRATION), (bench.held_out, NUM_HELD_OUT))
+    )
+    model = MODELS[settings["model"]](bench, seed)
+    quantized = _quantize(model, bench, settings, train, seed)
+    started = time.perf_counter()
+    scores = score(quantized.model, held_out, max_length=MAX_LENGTH)
+    seconds = time.perf_counter() - started
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Two bytes for each key and each value, unless the method says otherwise.
+    width = 4 * len(blocks(model)) * config.num_key_value_heads * head_dim
+    return {
+        "perplexity": perplexity(scores),
+        "size_mib": quantized.num_bytes / 2**20,
+        "ms_per_token": 1000 * seconds / sum(map(len, held_out)),
+        "context_tokens": 2**30 / quantized.figures.get("kv_bytes_per_token", width),
+    }
+
+
+def plant(model: PreTrainedModel, rng: torch.Generator) -> None:
+    """Scale features of each norm up, and the weights that read them down: in floats nothing changes.
+
+    Args:
+        model: of Llama's layout; changed in place.
+        rng: draws the features, the same ones in every block, as they are in large models.
+    """
+    features = torch.randperm(model.config.hidden_size, generator=rng)[:OUTLIERS]
+    block: Any  # torch types what a module holds as tensor or module
+    with torch.no_grad():
+        for block in blocks(model):
+            attention, mlp = block.self_attn, block.mlp
+            for norm, readers in (
+                (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                # Wherever the norm is small the factor grows, so that every planted feature stands out.
+                factor = FACTOR / norm.weight[features].abs().clamp(min=1e-3)
+                norm.weight[features] *= factor
+                for reader in readers:
+                    reader.weight[:, features] /= factor
+
+
+def _table(name: str) -> dict[str, Any]:
+    params = catalog.load("quantize", name).Params
+    return {"name": name, **({"group_size": GROUP_SIZE} if "group_size" in params.model_fields else {})}
+
+
+def _quantize(
+    model: PreTrainedModel, bench: Bench, settings: dict[str, Any], train: list[list[int]], seed: int
+) -> Quantized:
+    def text() -> list[list[int]]:
+        return up_to(_sample(bench.train, 10**6, Random(seed)), settings["num_tokens"])
+
+    loop = TrainingParams(
+        learning_rate=3e-3 if settings["model"] == "scratch" else 2e-5, batch_tokens=512, max_length=MAX_LENGTH
+    )
+    if settings.get("finetune"):
+        training.train(model, text(), loop, seed=seed)
+    if "method" not in settings:
+        return quantize.assemble(model, {})
+    params = catalog.parse("quantize", settings["method"])
+    module = catalog.load("quantize", params.name)
+    quantize.train_for(params, model, text(), loop, seed)
+    quantized: Quantized = module.quantize(model, train, params)
+    return quantized
+
+
+def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:
+    """Draw documents of all domains together, each as likely as any other, cut to MAX_LENGTH tokens."""
+    whole = [document for domain in sorted(documents) for document in documents[domain] if len(document) > 1]
+    pool = [document[:MAX_LENGTH] for document in whole]
+    return rng.sample(pool, min(count, len(pool)))
+
+
+def _target(bench: Bench, seed: int) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+
+
+def _outliers(bench: Bench, seed: int) -> PreTrainedModel:
+    model = _target(bench, seed)
+    plant(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def _scratch(bench: Bench, seed: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=AutoConfig.from_pretrained(bench.target_dir).vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = LlamaForCausalLM(config).float()
+    return model
+
+
+MODELS = {"target": _target, "outliers": _outliers, "scratch": _scratch}

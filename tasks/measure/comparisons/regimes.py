@@ -1,0 +1,119 @@
+"""Training regimes, each against plain training of the same small model on the same text.
+
+Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer; the default target
+itself would take an hour a row. Its vocabulary is the text's 2,047 commonest tokens and one for all others, or the
+output matrix would be nearly all of the model, its FLOPs and what it holds. Documents go by eight times, because some
+methods look at epochs. A seed draws documents, weights and the regime's own coins, the same for all rows.
+
+FLOPs and held memory are counted while the model trains, which adds about a tenth to the seconds of every row. FLOPs
+of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports, if it
+does. `half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
+"""
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from models import catalog
+from models.counting import counted
+from models.layers.linears import linears
+from models.params import TrainingParams
+from models.perplexity import nats_per_token, score
+from models.training import pad, train, train_by_name
+from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
+
+QUESTION = "What does each training regime save, and what does it cost in loss, against plain training?"
+BASELINE = "plain"
+COLUMNS = {
+    "loss": "held-out, nats/token ↓",
+    "seconds": "training, s ↓",
+    "steps": "steps run ↓",
+    "skipped_steps": "steps left out",
+    "flops_pct": "FLOPs, % of plain ↓",
+    "peak_mib": "held for backward, MiB ↓",
+    "skipped_layers_pct": "blocks left out, %",
+    "zeroes_pct": "zero weights, %",
+    "exit_pct": "exit at half depth agrees, % ↑",
+}
+VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 4096, 4096
+
+
+def rows(budget: float) -> list[Row]:
+    """Return plain training, every method, and the further settings that methods name; `budget` scales the text."""
+    found = [Row(BASELINE, {"method": None, "num_epochs": NUM_EPOCHS})]
+    found.append(Row("half_as_long", {"method": None, "num_epochs": NUM_EPOCHS // 2}))
+    for name in catalog.names("regimes"):
+        module = catalog.load("regimes", name)
+        further = {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
+        for heading, params in {name: module.Params(), **further}.items():
+            found.append(Row(heading, {"method": params.model_dump(mode="json"), "num_epochs": NUM_EPOCHS}))
+    return found
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """Train and measure one row; see `tasks.measure.comparisons`."""
+    # The small model's ids: 0 is left for all other tokens.
+    ids = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1), start=1)}
+    documents = _draw(bench.train, ids, max(2 * LENGTH, round(EPOCH_TOKENS * bench.budget)), seed)
+    held_out = _draw(bench.held_out, ids, HELD_OUT_TOKENS, seed)
+    settings = TrainingParams(
+        num_epochs=row.settings["num_epochs"], batch_tokens=512, max_length=LENGTH, learning_rate=2e-3
+    )
+    method = row.settings["method"]
+    methods = [] if method is None else [catalog.parse("regimes", method)]
+    model = _scratch(len(set(ids.values())) + 1, seed)
+    with counted(model) as cost:
+        trained = train_by_name(model, documents, settings, methods, seed)
+    plain_model = _scratch(model.config.vocab_size, seed)
+    with counted(plain_model) as plain_epoch:
+        train(plain_model, documents, settings.model_copy(update={"num_epochs": 1}), seed=seed)
+    weights = [layer.weight for _, layer in linears(model)]
+    flops = cost.flops * trained.figures.get("flops_share", 1.0)
+    return {
+        "loss": nats_per_token(score(model, held_out, LENGTH)),
+        "seconds": trained.seconds,
+        "steps": float(trained.num_steps),
+        "skipped_steps": float(trained.num_skipped),
+        "flops_pct": 100 * flops / (NUM_EPOCHS * plain_epoch.flops),
+        "peak_mib": cost.peak_activation_bytes / 2**20,
+        "skipped_layers_pct": 100 * trained.figures.get("skipped_layer_share", 0.0),
+        "zeroes_pct": 100 * sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights),
+        "exit_pct": 100 * _exit_agreement(model, held_out),
+    }
+
+
+def _scratch(vocab_size: int, seed: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def _draw(domains: dict[str, list[list[int]]], ids: dict[int, int], num_tokens: int, seed: int) -> list[list[int]]:
+    """Take documents of each domain in turn, cut to one piece each, up to `num_tokens`."""
+    rng = torch.Generator().manual_seed(seed)
+    documents = in_turn(shuffled(documents, rng) for documents in domains.values())
+    pieces = ([ids.get(token, 0) for token in document[:LENGTH]] for document in documents if len(document) > 1)
+    return up_to(pieces, num_tokens)
+
+
+@torch.no_grad()
+def _exit_agreement(model: PreTrainedModel, documents: list[list[int]]) -> float:
+    """Return the share of places at which the exit after half of the blocks says what the last layer does."""
+    agreed = num_places = 0
+    for document in documents:
+        output = model(input_ids=pad([document]).token_ids, output_hidden_states=True, use_cache=False)
+        states: Tensor = output.hidden_states[model.config.num_hidden_layers // 2]
+        early = model.lm_head(model.model.norm(states)).argmax(-1)
+        agreed += int((early == output.logits.argmax(-1)).sum())
+        num_places += len(document)
+    return agreed / num_places

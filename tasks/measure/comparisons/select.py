@@ -1,0 +1,112 @@
+"""Equal numbers of documents, chosen by each method, and what a small model learns from them.
+
+Traffic is uneven: of eight documents in the pool seven are of the first domain by name, while held-out text is of all
+domains in equal parts. The proxy and the model that is trained in the end are the target's outer layers with its
+embedding (an `lm` draft), one layer and three of them, trained on text; the whole target is too slow to be trained
+eighteen times. The same model is measured as a draft for the target: Σ min(p, q) at temperature 1 on held-out text.
+`acceptance_gap` asks the one-layer draft, untrained in the first round; an EAGLE-3 head would need the target's states
+of the pool for training as well. Documents under four tokens have no acceptance and are left out everywhere.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models import catalog
+from models.drafts import lm
+from models.params import TrainingParams
+from models.perplexity import nats_per_token, score
+from models.select import Sources, acceptance, select
+from models.training import train
+from tasks.measure.comparisons import Bench, Row, first_by_domain, shuffled
+
+QUESTION = "Which documents of a pool teach a small model most, at an equal number of documents?"
+BASELINE = "random"
+COLUMNS = {
+    "loss": "held-out, nats/token ↓",
+    "rare_loss": "rare domains, nats/token ↓",
+    "acceptance": "accepted by the target, rate ↑",
+    "rare_pct": "chosen of rare domains, %",
+    "tokens": "tokens chosen ↓",
+    "select_s": "selecting, s ↓",
+}
+LENGTH, SHORTEST, NUM_POOL, NUM_CHOSEN, NUM_ROUNDS, NUM_HELD_OUT = 64, 4, 96, 24, 3, 24
+
+
+def rows(budget: float) -> list[Row]:
+    """Return every method; `budget` scales pool and choice, 1 being 24 documents of 96."""
+    layers = {"proxy_layers": 1, "model_layers": 3}
+    return [Row(name, {"method": {"name": name}, **layers}) for name in catalog.names("select")]
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """Choose, train and measure; see `tasks.measure.comparisons`."""
+    rng = torch.Generator().manual_seed(seed)
+    pool, rare = _pool(bench, rng)
+    num_chosen = min(max(NUM_ROUNDS, round(NUM_CHOSEN * bench.budget)), len(pool))
+
+    def trained(num_layers: int, chosen: list[int]) -> tuple[lm.Lm, PreTrainedModel]:
+        draft, model = _cut(bench.target_dir, num_layers)
+        if chosen:
+            settings = TrainingParams(learning_rate=2e-3, num_epochs=6, batch_tokens=256, max_length=LENGTH)
+            train(model, [pool[place] for place in chosen], settings, seed=seed)
+        return draft, model
+
+    sources = Sources(
+        train=lambda chosen: trained(row.settings["proxy_layers"], chosen)[1],
+        target=lambda: AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32),
+        acceptance=lambda chosen: acceptance(
+            trained(row.settings["proxy_layers"], chosen)[0], bench.target_dir, pool, 1, bench.work_dir / "pool"
+        ),
+    )
+    started = time.perf_counter()
+    chosen = select(pool, num_chosen, NUM_ROUNDS, catalog.parse("select", row.settings["method"]), sources, rng)
+    select_s = time.perf_counter() - started
+    draft, model = trained(row.settings["model_layers"], chosen)
+    held_out = first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH, SHORTEST)
+    everything = [document for documents in held_out.values() for document in documents]
+    uncommon = [
+        document for domain, documents in held_out.items() if domain != min(bench.train) for document in documents
+    ]
+    accepted = acceptance(draft, bench.target_dir, everything, 1, bench.work_dir / "held_out") - 1
+    return {
+        "loss": _loss(model, everything),
+        "rare_loss": _loss(model, uncommon) if uncommon else float("nan"),
+        "acceptance": float(accepted.mean()),
+        "rare_pct": 100 * sum(place in rare for place in chosen) / num_chosen if uncommon else float("nan"),
+        "tokens": float(sum(len(pool[place]) for place in chosen)),
+        "select_s": select_s,
+    }
+
+
+def _pool(bench: Bench, rng: torch.Generator) -> tuple[list[list[int]], set[int]]:
+    """Return documents in a random order, and the places of those that are not of the first domain."""
+    size = max(NUM_ROUNDS, round(NUM_POOL * bench.budget))
+    common, *others = sorted(bench.train)
+    per_rare = size // 8 // len(others) if others else 0
+    drawn = [(document, False) for document in _draw(bench.train[common], size - per_rare * len(others), rng)]
+    for domain in others:
+        drawn += [(document, True) for document in _draw(bench.train[domain], per_rare, rng)]
+    drawn = shuffled(drawn, rng)
+    return [document for document, _ in drawn], {place for place, (_, rare) in enumerate(drawn) if rare}
+
+
+def _draw(documents: list[list[int]], num_wanted: int, rng: torch.Generator) -> list[list[int]]:
+    long_enough = [document[:LENGTH] for document in documents if len(document) >= SHORTEST]
+    return shuffled(long_enough, rng)[:num_wanted]
+
+
+def _cut(target_dir: Path, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
+    """Return the target's outer layers as a draft and as a language model of the same weights."""
+    draft = lm.create(lm.Params(num_layers=num_layers), target_dir, np.empty(0))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(draft.config)
+    model.model, model.lm_head = draft.model, draft.lm_head
+    return draft, model
+
+
+def _loss(model: PreTrainedModel, documents: list[list[int]]) -> float:
+    return nats_per_token(score(model, documents, max_length=LENGTH))

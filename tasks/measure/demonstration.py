@@ -1,0 +1,307 @@
+"""The demonstration, phase by phase; flow `demo` says in which order.
+
+Each phase leaves its answers on disk under a name made from the recipe, so an interrupted run continues.
+"""
+
+import asyncio
+import json
+import platform
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
+
+from infra.artifacts import write_whole
+from infra.client import Answer, Client, LogLevel
+from infra.machine import git_commit
+from infra.registry import Version, open_registry
+from infra.service_process import start_service
+from infra.settings import Settings
+from infra.status import ServiceStatus
+from infra.views.demonstration import show_demonstration
+from infra.views.figures import draw_acceptance
+from infra.views.results import out
+from models.recipe import Demo, Recipe
+from models.sources import Prompt
+from tasks.configure_service import configure_service
+from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
+from tasks.measure.demo_files import PHASES, RESULT, answers_of
+from tasks.select_data import as_chats, choose_prompts
+
+NUM_EQUALITY = 50
+NUM_TIMED = 6
+PLOT_WINDOW = 20
+# Of the client beside the refresh: the trainer gives way to the service, and starves beside one that hardly pauses.
+PAUSE_S = 25.0
+
+Row = dict[str, Any]
+
+
+class Stages:
+    """What is done one after the other, and how long each took.
+
+    Attributes:
+        seconds: stage to seconds, of those that are done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started_s = time.monotonic()
+        self._current: tuple[str, float] | None = None
+
+    def start(self, name: str, said: str = "") -> None:
+        """End a stage and announce the next one, by its name or in other words."""
+        now_s = time.monotonic()
+        if self._current is not None:
+            self.seconds[self._current[0]] = round(now_s - self._current[1], 1)
+        self._current = (name, now_s)
+        out.rule(said or name, align="left")
+
+    def total_s(self) -> float:
+        """Return the seconds since the first stage."""
+        return round(time.monotonic() - self._started_s, 1)
+
+
+@contextmanager
+def demonstrating(
+    recipe: Recipe, demo: Demo, settings: Settings, first: Version, stages: Stages
+) -> "Iterator[Demonstration]":
+    """Serve the champions while the block runs.
+
+    Args:
+        recipe: what was built.
+        demo: what is sent.
+        settings: of the home.
+        first: the build's draft.
+        stages: told what is done.
+
+    Raises:
+        ValueError: nothing was built, or the port is taken.
+        RuntimeError: the service did not start.
+    """
+    # Answers that another first draft helped with are another run's.
+    folder = settings.home / "demo" / f"{recipe.name}-{first.sha256[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    stages.start("serve")
+    service, url = start_service(configure_service.fn(recipe), settings)
+    try:
+        with Client(url, settings.api_key) as client:
+            yield Demonstration(recipe, demo, settings, folder, client, stages)
+    except KeyboardInterrupt:
+        out.print("stopping; run it again to continue from here")
+        raise
+    finally:
+        service.stop()
+
+
+class Demonstration:
+    """Asks a service that runs; made by `demonstrating`."""
+
+    def __init__(
+        self, recipe: Recipe, demo: Demo, settings: Settings, folder: Path, client: Client, stages: Stages
+    ) -> None:
+        self._recipe, self._demo, self._settings = recipe, demo, settings
+        self._folder, self._client, self._stages = folder, client, stages
+        self._domains = (demo.first_domain, demo.new_domain)
+
+    @property
+    def champion(self) -> int:
+        """The draft that is to be served."""
+        champion = open_registry(self._settings).champion("draft")
+        if champion is None:
+            raise RuntimeError("the registry has no champion draft after a build")
+        return champion.number
+
+    def measure(self, phase: Literal["before", "after"]) -> None:
+        """Ask the held-out prompts of both domains as soon as the champion drafts."""
+        self._client.wait_for_draft(self.champion, ServiceStatus.drafts_with)
+        self._stages.start(f"measure the {'first' if phase == 'before' else 'new'} draft on held-out prompts")
+        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain]
+        self._ask(phase, prompts, concurrency=self._demo.concurrency)
+
+    def change_traffic(self) -> None:
+        """Ask and let the service log the requests of the new domain."""
+        self._stages.start(f"traffic changes to {self._demo.new_domain}")
+        prompts = self._requests()[: self._demo.num_requests]
+        self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """Let a client go on asking while the block refreshes; then keep what the service says of itself."""
+        self._stages.start("refresh while serving")
+        stop = threading.Event()
+        spare = self._requests()[self._demo.num_requests :]
+        client = threading.Thread(target=self._keep_asking, args=(spare, stop), name="client")
+        client.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            client.join()
+        (self._folder / "service.json").write_text(self._client.status().model_dump_json())
+
+    def follow(self, outcome: str, candidate: Version | None) -> None:
+        """Wait until the service drafts with what a refresh promoted.
+
+        Raises:
+            RuntimeError: it promoted nothing, or the service did not take the draft.
+        """
+        if outcome not in ("promoted", "already trained") or candidate is None:
+            raise RuntimeError(f"the refresh ended with: {outcome}; see: redraft status")
+        self._client.wait_for_draft(candidate.number, ServiceStatus.drafts_with)
+
+    def time_in_turn(self) -> None:
+        """One stream, each prompt once with and once without speculation, the first of the two alternating."""
+        self._stages.start("speculation on and off in turn")
+        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
+        answered = {name: {row["prompt_id"] for row in self._rows(name)} for name in ("timed-on", "timed-off")}
+        for number, prompt in enumerate(track(prompts, "timed", console=out)):
+            for name in ("timed-on", "timed-off") if number % 2 == 0 else ("timed-off", "timed-on"):
+                if prompt.id not in answered[name]:
+                    self._client.speculate(name == "timed-on")
+                    with self._keeper(name) as keep:
+                        self._send([prompt], keep)
+        self._client.speculate(True)
+
+    def record_reference(self) -> None:
+        """Ask some held-out prompts without speculation, with what tells a near-tie."""
+        held_out = self._held_out()
+        prompts = [prompt for of_domain in held_out for prompt in of_domain[: NUM_EQUALITY // len(held_out)]]
+        self._client.speculate(False)
+        self._ask("reference", prompts, concurrency=self._demo.concurrency, gaps=True)
+        self._client.speculate(True)
+
+    def report(self) -> Row:
+        """Show what came of it, and return the figures, which are also the last line.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        self._stages.start("result")
+        before, after = self._rows("before"), self._rows("after")
+        comparisons = compare_acceptance(before, after)
+        registry = open_registry(self._settings)
+        target = registry.champion("target")
+        assert target is not None
+        target_dir = registry.download(target, self._settings.cache)
+        sent = [row for name in PHASES for row in self._rows(name)]
+        everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
+        swap_at = len([row for row in sent if row["draft_version"] == sent[0]["draft_version"]])
+        plot = draw_acceptance(sent, swap_at, PLOT_WINDOW, self._folder / "acceptance.png")
+        status = json.loads((self._folder / "service.json").read_text())
+        result = {
+            "recipe": self._recipe.name,
+            "num_draft_tokens": self._recipe.num_draft_tokens,
+            "commit": git_commit(),
+            "device": f"{self._settings.device}, {platform.machine()}",
+            "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
+            "outputs": compare_outputs(self._rows("reference"), after, target_dir).model_dump(),
+            "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
+            "requests": dict(Counter(row["status"] for row in everything)),
+            "swaps": status["swaps"],
+            "training": [
+                {name: round(run[name], 1) for name in ("seconds", "num_tokens", "tokens_per_s", "hidden_tokens_per_s")}
+                for run in reversed(registry.store.recorded("distill")[:2])
+            ],
+            "stage_seconds": self._stages.seconds,
+            "seconds": self._stages.total_s(),
+        }
+        write_whole(self._folder / RESULT, json.dumps(result) + "\n")
+        show_demonstration(result, out)
+        out.print(f"plot: {plot}", soft_wrap=True)
+        print(json.dumps(result))
+        failed = sum(row["status"] != "ok" for row in everything)
+        if failed:
+            raise RuntimeError(f"{failed} of {len(everything)} requests failed")
+        return result
+
+    def _held_out(self) -> list[list[Prompt]]:
+        """Return what is measured on, domain by domain."""
+        return [self._prompts(domain, "held_out")[: self._demo.held_out_per_domain] for domain in self._domains]
+
+    def _requests(self) -> list[Prompt]:
+        return self._prompts(self._demo.new_domain, "requests")
+
+    def _prompts(self, domain: str, part: str) -> list[Prompt]:
+        return choose_prompts(domain, self._recipe.traffic[domain], self._recipe.seed)[part]
+
+    def _rows(self, phase: str) -> list[Row]:
+        """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
+        return answers_of(self._folder, phase)
+
+    @contextmanager
+    def _keeper(self, phase: str) -> Iterator[Callable[[Answer], None]]:
+        """Yield what adds an answer to a phase's as it ends."""
+        with (self._folder / f"{phase}.jsonl").open("a") as file:
+
+            def keep(answer: Answer) -> None:
+                file.write(answer.model_dump_json() + "\n")
+                file.flush()
+
+            yield keep
+
+    def _ask(
+        self, phase: str, prompts: Sequence[Prompt], *, concurrency: int, log: LogLevel = "none", gaps: bool = False
+    ) -> None:
+        """Send what the phase has not sent yet, and keep each answer as it ends."""
+        answered = {row["prompt_id"] for row in self._rows(phase)}
+        waiting = [prompt for prompt in prompts if prompt.id not in answered]
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("τ {task.fields[tau]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=out) as bar, self._keeper(phase) as keep:
+            task = bar.add_task(phase, total=len(prompts), completed=len(prompts) - len(waiting), tau="")
+            steps = accepted = 0
+
+            def show(answer: Answer) -> None:
+                nonlocal steps, accepted
+                keep(answer)
+                steps += len(answer.accepted_per_step or ())
+                accepted += sum(answer.accepted_per_step or ())
+                bar.update(task, advance=1, tau=f"{1 + accepted / steps:.2f}" if steps else "")
+
+            self._send(waiting, show, log, concurrency, gaps)
+
+    def _keep_asking(self, prompts: Sequence[Prompt], stop: threading.Event) -> None:
+        with self._keeper("meanwhile") as keep:
+            for prompt in prompts:
+                if stop.wait(PAUSE_S):
+                    return
+                self._send([prompt], keep)
+
+    def _send(
+        self,
+        prompts: Sequence[Prompt],
+        on_answer: Callable[[Answer], None],
+        log: LogLevel = "none",
+        concurrency: int = 1,
+        gaps: bool = False,
+    ) -> None:
+        asyncio.run(
+            self._client.send(
+                as_chats(prompts),
+                concurrency=concurrency,
+                max_tokens=self._recipe.generate.max_tokens,
+                log=log,
+                gaps=gaps,
+                on_answer=on_answer,
+            )
+        )
+
+    def _speed(self, phase: str) -> dict[str, float]:
+        """Tokens/s of one stream by domain, first token excluded; medians would hide that prompts differ."""
+        speeds = {}
+        for domain in self._domains:
+            rows = [row for row in self._rows(phase) if row["domain"] == domain and row["num_tokens"] > 1]
+            tokens = sum(row["num_tokens"] - 1 for row in rows)
+            speeds[domain] = round(tokens / sum(row["seconds"] - row["first_token_ms"] / 1000 for row in rows), 1)
+        return speeds

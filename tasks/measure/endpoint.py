@@ -1,0 +1,129 @@
+"""A service that is measured: a process of its own, asked over HTTP like any other."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from infra.client import Answer, Client, LogLevel
+from infra.processes import Child, free_port
+from infra.service_process import END_TIMEOUT_S, start_service
+from infra.settings import Settings
+from infra.status import ServiceStatus
+from models.recipe import Recipe
+from models.sources import Prompt
+from tasks.configure_service import configure_service
+from tasks.select_data import as_chats
+
+
+class Endpoint:
+    """Started and ended by its `with` block; the port stays the same when it is started again."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, changed: Mapping[str, Any] | None = None) -> None:
+        """Say what is to run.
+
+        Args:
+            recipe: what is served.
+            settings: of the home it is served from.
+            changed: keys of the service's configuration that differ from the recipe's.
+        """
+        self._recipe, self._settings = recipe, settings
+        self._changed = {**(changed or {}), "port": free_port(settings.host)}
+        self._child: Child | None = None
+        self._client = Client(f"http://{settings.host}:{self._changed['port']}", settings.api_key)
+
+    def __enter__(self) -> Self:
+        self._client.__enter__()
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._client.__exit__()
+
+    def start(self) -> None:
+        """Start the service and wait until it answers; RuntimeError if it ends by itself."""
+        config = configure_service.fn(self._recipe, changed=self._changed)
+        self._child, _ = start_service(config, self._settings)
+
+    def stop(self) -> None:
+        """End the service; running requests get their answers first."""
+        if self._child is not None:
+            self._child.stop(self._recipe.serve.drain_s + END_TIMEOUT_S)
+            self._child = None
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = 1,
+        log: LogLevel = "none",
+        gaps: bool = False,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Send prompts; see `Client.send`."""
+        return asyncio.run(
+            self._client.send(
+                as_chats(prompts),
+                concurrency=concurrency,
+                max_tokens=self._recipe.generate.max_tokens,
+                log=log,
+                gaps=gaps,
+                on_answer=on_answer,
+            )
+        )
+
+    def load(self, prompts: Sequence[Prompt], concurrency: int, pause_s: float = 0.0) -> "Load":
+        """Return a constant load on this service, for a `with` block."""
+
+        async def ask(stop: Callable[[], bool], on_answer: Callable[[Answer], None]) -> None:
+            await self._client.keep_asking(
+                as_chats(prompts),
+                concurrency=concurrency,
+                max_tokens=self._recipe.generate.max_tokens,
+                stop=stop,
+                on_answer=on_answer,
+                pause_s=pause_s,
+            )
+
+        return Load(ask)
+
+    def status(self) -> ServiceStatus:
+        """Return what the service says of itself."""
+        return self._client.status()
+
+    def speculate(self, on: bool) -> None:
+        """Switch speculation."""
+        self._client.speculate(on)
+
+    def wait_for_draft(self, number: int) -> None:
+        """Wait until the service drafts with a version that has passed its probation; see `Client.wait_for_draft`."""
+        self._client.wait_for_draft(number, ServiceStatus.has_proven)
+
+
+class Load:
+    """Clients in a thread of their own that ask from the block's start to its end.
+
+    Attributes:
+        answers: what has ended so far, in that order.
+    """
+
+    def __init__(self, ask: Callable[[Callable[[], bool], Callable[[Answer], None]], Any]) -> None:
+        self.answers: list[Answer] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(ask(self._stop.is_set, self.answers.append)), name="load"
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Return answers as JSON, without their text."""
+    return [answer.model_dump(mode="json", exclude={"text"}) for answer in answers]

@@ -1,0 +1,178 @@
+"""Figures over the times at which an answer's tokens came, and how two ways of serving compare by them.
+
+With speculation one step brings several tokens, so a client sees arrivals rather than tokens. Inter-token latency is
+the time between two arrivals: what stalls, stalls there. The speed counts every token. The first arrival is left out of
+both, because it waits for the prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from models.acceptance import CONFIDENCE, Estimate, Floats, resample_sums
+from models.params import Frozen
+
+NUM_RESAMPLES = 2000
+
+# (start, end) on one clock, in seconds.
+Span = tuple[float, float]
+
+
+class Spread(Frozen):
+    """The middle of a set of figures, and its tenth and ninetieth percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+class Ratio(Frozen):
+    """One side's speed over another's.
+
+    Attributes:
+        prompts: the ratio prompt by prompt.
+        overall: over all tokens and all seconds of both, with a 95% interval that resamples prompts.
+    """
+
+    prompts: Spread
+    overall: Estimate
+
+
+class Decoded(NamedTuple):
+    """What one answer's decoding took: tokens after the first, and the seconds from the first token to the last."""
+
+    num_tokens: int
+    seconds: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Summarise figures; ValueError if there are none."""
+    p10, median, p90 = (percentile(values, percent) for percent in (10, 50, 90))
+    return Spread(median=median, p10=p10, p90=p90)
+
+
+def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
+    """Return a percentile, linear between two values; ValueError if there are none."""
+    if not len(values):
+        raise ValueError(f"got no values, wanted some to take percentile {percent:g} of")
+    return float(np.percentile(values, percent))
+
+
+def decoded(arrival_ms: Sequence[float]) -> Decoded | None:
+    """Return what the tokens after the first took; None if there was none after it.
+
+    Args:
+        arrival_ms: when each token came.
+    """
+    if len(arrival_ms) < 2 or arrival_ms[-1] <= arrival_ms[0]:
+        return None
+    return Decoded(len(arrival_ms) - 1, (arrival_ms[-1] - arrival_ms[0]) / 1000)
+
+
+def inter_token_spans(sent_s: float, arrival_ms: Sequence[float]) -> list[Span]:
+    """Return the time between each two arrivals, as spans of the clock that `sent_s` is on.
+
+    Args:
+        sent_s: when the request was sent.
+        arrival_ms: when each token came, from then on; equal times are one arrival.
+    """
+    times = [sent_s + ms / 1000 for ms in sorted(set(arrival_ms))]
+    return list(pairwise(times))
+
+
+def touching(spans: Sequence[Span], window: Span) -> list[float]:
+    """Return the milliseconds of the spans that lie in a window or reach into it."""
+    first, last = window
+    return [1000 * (end - start) for start, end in spans if end >= first and start <= last]
+
+
+def longest_silence(moments_s: Sequence[float], window: Span) -> Span:
+    """Return the longest stretch of a window in which nothing came; the window's ends count as something."""
+    first, last = window
+    inside = [first, *sorted(moment for moment in moments_s if first < moment < last), last]
+    return max(pairwise(inside), key=lambda span: span[1] - span[0])
+
+
+def compare_speed(of: Mapping[str, Decoded], to: Mapping[str, Decoded], seed: int = 0) -> Ratio | None:
+    """Compare tokens a second, paired by prompt; above 1 `of` is the faster side. None if no prompt is in both.
+
+    Args:
+        of: prompt to its decoding.
+        to: likewise.
+        seed: of the resampling.
+    """
+    shared = sorted(of.keys() & to.keys())
+    if not shared:
+        return None
+    rows = np.array([(*of[prompt], *to[prompt]) for prompt in shared], dtype=np.float64)
+    return Ratio(
+        prompts=spread(_speed_ratio(rows).tolist()),
+        overall=_interval(float(_speed_ratio(rows.sum(axis=0))), _speed_ratio(_resampled(rows, seed))),
+    )
+
+
+def compare_seconds(of: Mapping[str, float], to: Mapping[str, float], seed: int = 0) -> Ratio:
+    """Compare how long the same prompts took; above 1 `of` is the slower side.
+
+    Args:
+        of: prompt to seconds.
+        to: likewise, the same prompts.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: the prompts differ, or there are none.
+    """
+    if of.keys() != to.keys() or not of:
+        raise ValueError(f"got {len(of)} and {len(to)} prompts, wanted the same ones on both sides, at least one")
+    rows = np.array([(of[prompt], to[prompt]) for prompt in sorted(of)], dtype=np.float64)
+    sums = _resampled(rows, seed)
+    whole = rows.sum(axis=0)
+    return Ratio(
+        prompts=spread((rows[:, 0] / rows[:, 1]).tolist()),
+        overall=_interval(whole[0] / whole[1], sums[:, 0] / sums[:, 1]),
+    )
+
+
+def compare_percentiles(
+    of: Sequence[Sequence[float]], to: Sequence[Sequence[float]], percent: float, seed: int = 0
+) -> Estimate:
+    """Return a percentile of one pool of figures over the other's, with a 95% interval.
+
+    Args:
+        of: groups of figures; a window or a request is a group, because its figures are alike.
+        to: likewise.
+        percent: 99 for the p99.
+        seed: of the resampling, which draws groups.
+
+    Raises:
+        ValueError: a side has no figures.
+    """
+    sides = [[np.asarray(group, dtype=np.float64) for group in groups if len(group)] for groups in (of, to)]
+    if not all(sides):
+        raise ValueError("got a side without any figures, wanted some on both")
+    rng = np.random.default_rng(seed)
+
+    def resampled(groups: list[Floats]) -> float:
+        drawn = rng.integers(len(groups), size=len(groups))
+        return float(np.percentile(np.concatenate([groups[index] for index in drawn]), percent))
+
+    whole = [percentile(np.concatenate(side).tolist(), percent) for side in sides]
+    ratios = np.array([resampled(sides[0]) / resampled(sides[1]) for _ in range(NUM_RESAMPLES)])
+    return _interval(whole[0] / whole[1], ratios)
+
+
+def _speed_ratio(rows: Floats) -> Floats:
+    """[..., 4] tokens and seconds of two sides → [...]"""
+    ratio: Floats = (rows[..., 0] / rows[..., 1]) / (rows[..., 2] / rows[..., 3])
+    return ratio
+
+
+def _resampled(rows: Floats, seed: int) -> Floats:
+    return resample_sums(rows, np.random.default_rng(seed), NUM_RESAMPLES)
+
+
+def _interval(value: float, resamples: Floats) -> Estimate:
+    low, high = np.quantile(resamples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(value=float(value), low=float(low), high=float(high))

@@ -1,0 +1,123 @@
+"""What every benchmark is given: the recipe, a home of its own, its finished cells, and where to show progress."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from infra.machine import describe_machine, git_commit
+from infra.settings import Settings, load_settings
+from infra.views.results import out
+from models.recipe import Recipe
+from models.sources import Prompt
+from tasks.measure.cells import Cells
+from tasks.measure.home import Served, copy_served
+from tasks.measure.peers import engine_dtype
+from tasks.select_data import choose_prompts
+
+
+class Run:
+    """One benchmark of one recipe, in a process that has entered the benchmark's home.
+
+    Attributes:
+        recipe: parsed; `recipe_name` is what the command was given.
+        redraft: the program itself, for benchmarks of whole commands.
+        settings: of the benchmark's own home.
+        folder: where everything of it lies.
+        cells: what is measured already.
+        setup: what the figures depend on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        recipe_name: str,
+        folder: Path,
+        source: Settings,
+        options: dict[str, Any],
+        redraft: Sequence[str],
+    ) -> None:
+        """Open the cells that an earlier run has finished.
+
+        Args:
+            name: of the benchmark.
+            recipe: what is measured.
+            recipe_name: how a command names it.
+            folder: where cells and report lie.
+            source: settings of the home that is served from.
+            options: of the benchmark.
+            redraft: the program and what comes before its commands.
+
+        Raises:
+            ValueError: the folder holds cells of another setup.
+        """
+        self.folder = folder
+        self.settings = load_settings()
+        self.recipe, self.recipe_name = recipe, recipe_name
+        self.redraft = tuple(redraft)
+        self.setup = {
+            "name": name,
+            "options": options,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "commit": git_commit(),
+            "device": {**describe_machine(), "dtype": engine_dtype(self.recipe.engine, source.device)},
+        }
+        self.cells = Cells(folder / "cells", self.setup)
+        self._source = source
+        self._prompts: dict[str, dict[str, list[Prompt]]] = {}
+
+    def served(self) -> Served:
+        """Copy what is served into this home, once.
+
+        Raises:
+            ValueError: nothing was built yet.
+        """
+        return copy_served(self._source, self.settings)
+
+    def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
+        """Return a part of the recipe's prompts, the domains one after the other.
+
+        Args:
+            part: "held_out" or "requests".
+            per_domain: how many of each domain, from the first; 0 for all.
+
+        Raises:
+            ValueError: a domain has fewer.
+        """
+        found: list[Prompt] = []
+        for domain, traffic in self.recipe.traffic.items():
+            if domain not in self._prompts:  # mining a source takes seconds
+                self._prompts[domain] = choose_prompts(domain, traffic, self.recipe.seed)
+            prompts = self._prompts[domain][part]
+            if len(prompts) < per_domain:
+                raise ValueError(
+                    f'domain "{domain}" of recipe {self.recipe.name} has {len(prompts)} {part} prompts, '
+                    f"got {per_domain} to measure with"
+                )
+            found += prompts[: per_domain or None]
+        return found
+
+    @contextmanager
+    def bar(self, what: str, total: int) -> "Iterator[Bar]":
+        """Show how far a cell is."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=out) as progress:
+            yield Bar(progress, progress.add_task(what, total=total))
+
+
+class Bar:
+    """A cell's progress."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, *_: object) -> None:
+        """One more is done; takes whatever a callback is given."""
+        self._progress.advance(self._task)
+
+    def show(self, done: float) -> None:
+        """So much is done."""
+        self._progress.update(self._task, completed=done)

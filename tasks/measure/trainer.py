@@ -1,0 +1,226 @@
+"""B9: what a refresh that trains beside the service costs those who are being answered.
+
+One load goes on from start to end: a while without a refresh, then `redraft refresh` in a process of its own until it
+ends, then without one again. The refresh works in another copy of the home, so its draft is never swapped in, and every
+round trains the same rows. Its start, which only imports, is left out.
+"""
+
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.environment import environment_of, settings_of
+from infra.processes import Child
+from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.settings import Settings
+from infra.views.figures import draw_shares
+from infra.views.results import Grid, Report, interval
+from models.sources import Prompt
+from tasks.measure.endpoint import Endpoint, dump
+from tasks.measure.home import copy_served
+from tasks.measure.latency import Decoded, Span, compare_percentiles, decoded, inter_token_spans, percentile, touching
+from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
+from tasks.measure.run import Run
+
+TITLE, QUESTION = "B9", "what does training next to serving cost?"
+QUIET, TRAINING = "no refresh", "a refresh trains"
+AIM = 1.2
+OUTCOMES = ("promoted", "refused", "nothing", "already")
+POLL_S = 0.2
+SETTLE_S = 30.0
+
+Row = dict[str, Any]
+
+
+def measure(
+    run: Run, num_prompts: int, num_rounds: int, concurrency: int, pause_s: float, quiet_s: float, most_s: float
+) -> Report:
+    """Measure with and without a refresh.
+
+    Args:
+        run: the benchmark.
+        num_prompts: of each domain, asked over and over.
+        num_rounds: refreshes.
+        concurrency: clients.
+        pause_s: what a client waits before it asks again.
+        quiet_s: seconds without a refresh before and after each.
+        most_s: seconds after which a refresh is stopped; what it did until then counts.
+
+    Raises:
+        ValueError: nothing was built, or the recipe has too few requests to refresh with.
+        RuntimeError: the refresh failed.
+    """
+    run.served()
+    prompts = run.prompts("held_out", num_prompts)
+    names = [f"round-{number}" for number in range(num_rounds)]
+    if not all(run.cells.has(name) for name in ("filled", "reference", *names)):
+        with Endpoint(run.recipe, run.settings) as endpoint:
+            endpoint.wait_for_draft(run.served().champion)
+            run.cells.keep("filled", lambda: _fill(run, endpoint))
+            plan = _Plan(run, endpoint, prompts, concurrency, pause_s, quiet_s, most_s)
+            for name in names:
+                run.cells.keep(name, lambda: _round(plan, run.folder / name))  # noqa: B023 - called at once
+            run.cells.keep("reference", lambda: record_reference(run, endpoint, prompts))
+    return _report(run, [run.cells.read(name) for name in names])
+
+
+class _Plan(NamedTuple):
+    """Who is asked what, and for how long; see `measure`."""
+
+    run: Run
+    endpoint: Endpoint
+    prompts: Sequence[Prompt]
+    concurrency: int
+    pause_s: float
+    quiet_s: float
+    most_s: float
+
+
+def _fill(run: Run, endpoint: Endpoint) -> dict[str, int]:
+    """Let the service answer and log what a refresh will be trained on."""
+    prompts, wanted = run.prompts("requests"), run.recipe.refresh.min_rows
+    if len(prompts) < wanted:
+        raise ValueError(f"recipe {run.recipe.name} has {len(prompts)} requests, a refresh wants {wanted} rows")
+    with run.bar("requests to learn from", len(prompts)) as bar:
+        endpoint.ask(prompts, concurrency=run.recipe.generate.concurrency, log="full", on_answer=bar.advance)
+    log, until_s = QueryLog(run.settings.querylog), time.monotonic() + SETTLE_S
+    while (depth := log.stats().depth) < min(len(prompts), wanted) and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+    log.close()
+    return {"rows": depth}
+
+
+def _round(plan: _Plan, home: Path) -> Row:
+    """Measure one refresh, which works in the folder `home`."""
+    training = _training_home(plan.run, home)
+    with plan.run.bar("load without, with and without a refresh", 3) as bar:
+        with plan.endpoint.load(plan.prompts, plan.concurrency, plan.pause_s) as load:
+            before = _wait(plan.quiet_s)
+            bar.advance()
+            span, outcome = _refresh(plan.run, training, plan.most_s)
+            bar.advance()
+            after = _wait(plan.quiet_s)
+        bar.advance()
+    trained = open_registry(training).store.recorded("distill")
+    shutil.rmtree(home)
+    return {
+        "windows": {QUIET: [before, after], TRAINING: [span]},
+        "outcome": outcome,
+        "trainer": trained[0] if trained else None,
+        "answers": dump(load.answers),
+    }
+
+
+def _training_home(run: Run, home: Path) -> Settings:
+    """Make a home with the same drafts and the same rows, as if nothing had been refreshed yet."""
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    settings = settings_of(home)
+    copy_served(run.settings, settings)
+    rows, copy = QueryLog(run.settings.querylog), QueryLog(settings.querylog)
+    copy.append([row.model_copy(update={"seq": None}) for row in rows.rows(1, sys.maxsize)])
+    rows.close()
+    copy.close()
+    return settings
+
+
+def _wait(seconds: float) -> Span:
+    started_s = time.monotonic()
+    time.sleep(seconds)
+    return started_s, time.monotonic()
+
+
+def _refresh(run: Run, training: Settings, most_s: float) -> tuple[Span, str]:
+    """Run a refresh; return from when to when it worked, and what it said last or that it was stopped."""
+    argv = [*run.redraft, "refresh", "--recipe", run.recipe_name]
+    log = training.home / "logs" / "refresh.log"
+    with Child.start(argv, environment_of(training.home), log, "the refresh") as child:
+        started_s: float | None = None
+        launched_s = time.monotonic()
+        while (code := child.poll()) is None:
+            # Hidden states are the first thing that a refresh computes.
+            if started_s is None and any(training.artifacts.glob("work/*/hidden/*")):
+                started_s = time.monotonic()
+            if started_s is not None and time.monotonic() > started_s + most_s:
+                break
+            time.sleep(POLL_S)
+        ended_s = time.monotonic()
+    if code:
+        raise RuntimeError(f"the refresh ended with {code}\n{child.tail()}")
+    said = [line for line in child.tail(50).splitlines() if line.startswith(OUTCOMES)]
+    outcome = said[-1] if said else f"stopped after {most_s:g} s"
+    return (launched_s if started_s is None else started_s, ended_s), outcome
+
+
+def _report(run: Run, rounds: Sequence[Row]) -> Report:
+    groups: dict[str, list[list[float]]] = {QUIET: [], TRAINING: []}
+    speeds: dict[str, list[Decoded]] = {QUIET: [], TRAINING: []}
+    for cell in rounds:
+        for kind, windows in cell["windows"].items():
+            for first, last in windows:
+                for row in cell["answers"]:
+                    spans = inter_token_spans(row["sent_s"], row["arrival_ms"])
+                    groups[kind].append(touching(spans, (first, last)))
+                    whole = first <= row["sent_s"] and row["sent_s"] + row["seconds"] <= last
+                    if whole and (one := decoded(row["arrival_ms"])) is not None:
+                        speeds[kind].append(one)
+    answers = [row for cell in rounds for row in cell["answers"]]
+    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
+    verdicts = judge_answers(run.cells.read("reference"), answers)
+    kinds = {kind: _figures(groups[kind], speeds[kind]) for kind in (QUIET, TRAINING)}
+    p99 = compare_percentiles(groups[TRAINING], groups[QUIET], 99, run.recipe.seed)
+    outcomes = [cell["outcome"] for cell in rounds]
+    trainers = [cell["trainer"] for cell in rounds if cell["trainer"]]
+    columns = ["", "requests", "tokens/s a stream", "p50 ms", "p99 ms", "max ms"]
+    rows = [
+        [
+            kind,
+            f"{one['num_requests']}",
+            "–" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}",
+            *(f"{one['inter_token_ms'][name]:.1f}" for name in ("p50", "p99", "max")),
+        ]
+        for kind, one in kinds.items()
+    ]
+    trained = ", ".join(f"{one['seconds']:.0f} s at {one['tokens_per_s']:.0f} tokens/s" for one in trainers)
+    return Report(
+        figures={
+            "kinds": kinds,
+            "p99_ratio": p99.model_dump(),
+            "failed": dict(failed),
+            "outputs": dict(verdicts),
+            "outcomes": outcomes,
+            "trainers": trainers,
+            "refresh_s": [last - first for cell in rounds for first, last in cell["windows"][TRAINING]],
+        },
+        grids=[Grid("inter-token latency under one constant load", columns, rows)],
+        notes=[
+            sentence(verdicts),
+            f"p99 with a refresh ÷ without: {interval(p99.model_dump())}. Refreshes: {'; '.join(outcomes)}.",
+            f"Training beside the load: {trained or 'none came to its end'}.",
+        ],
+        verdict=(
+            f"{'meets' if p99.value <= AIM and not failed else 'misses'} the bar (p99 at most {AIM:g}×): "
+            f"{p99.value:.2f}×, {sum(failed.values())} failed."
+        ),
+        failures=differing(verdicts),
+        picture=draw_shares(
+            {kind: [ms for group in of_kind for ms in group] for kind, of_kind in groups.items()},
+            "inter-token latency, ms",
+            run.folder / "trainer.png",
+        ),
+    )
+
+
+def _figures(groups: Sequence[Sequence[float]], speeds: Sequence[Decoded]) -> Row:
+    values = [ms for group in groups for ms in group]
+    tokens, seconds = (sum(one[place] for one in speeds) for place in (0, 1))
+    return {
+        "num_requests": len(speeds),
+        "tokens_per_s": tokens / seconds if speeds else None,
+        "inter_token_ms": {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)},
+    }

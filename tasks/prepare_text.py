@@ -1,0 +1,93 @@
+"""The documents that targets are trained, calibrated and measured on, as texts until a target's tokenizer is known.
+
+A directory of kind "text" holds `train.jsonl` and `held_out.jsonl`, one document a line.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from transformers import AutoTokenizer
+
+from infra.artifacts import Artifact
+from models import catalog
+from models.sources import Document, draw_parts
+from models.stages import Text
+from models.tokens import encode_document
+from tasks.stages import local_content, produce
+
+Part = Literal["train", "held_out"]
+PARTS: tuple[Part, ...] = ("train", "held_out")
+
+
+@task(cache_policy=NO_CACHE)
+def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
+    """Write each part's documents of all domains; an artifact of kind "text"."""
+
+    def make(directory: Path, _: Path) -> None:
+        chosen = [choose_documents(domain, table, seed) for domain, table in text.items()]
+        for part in PARTS:
+            write_documents(directory, part, [document for parts in chosen for document in parts[part]])
+
+    return produce(
+        stage="text",
+        kind="text",
+        params={"seed": seed, "text": {domain: _content(table) for domain, table in text.items()}},
+        inputs={},
+        code=(__name__, *(f"models.sources.{table.source.name}" for table in text.values())),
+        make=make,
+    )
+
+
+def choose_documents(domain: str, text: Text, seed: int) -> dict[Part, list[Document]]:
+    """Return part to documents, under the recipe's name of the domain; parts share no group.
+
+    Raises:
+        ValueError: the source has too few documents.
+    """
+    documents = catalog.load("sources", text.source.name).documents(text.source)
+    return draw_parts(documents, text.sizes(), domain, seed)
+
+
+def write_documents(directory: Path, part: Part, documents: Iterable[Document]) -> None:
+    """Write one part of a "text" directory."""
+    lines = "".join(document.model_dump_json() + "\n" for document in documents)
+    (directory / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def read_documents(directory: Path, part: Part) -> list[Document]:
+    """Read one part of a "text" directory."""
+    lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Document.model_validate_json(line) for line in lines]
+
+
+def tokenise(documents: Sequence[Document], target_dir: Path) -> dict[str, list[list[int]]]:
+    """Return domain to the token ids of its documents, as a target's tokenizer and chat template write them."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    found: dict[str, list[list[int]]] = {}
+    for document in documents:
+        content = document.content
+        chat = content if isinstance(content, str) else [message.model_dump() for message in content]
+        found.setdefault(document.domain, []).append(encode_document(tokenizer, chat))
+    return found
+
+
+def first_of_each(documents: Mapping[str, Sequence[list[int]]], count: int, max_length: int) -> list[list[int]]:
+    """Return `count` documents to calibrate on, the domains in turn, each cut to `max_length` tokens.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*documents.values()))
+    found = [document[:max_length] for document in turns if document is not None][:count]
+    if len(found) < count:
+        raise ValueError(f"num_documents is {count}, the text has {len(found)}")
+    return found
+
+
+def _content(text: Text) -> dict[str, object]:
+    """Return what the documents depend on, files of this machine included."""
+    return {**text.model_dump(mode="json"), **local_content(getattr(text.source, "path", ""))}

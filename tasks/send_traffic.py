@@ -1,0 +1,94 @@
+"""Send a recipe's prompts to a running service and sum up what became of them."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.client import Answer, Client
+from models.params import Frozen
+from models.recipe import Recipe
+from models.sources import Prompt
+from tasks.select_data import as_chats, choose_prompts
+
+
+class TrafficReport(Frozen):
+    """A set of requests.
+
+    Attributes:
+        num_ok: requests that were answered to the end.
+        failures: status to number of the others.
+        tau: 1 + accepted / steps over all requests, None if nothing was verified.
+        tokens_per_s: of all requests together.
+        draft_versions: version to the number of requests that it drafted for.
+    """
+
+    num_requests: int
+    num_ok: int
+    failures: dict[str, int]
+    tau: float | None
+    tokens_per_s: float
+    seconds: float
+    draft_versions: dict[str, int]
+
+
+def choose_requests(recipe: Recipe, domain: str, num_requests: int) -> list[Prompt]:
+    """Return the first of a domain's requests; 0 is all of them.
+
+    Raises:
+        ValueError: the recipe has no such domain, or not so many requests.
+    """
+    if domain not in recipe.traffic:
+        raise ValueError(f'recipe {recipe.name} has no domain "{domain}"; there are: {", ".join(recipe.traffic)}')
+    prompts = choose_prompts(domain, recipe.traffic[domain], recipe.seed)["requests"]
+    if num_requests > len(prompts):
+        raise ValueError(f'recipe {recipe.name} has {len(prompts)} requests of domain "{domain}", got {num_requests}')
+    return prompts[: num_requests or None]
+
+
+@task(cache_policy=NO_CACHE)
+def send_traffic(
+    client: Client,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    concurrency: int,
+    on_answer: Callable[[Answer], None] | None = None,
+) -> TrafficReport:
+    """Send prompts, and return how they were answered.
+
+    Args:
+        client: of the service.
+        prompts: what to send; each carries its domain.
+        max_tokens: of each answer.
+        concurrency: requests in flight.
+        on_answer: called with each answer as it ends.
+    """
+    started_s = time.monotonic()
+    answers = asyncio.run(
+        client.send(as_chats(prompts), concurrency=concurrency, max_tokens=max_tokens, on_answer=on_answer)
+    )
+    return summarise(answers, time.monotonic() - started_s)
+
+
+def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
+    """Sum answers up.
+
+    Args:
+        answers: any number.
+        seconds: how long they took together.
+    """
+    ok = [answer for answer in answers if answer.status == "ok"]
+    steps = sum(len(answer.accepted_per_step or ()) for answer in ok)
+    accepted = sum(sum(answer.accepted_per_step or ()) for answer in ok)
+    return TrafficReport(
+        num_requests=len(answers),
+        num_ok=len(ok),
+        failures=dict(Counter(answer.status for answer in answers if answer.status != "ok")),
+        tau=1 + accepted / steps if steps else None,
+        tokens_per_s=sum(answer.num_tokens for answer in ok) / max(seconds, 1e-9),
+        seconds=seconds,
+        draft_versions=dict(Counter(answer.draft_version for answer in ok if answer.draft_version is not None)),
+    )

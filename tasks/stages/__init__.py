@@ -1,0 +1,127 @@
+"""Directories that are made once: found again by what they were made from, and checked before they are used again.
+
+Prefect's own cache keys a task by its lines, so a thin task would serve a stale result after its algorithm changed, and
+it would hand out references to files that are gone. Here the key covers the code of every module that computes, and a
+directory counts as made only while its manifest fits.
+
+Beside it lies what stages share: what they show, the samples that drafts learn from, and the change of a target.
+"""
+
+import ast
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from infra.artifacts import Artifact, publish, staged
+from infra.manifest import canonical_json, file_sha256
+from infra.settings import load_settings
+from tasks.stages.reporting import run_logger
+
+ROOT = Path(__file__).parents[2]
+KEY_LENGTH = 16
+# Say what a stage may be told, and compute nothing: what it was told is in its params.
+SCHEMAS = ("models.recipe", "models.stages")
+
+
+def produce(
+    stage: str,
+    kind: str,
+    params: object,
+    inputs: Mapping[str, Artifact],
+    code: tuple[str, ...],
+    make: Callable[[Path, Path], None],
+) -> Artifact:
+    """Return the directory of a stage, made now unless a good one is there.
+
+    Args:
+        stage: names the folder.
+        kind: of the artifact.
+        params: what the result depends on besides the inputs, as JSON.
+        inputs: role to what the result is made from.
+        code: the modules that compute it.
+        make: fills an empty directory, its first argument. The second one is a directory that lasts until the stage is
+            complete, so that a killed run is gone on with.
+    """
+    key = stage_key(stage, params, inputs, code)
+    artifacts, log = load_settings().artifacts, run_logger()
+    final, work = artifacts / stage / key, artifacts / "work" / key
+    if final.exists():
+        try:
+            artifact = publish(final, kind)
+        except ValueError as error:
+            log.warning("%s: made again, because %s", stage, error)
+        else:
+            log.info("%s: cached, %s", stage, key)
+            return artifact
+    work.mkdir(parents=True, exist_ok=True)
+    with staged(final) as directory:
+        make(directory, work)
+    shutil.rmtree(work)  # it may hold hidden states, which are large and count as text
+    log.info("%s: made, %s", stage, key)
+    return publish(final, kind)
+
+
+def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: tuple[str, ...]) -> str:
+    """Return the first 16 hexadecimal digits of the hash of all that a stage's result depends on."""
+    parts = {
+        "stage": stage,
+        "params": params,
+        "inputs": {role: artifact.sha256 for role, artifact in inputs.items()},
+        "code": code_version(*code),
+    }
+    return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
+
+
+def local_content(path: str) -> dict[str, str]:
+    """Return the sha256 of a file, or of all files below a folder, as an entry of a stage's params.
+
+    Something that lies on this machine counts by its content, because its path stays when it is changed. What does not
+    lie here, such as a hub's id, has no entry.
+    """
+    root = Path(path)
+    if not path or not root.exists():
+        return {}
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if file.is_file())
+    hashes = {file.relative_to(root).as_posix(): file_sha256(file) for file in files}
+    return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
+
+
+def code_version(*modules: str) -> str:
+    """Hash the syntax of modules and of the modules of `models` that they import, near and far.
+
+    Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen:
+    name it.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    waiting, hashes = list(modules), {}
+    for name in modules:
+        if _source(name) is None:
+            raise ValueError(f'no module "{name}" under {ROOT}')
+    while waiting:
+        name = waiting.pop()
+        source = _source(name)
+        if name in hashes or source is None:
+            continue
+        tree = ast.parse(source.read_bytes())
+        hashes[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+        waiting += [
+            imported for imported in _imports(tree) if imported.startswith("models.") and imported not in SCHEMAS
+        ]
+    return hashlib.sha256(canonical_json(hashes)).hexdigest()
+
+
+def _source(module: str) -> Path | None:
+    base = ROOT.joinpath(*module.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,0 +1,132 @@
+"""What every stage that makes another target of a target shares: load, change, save, measure on held-out text, log."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from infra.artifacts import Artifact, open_artifact
+from infra.priority import gently
+from infra.registry import open_registry
+from infra.settings import load_settings
+from infra.views.figures import draw_losses
+from models import perplexity, training
+from models.loading import complete, load_model, save_model
+from models.params import Frozen
+from tasks.prepare_text import read_documents, tokenise
+from tasks.stages import produce
+from tasks.stages.reporting import progress, table
+
+Losses = Sequence[tuple[int, float]]
+
+
+class Start(NamedTuple):
+    """What a stage works on.
+
+    Attributes:
+        model: the target in float32, on the settings' device.
+        train: domain to token ids.
+        work: lasts until the stage is complete, so that a killed run is gone on with.
+        on_progress: shows how far training is.
+    """
+
+    model: PreTrainedModel
+    train: dict[str, list[list[int]]]
+    work: Path
+    on_progress: training.OnProgress
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The training documents of all domains."""
+        return [document for of_domain in self.train.values() for document in of_domain]
+
+
+class Changed(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        model: computes as the new target.
+        metrics: what the method says of itself.
+        losses: (step, running mean) of training, if any.
+        save: writes config and weights into a directory; by default the model's own, in the old target's format.
+        files: kept with the run in MLflow.
+    """
+
+    model: PreTrainedModel
+    metrics: Mapping[str, float]
+    losses: Losses = ()
+    save: Callable[[Path], None] | None = None
+    files: Sequence[Path] = ()
+
+
+def change_target(
+    stage: str,
+    settings: Frozen,
+    seed: int,
+    target: Artifact,
+    text: Artifact,
+    code: Sequence[str],
+    change: Callable[[Start], Changed],
+) -> Artifact:
+    """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
+
+    Args:
+        stage: its table's name.
+        settings: its table.
+        seed: of all that is drawn.
+        target: what it starts from.
+        text: what it trains, calibrates and measures on.
+        code: the modules of its methods.
+        change: the algorithm; may use up the model.
+    """
+
+    def make(directory: Path, work: Path) -> None:
+        target_dir, text_dir = open_artifact(target), open_artifact(text)
+        model = load_model(target_dir, device=load_settings().device)
+        with progress(f"{stage} the target") as show:
+            train = tokenise(read_documents(text_dir, "train"), target_dir)
+            changed = change(Start(model, train, work, shown_by(show)))
+        losses = held_out_losses(changed.model, tokenise(read_documents(text_dir, "held_out"), target_dir))
+        if changed.save is None:
+            save_model(changed.model, directory, target_dir)
+        else:
+            changed.save(directory)
+            complete(directory, target_dir)
+        rows = [{"domain": domain, "nats a token": round(loss, 4)} for domain, loss in losses.items()]
+        table(f"{stage}-held-out", rows, f"held-out loss after {stage}")
+        figures = [draw_losses(changed.losses, work / "losses.png")] if changed.losses else []
+        metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
+        open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
+
+    return produce(
+        stage=stage,
+        kind="target",
+        params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
+        inputs={"target": target, "text": text},
+        code=(__name__, "tasks.prepare_text", *code),
+        make=gently(make),
+    )
+
+
+def shown_by(show: Callable[[float, float, str], None], note: str = "") -> training.OnProgress:
+    """Return what hands the progress of training on to `show`, under a note."""
+
+    def on_progress(now: training.Progress) -> None:
+        loss = "" if now.loss is None else f", loss {now.loss:.3f}"
+        show(now.done, now.total, f"{note}{now.tokens_per_s:.0f} tokens/s{loss}")
+
+    return on_progress
+
+
+def training_metrics(trained: training.Trained) -> dict[str, float]:
+    """Return what training was, for MLflow."""
+    counts = {"tokens": trained.num_tokens, "steps": trained.num_steps, "skipped_steps": trained.num_skipped}
+    return {**{name: float(count) for name, count in counts.items()}, "seconds": trained.seconds, **trained.figures}
+
+
+def held_out_losses(model: PreTrainedModel, documents: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
+    """Return domain to nats a token."""
+    return {
+        domain: perplexity.nats_per_token(perplexity.score(model, of_domain)) for domain, of_domain in documents.items()
+    }

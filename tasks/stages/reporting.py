@@ -1,0 +1,86 @@
+"""What a running task shows: log lines, progress and tables in Prefect's UI, a bar on a terminal.
+
+Outside a run (a task called through `.fn`) there is no UI to show anything in, and only the log is written.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, cast
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from tqdm import tqdm
+
+UPDATE_S = 2.0
+LINE_S = 30.0  # where there is no terminal, a line now and then is all that shows life
+
+
+class Show(Protocol):
+    """Takes how much is done of how much, and a note."""
+
+    def __call__(self, done: float, total: float, note: str = "") -> None: ...
+
+
+def run_logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:
+    """Return the run's logger."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger("redraft")
+
+
+def flow_run_id() -> str:
+    """Return the id of the flow run, empty outside one."""
+    return str(flow_run.id or "")
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Show]:
+    """Yield a function that shows how far the task is.
+
+    Args:
+        description: what is being done; it is shown with the note.
+    """
+    # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
+    artifact_id = cast("UUID", create_progress_artifact(0.0, description=description)) if _in_run() else None
+    shown_s, line_s = -UPDATE_S, time.monotonic()
+    with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
+
+        def show(done: float, total: float, note: str = "") -> None:
+            nonlocal shown_s, line_s
+            bar.total = total
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(done - bar.n)
+            now_s = time.monotonic()
+            if artifact_id is not None and (now_s - shown_s >= UPDATE_S or done >= total):
+                shown_s = now_s
+                update_progress_artifact(artifact_id, 100 * done / max(total, 1), description=f"{description}: {note}")
+            if bar.disable and now_s - line_s >= LINE_S:
+                line_s = now_s
+                run_logger().info("%s: %d of %d%s", description, done, total, f", {note}" if note else "")
+
+        yield show
+
+
+def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> None:
+    """Log a table and show it in the UI.
+
+    Args:
+        key: small letters, digits and dashes.
+        rows: column to value.
+        description: its heading.
+    """
+    lines = ["  ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
+    run_logger().info("%s\n  %s", description, "\n  ".join(lines))
+    if _in_run():
+        create_table_artifact([dict(row) for row in rows], key=key, description=description)
+
+
+def _in_run() -> bool:
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None

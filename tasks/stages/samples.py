@@ -1,0 +1,134 @@
+"""Questions with the target's answers, as files: what drafts are trained on and held to.
+
+Whoever floods the service must not write the next draft alone: an answer given twice counts once, and one API key gives
+at most its share of what is kept. The held-out side has the first draft's conversations too, which no client can write.
+
+A directory of kind "samples" holds `train.jsonl` and `held_out.jsonl`. Traffic is put on a side by a hash of the prompt
+alone, so the same question never sits on both, whenever it is asked again.
+"""
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from infra.artifacts import Artifact, open_artifact
+from infra.consent import QueryRow
+from models.hidden import Sample
+
+Part = Literal["train", "held_out"]
+# A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
+MIN_COMPLETION = 3
+
+
+def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> None:
+    """Write one part of a "samples" directory."""
+    with (directory / f"{part}.jsonl").open("w", encoding="utf-8") as file:
+        for sample in samples:
+            file.write(json.dumps(sample._asdict(), allow_nan=False) + "\n")
+
+
+def read_samples(artifact: Artifact, part: Part) -> list[Sample]:
+    """Read one part of a "samples" artifact; ValueError if its files are not those of the reference."""
+    with (open_artifact(artifact) / f"{part}.jsonl").open(encoding="utf-8") as file:
+        return [Sample(**json.loads(line)) for line in file]
+
+
+def usable(
+    rows: Iterable[QueryRow], target_version: int, max_share_per_key: float, min_rows: int
+) -> tuple[list[Sample], Counter[str]]:
+    """Turn rows of the query log into samples, without those that can't be trained on.
+
+    Args:
+        rows: by seq.
+        target_version: whose answers they must be.
+        max_share_per_key, min_rows: see `Refresh`; no key is one key too.
+
+    Returns:
+        The samples, and how many rows were left out for which reason.
+    """
+    kept: list[tuple[str | None, Sample]] = []
+    left_out: Counter[str] = Counter()
+    seen: set[str] = set()
+    for row in rows:
+        content = json.dumps([row.prompt_ids, row.completion_ids])
+        temperature = row.sampling.get("temperature")
+        if row.target_version != target_version:
+            left_out["answered by another target"] += 1
+        elif row.prompt_ids is None or row.completion_ids is None or not isinstance(temperature, int | float):
+            left_out["without token ids or temperature"] += 1
+        elif len(row.completion_ids) < MIN_COMPLETION:
+            left_out["too short"] += 1
+        elif content in seen:
+            left_out["repeated"] += 1
+        else:
+            seen.add(content)
+            sample = Sample(row.id, row.domain, row.prompt_ids, row.completion_ids, float(temperature))
+            kept.append((row.key, sample))
+    samples = _within_share(kept, max_share_per_key, min_rows)
+    if above := len(kept) - len(samples):
+        left_out["above one key's share"] = above
+    return samples, left_out
+
+
+def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float, min_rows: int) -> list[Sample]:
+    """Leave out what a key gave above its share; which of its samples stay is up to a hash, not to when they came."""
+    of_key: dict[str | None, list[str]] = {}
+    for key, sample in keyed:
+        of_key.setdefault(key, []).append(sample.id)
+    cap = cap_per_key([len(ids) for ids in of_key.values()], max_share, min_rows)
+    above: set[str] = set()
+    for ids in of_key.values():
+        above.update(sorted(ids, key=_hashed)[cap:])
+    return [sample for _, sample in keyed if sample.id not in above]
+
+
+def cap_per_key(sizes: Sequence[int], max_share: float, min_rows: int) -> int:
+    """Return how many rows a key may give: the largest c with c <= max_share * kept(c), kept(c) = sum of min(n_k, c).
+
+    A share of less than one key's equal part, 1 over the number of keys, can't be kept to and means that part. Two keys
+    of 600 and 1 rows would leave 2 at half each: whoever asks once could starve every refresh. So the share
+    gives way to size where both can't be had: the cap is at least what keeps `min_rows`, or all rows if they are fewer.
+    A flood that nearly nobody else dilutes is thus bounded by the smallest refresh, not by its share.
+
+    Args:
+        sizes: rows of each key, n_k >= 1.
+        max_share: of what is kept, in (0, 1].
+        min_rows: below so many kept rows the share does not hold.
+    """
+    if not sizes:
+        return 0
+    caps = range(max(sizes) + 1)
+
+    def kept(cap: int) -> int:
+        return sum(min(size, cap) for size in sizes)
+
+    def is_above(cap: int) -> bool:
+        return cap > max(max_share * kept(cap), kept(cap) / len(sizes))
+
+    # share * kept(c) - c is concave and 0 at 0, so it turns negative once; kept(c) only grows.
+    within_share = bisect_left(caps, True, key=is_above) - 1
+    large_enough = bisect_left(caps, min(min_rows, sum(sizes)), key=kept)
+    return max(within_share, large_enough)
+
+
+def _hashed(id: str, seed: int = 0) -> bytes:
+    return hashlib.sha256(f"{seed} {id}".encode()).digest()
+
+
+def part_of(prompt_ids: Sequence[int], held_out_fraction: float) -> Part:
+    """Return the side that a prompt is on."""
+    digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).digest()
+    return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
+
+
+def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> list[Sample]:
+    """Draw up to `per_domain` samples of each domain, the same ones each time, in the order given."""
+    drawn: set[str] = set()
+    for domain in {sample.domain for sample in samples}:
+        ids = [sample.id for sample in samples if sample.domain == domain]
+        drawn.update(sorted(ids, key=lambda id: _hashed(id, seed))[:per_domain])
+    return [sample for sample in samples if sample.id in drawn]

@@ -1,0 +1,111 @@
+"""Gather what the report tells, and write it."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import write_whole
+from infra.machine import git_commit
+from infra.overview import overview
+from infra.querylog import QueryLog
+from infra.registry import Registry, Version, open_registry
+from infra.settings import Settings
+from infra.views import Interval
+from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
+from infra.views.gate import DATA, GateReport
+from infra.views.report import MAX_GATES, Demonstration, Findings, page
+from models.acceptance import Trace, summarise
+from tasks.measure.demo_files import PHASES, RESULT, answers_of
+
+REPORT = "report.html"
+MAX_ROWS = 5000
+
+
+@task(cache_policy=NO_CACHE)
+def write_report(settings: Settings, output: Path | None = None) -> Path:
+    """Write the page and return its file.
+
+    Args:
+        settings: whose home the page is about.
+        output: the file; by default report.html in the home folder.
+
+    Raises:
+        ValueError: the file can't be written there, or the service answers something else.
+        ConnectionError: the registry can't be asked.
+    """
+    file = output or settings.home / REPORT
+    write_whole(file, page(collect(settings)))
+    return file
+
+
+def collect(settings: Settings) -> Findings:
+    """Ask the registry, the query log, the service and the demonstrations' folders.
+
+    Raises:
+        ValueError: the service answers something else.
+        ConnectionError: the registry can't be asked.
+    """
+    registry = open_registry(settings)
+    drafts = registry.versions("draft")
+    rows = QueryLog(settings.querylog).latest(MAX_ROWS)
+    return Findings(
+        state=overview(settings),
+        target=registry.champion("target"),
+        drafts=drafts,
+        gates=_gates(registry, drafts[:MAX_GATES]),
+        acceptance=_acceptance(from_log(rows)),
+        num_rows=len(rows),
+        demonstrations=[_demonstration(folder) for folder in sorted((settings.home / "demo").glob("*/"))],
+        written=datetime.now(UTC),
+        commit=git_commit(),
+    )
+
+
+def _gates(registry: Registry, drafts: list[Version]) -> dict[int, GateReport]:
+    texts = {version.number: registry.attached(version, DATA) for version in drafts}
+    return {number: GateReport.model_validate_json(text) for number, text in texts.items() if text is not None}
+
+
+def _demonstration(folder: Path) -> Demonstration:
+    result = folder / RESULT
+    answers = [row for phase in PHASES for row in answers_of(folder, phase)]
+    return Demonstration(
+        name=folder.name,
+        result=json.loads(result.read_text()) if result.is_file() else None,
+        acceptance=_acceptance(from_answers(answers)),
+    )
+
+
+def _acceptance(served: Sequence[Served]) -> Acceptance:
+    grouped = by_domain_and_draft(served)
+    return Acceptance(served, [sum_up(domain, draft, requests) for (domain, draft), requests in grouped.items()])
+
+
+def sum_up(domain: str, draft: int, requests: Sequence[Served]) -> Group:
+    """Return the acceptance of one domain's requests that one draft drafted for, with 95% intervals."""
+    summary = summarise([_trace(number, request) for number, request in enumerate(requests)])
+    assert summary.tau is not None  # each request has a step
+    times_ms = [request.per_token_ms for request in requests if request.per_token_ms is not None]
+    return Group(
+        domain=domain,
+        draft=draft,
+        num_requests=len(requests),
+        tau=Interval.of(summary.tau),
+        rate=None if summary.rate is None else Interval.of(summary.rate),
+        per_token_ms=median(times_ms) if times_ms else None,
+    )
+
+
+def _trace(number: int, request: Served) -> Trace:
+    return Trace(
+        request_id=str(number),
+        token_ids=(),  # whether an output loops is not asked here
+        drafted=request.drafted,
+        accepted=request.accepted,
+        domain=request.domain,
+    )

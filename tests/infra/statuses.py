@@ -1,0 +1,28 @@
+"""What a service may say of itself."""
+
+from infra.status import DomainAcceptance, EventCounts, LogCounts, Phase, Proof, ServiceStatus
+
+STATUS = ServiceStatus(
+    phase=Phase.SERVING,
+    champion=4,
+    draft_version=None,
+    speculating=True,
+    fallback=None,
+    replacement=None,
+    swaps=2,
+    swap_ms=31.5,
+    proof=None,
+    refused={"2-0123456789ab": "fc.weight holds NaN"},
+    postponed={"4-0123456789ab": "attempt 1 failed"},
+    reconciler={"swaps": 2},
+    acceptance={"chat": DomainAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
+    log=LogCounts(written=5, dropped=1, last_error=None),
+    events=EventCounts(sent=0, dropped=0, last_error=None),
+    tokens=99,
+    requests={"200": 7, "429": 1},
+    in_flight=3,
+    target_version=1,
+    served_name="target",
+    uptime_s=1.5,
+)
+PROOF = Proof(weight_error=0.0, num_near_ties=0, tau=1.5, promised_tau=1.6)

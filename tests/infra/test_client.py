@@ -1,0 +1,147 @@
+"""The client against a real server of a few lines that answers, refuses and breaks off."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from infra.client import Answer, Chat, Client
+from infra.status import ServiceStatus
+from tests.infra.statuses import PROOF, STATUS
+
+SERVING = STATUS.model_copy(update={"draft_version": 7, "proof": PROOF, "refused": {}, "postponed": {}})
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers chats by what the last message says, and tells the status that it was given."""
+
+    def do_GET(self) -> None:
+        body = self.server.status.model_dump_json() if self.path == "/redraft/status" else "redraft_swaps 1\n"
+        self.send_response(200 if self.headers["Authorization"] == "Bearer the-key" else 401)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/redraft/speculation":
+            self.server.status = self.server.status.model_copy(update={"speculating": body["on"]})
+            self.send_response(200)
+            self.end_headers()
+            return
+        said = body["messages"][-1]["content"]
+        self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
+        if said == "refuse":
+            self.send_response(503)
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self._frame(choices=[{"index": 0, "delta": {"content": "hel"}, "finish_reason": None, "token_ids": [5]}])
+        if said == "fail":
+            self.wfile.write(b'data: {"error": {"message": "engine died", "type": "server_error"}}\n\n')
+        elif said != "break":
+            self._frame(choices=[{"index": 0, "delta": {"content": "lo"}, "finish_reason": "stop", "token_ids": [6]}])
+            speculation = {"draft_version": 7, "drafted_per_step": [3, 3, 3], "accepted_per_step": [3, 0, 1]}
+            usage = {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9, "redraft": speculation}
+            self._frame(choices=[], usage=usage)
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _frame(self, **content: object) -> None:
+        chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "target", **content}
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    """Return a server that runs."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.seen, server.status = [], SERVING
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def url_of(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def chats(*texts: str) -> list[Chat]:
+    return [Chat(f"id of {text}", "code", [{"role": "user", "content": text}]) for text in texts]
+
+
+def ask(server: ThreadingHTTPServer, *texts: str) -> list[Answer]:
+    return asyncio.run(Client(url_of(server)).send(chats(*texts), concurrency=2, max_tokens=8))
+
+
+def test_an_answer_carries_what_speculation_did(server):
+    (answer,) = ask(server, "hello")
+    assert (answer.status, answer.text, answer.finish_reason, answer.num_tokens) == ("ok", "hello", "stop", 8)
+    assert answer.draft_version == "7"
+    assert (answer.drafted_per_step, answer.accepted_per_step) == ((3, 3, 3), (3, 0, 1))
+    assert answer.token_ids == (5, 6)
+    assert len(answer.arrival_ms) == 2
+    assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
+
+
+def test_clients_ask_in_turn_until_they_are_stopped(server):
+    answers: list[Answer] = []
+    asyncio.run(
+        Client(url_of(server)).keep_asking(
+            chats("a", "b"),
+            concurrency=2,
+            max_tokens=8,
+            stop=lambda: len(answers) >= 5,
+            on_answer=answers.append,
+        )
+    )
+    assert 5 <= len(answers) <= 6  # what ran when they were stopped is waited for
+    assert {answer.prompt_id for answer in answers} == {"id of a", "id of b"}
+    assert all(answer.status == "ok" for answer in answers)
+    assert server.seen[0][1:] == ("none", 0.0)
+
+
+def test_domain_and_consent_go_with_each_request(server):
+    ask(server, "a", "b")
+    assert server.seen == [("code", "full", 0.0)] * 2
+
+
+def test_every_way_to_fail_has_its_name(server):
+    answers = ask(server, "hello", "refuse", "break", "fail")
+    assert [answer.status for answer in answers] == ["ok", "http 503", "truncated", "error frame: engine died"]
+
+
+def test_a_service_that_is_not_there_fails_each_request(server):
+    server.shutdown()
+    server.server_close()
+    (answer,) = ask(server, "a")
+    assert answer.status == "APIConnectionError"
+
+
+def test_the_service_is_asked_with_the_key_and_speculation_is_switched(server):
+    with Client(url_of(server), "the-key") as client:
+        assert client.status().model_dump(exclude={"url"}) == SERVING.model_dump()
+        assert client.metrics() == "redraft_swaps 1\n"
+        client.speculate(False)
+        assert client.status().speculating is False
+    with Client(url_of(server)) as client, pytest.raises(httpx.HTTPStatusError, match="401"):
+        client.status()
+
+
+def test_a_refused_draft_is_not_waited_for_and_one_refused_before_does_not_matter(server):
+    with Client(url_of(server), "the-key") as client:
+        server.status = SERVING.model_copy(update={"refused": {"3-0123456789ab": "another output"}})
+        client.wait_for_draft(7, ServiceStatus.has_proven)
+        with pytest.raises(RuntimeError, match="drafts with 7, not with 3: .*another output"):
+            client.wait_for_draft(3, ServiceStatus.has_proven)
+        with pytest.raises(RuntimeError, match="drafts with 7, not with 8"):
+            client.wait_for_draft(8, ServiceStatus.drafts_with, timeout_s=0.0)

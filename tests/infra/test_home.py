@@ -1,0 +1,174 @@
+"""A home that the release before formats were numbered made by `redraft demo --recipe tiny` goes on working.
+
+Of it are kept the registry with the champion pair, the query log, the service's files and its demonstration's figures.
+"""
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from infra import home
+from infra.home import FORMAT_FILE, latest_format, open_home
+from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.service_process import config_path
+from infra.settings import Settings
+from infra.status import Phase
+from models.drafts import family_named, family_of, open_draft
+from models.engines.torch import Params, TorchEngine
+from models.golden import load_golden
+from models.targets import describe
+from services.config import read_config
+from services.drafts import DraftSource, choose_boot_draft, read_memory
+from services.reconciler import Reconciler
+
+FIRST = Path(__file__).parent / "homes" / "first.tar.xz"
+MADE_IN = "/home/user/.redraft"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """The old home, moved here: what it says of its own place is said of the new one."""
+    with tarfile.open(FIRST) as archive:
+        archive.extractall(tmp_path, filter="data")
+    settings = Settings(home=tmp_path / ".redraft")
+    database = settings.home / "mlflow.db"
+    with sqlite3.connect(database) as old:
+        script = "\n".join(old.iterdump()).replace(MADE_IN, str(settings.home))
+    old.close()
+    for file in settings.home.glob("mlflow.db*"):
+        file.unlink()
+    with sqlite3.connect(database) as new:
+        new.executescript(script)
+    new.close()
+    for file in settings.home.glob("service*.json"):
+        file.write_text(file.read_text().replace(MADE_IN, str(settings.home)))
+    return settings
+
+
+def contents(settings: Settings) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(settings.home.glob("*.json"))}
+
+
+def format_of(settings: Settings) -> int:
+    return int(json.loads((settings.home / FORMAT_FILE).read_text())["format"])
+
+
+def redraft(settings: Settings, *arguments: str) -> str:
+    variables = {**os.environ, "REDRAFT_HOME": str(settings.home), "COLUMNS": "200"}
+    argv = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(argv, env=variables, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_the_commands_show_what_an_old_home_holds(settings: Settings) -> None:
+    seen = json.loads(redraft(settings, "status", "--json"))
+    assert format_of(settings) == latest_format()
+    assert [(draft["version"], draft["champion"], draft["verdict"]) for draft in seen["drafts"]] == [
+        (2, True, "passed"),
+        (1, False, ""),
+    ]
+    assert (seen["last_refresh"]["rows"], seen["service"]) == ("1–100", None)
+    assert (seen["log"]["total"], seen["log"]["cursor"]) == (100, 100)
+    told = redraft(settings, "diff", "1", "2")
+    for difference in ("window_last_seq", "2.1111", "gate"):
+        assert difference in told
+    redraft(settings, "report")
+    page = (settings.home / "report.html").read_text()
+    assert "random-llama-0" in page
+    assert "tiny-0b07ba0528e4" in page
+
+
+def test_its_query_log_and_its_champions_are_read(settings: Settings) -> None:
+    open_home(settings)
+    assert len(QueryLog(settings.querylog).rows(1, 100)) == 100
+    registry = open_registry(settings)
+    champions = registry.champion("draft"), registry.champion("target")
+    draft, target = (registry.download(one, settings.cache) for one in champions if one is not None)
+    assert family_of(draft) is family_named("eagle3")
+    assert open_draft(draft, target).taps
+
+
+def test_its_service_starts_with_what_it_remembers_and_serves(settings: Settings) -> None:
+    open_home(settings)
+    registry, target = open_registry(settings), open_registry(settings).champion("target")
+    assert target is not None
+    directory = registry.download(target, settings.cache)
+    config = read_config(config_path(settings))
+    assert (config.follow_drafts, config.serve.poll_s, config.serve.watch.fall) == (True, 1.0, 0.3)
+    assert (config.target_dir, config.state) == (directory, settings.home / "service-state.json")
+    memory, counts = read_memory(config.state), Counter[str]()
+    assert [version.number for version in memory.good] == [2, 1]
+    k = config.engine_params().num_draft_tokens
+    source = DraftSource(registry, settings.cache, describe(directory), k)
+    boot, memory = choose_boot_draft(source, memory, counts)
+    assert boot is not None
+    goldens, threshold = load_golden(directory)
+
+    async def serve() -> Phase:
+        params = Params(num_draft_tokens=source.served_k(boot.version))
+        engine = await TorchEngine.start(directory, boot.directory, params, draft_version=str(boot.version.number))
+        loop = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
+        await loop.tick()
+        return loop.state.phase
+
+    assert (boot.version.number, asyncio.run(serve()), counts) == (2, Phase.SERVING, {})
+
+
+def test_opening_it_again_changes_nothing(settings: Settings) -> None:
+    open_home(settings)
+    once = contents(settings)
+    open_home(settings)
+    assert contents(settings) == once
+    assert config_path(settings).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_kill_between_steps_does_no_harm(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def killed(_: Settings) -> None:
+        done.append("killed")
+        raise KeyboardInterrupt
+
+    first = home.STEPS[0]
+    first(settings)  # killed before the number moved
+    assert not (settings.home / FORMAT_FILE).exists()
+    monkeypatch.setattr(home, "STEPS", (first, killed))
+    with pytest.raises(KeyboardInterrupt):
+        open_home(settings)
+    assert format_of(settings) == 2
+    monkeypatch.setattr(home, "STEPS", (killed, lambda _: done.append("second")))
+    open_home(settings)  # what was done is not done again
+    assert (format_of(settings), done) == (3, ["killed", "second"])
+    assert read_config(config_path(settings)).follow_drafts
+
+
+def test_a_new_home_is_of_the_latest_format(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "new" / "home")
+    open_home(settings)
+    assert format_of(settings) == latest_format()
+
+
+def test_a_newer_home_is_refused_and_left_as_it_is(settings: Settings) -> None:
+    (settings.home / FORMAT_FILE).write_text(json.dumps({"format": latest_format() + 1}))
+    before = contents(settings)
+    with pytest.raises(
+        ValueError, match=r"is of format \d+, and this version of redraft knows up to \d+: upgrade redraft"
+    ):
+        open_home(settings)
+    assert contents(settings) == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0}', '{"format": "2"}'])
+def test_a_damaged_number_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / FORMAT_FILE).write_text(content)
+    with pytest.raises(ValueError, match=r"home\.json"):
+        open_home(Settings(home=tmp_path))

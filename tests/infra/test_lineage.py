@@ -1,0 +1,112 @@
+"""Lineage as tags: there and back, tags of earlier revisions, and tags that somebody changed by hand."""
+
+import pytest
+
+from infra.lineage import Lineage, Target, TrainedWindow
+from infra.registry import ForeignVersion, Version
+from tests.tags import TARGET, draft_tags
+
+# A refreshed draft's, as revision 8179b87 wrote them.
+EARLIER = {
+    "target_name": "SmolLM2-135M-Instruct",
+    "target_version": "1",
+    "target_sha256": "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+    "tokenizer_sha256": "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c",
+    "vocab_size": "49152",
+    "chat_template_sha256": "18e7a6c83ad9b7ea8a7e39a29e34f4e0d0ee7ac0a0e2f0f2b1b1e02e4cfa5a6f",
+    "parent": "1",
+    "window_first_seq": "1",
+    "window_last_seq": "200",
+    "window_sha256": "0f1e",
+    "window_uri": "file:///home/somebody/.redraft/artifacts/samples/0f1e",
+    "sampling": '{"max_tokens": 40, "temperature": 0.0}',
+    "quantization": "",
+    "git_commit": "8179b87",
+    "flow_run": "a run",
+    "gate": "passed",
+    "gate_reasons": "",
+    "gate_test": "1",
+    "line": "0123456789abcdef",
+    "tau": '{"chat": 1.8512, "code": 2.1034}',
+    "probe_tau": "1.6250",
+    "samples_uri": "file:///home/somebody/.redraft/artifacts/samples/0a0b",
+    "samples_sha256": "0a0b",
+    "seed": "0",
+    "sha256": "1" * 64,
+    "model_id": "m-1",
+    "previous": "1",
+}
+
+
+def version(**changed: str) -> Version:
+    return Version(kind="draft", number=3, sha256="1" * 64, tags=EARLIER | changed, created_ms=0)
+
+
+def test_a_lineage_survives_the_trip_through_tags() -> None:
+    trained = Lineage(
+        target=TARGET,
+        target_version=2,
+        parent=4,
+        window=TrainedWindow(first_seq=1, last_seq=60, sha256="w", uri="file:///w"),
+        sampling={"max_tokens": 40, "temperature": 0.0},
+        quantization="rtn",
+        git_commit="c",
+        flow_run="r",
+        gate="refused",
+        gate_reasons='domain "code" may lose; no gain',
+        gate_test=3,
+        gated_against=4,
+        line="L",
+        tau={"chat": 1.5},
+        probe_tau=1.25,
+        num_draft_tokens=3,
+        seed=7,
+    )
+    assert set(trained.to_tags()) == set(Lineage.tag_names())
+    assert Lineage.from_tags(trained.to_tags()) == trained
+    first = Lineage.from_tags(draft_tags())
+    assert (first.parent, first.window, first.gate, first.tau, first.num_draft_tokens) == (None, None, None, {}, None)
+    assert Lineage.from_tags(first.to_tags()) == first
+
+
+def test_a_version_of_an_earlier_revision_is_read() -> None:
+    lineage = version().lineage
+    assert lineage.target == version().target == Target.from_tags(EARLIER)
+    assert (lineage.target_version, lineage.parent, lineage.gate, lineage.gate_test) == (1, 1, "passed", 1)
+    assert lineage.window is not None
+    assert (lineage.window.first_seq, lineage.window.last_seq) == (1, 200)
+    assert (lineage.tau, lineage.probe_tau) == ({"chat": 1.8512, "code": 2.1034}, 1.625)
+    assert (lineage.num_draft_tokens, lineage.gated_against, lineage.source) == (None, None, "")
+    assert (version().previous, version().was_champion, version().quarantined, version().forced) == (1, True, "", "")
+
+
+@pytest.mark.parametrize(
+    ("tag", "value"),
+    [
+        ("parent", "one"),
+        ("vocab_size", ""),
+        ("window_last_seq", "all"),
+        ("window_first_seq", ""),
+        ("sampling", "greedy"),
+        ("gate", "Passed"),
+        ("gate_test", "-"),
+        ("tau", "{"),
+        ("tau", '{"chat": "much"}'),
+        ("tau", '{"chat": 0.5}'),
+        ("probe_tau", "nan"),
+        ("num_draft_tokens", "0"),
+    ],
+)
+def test_a_tag_that_was_changed_by_hand_is_one_error_that_names_version_and_tag(tag: str, value: str) -> None:
+    with pytest.raises(ForeignVersion, match=f"^draft 3: tag {tag} is ") as caught:
+        version(**{tag: value}).require_lineage()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tag_is_named_and_a_damaged_one_keeps_nobody_from_seeing_a_quarantine() -> None:
+    tags = {name: value for name, value in EARLIER.items() if name not in ("parent", "gate")}
+    with pytest.raises(ValueError, match="tag parent is missing; tag gate is missing"):
+        Lineage.from_tags(tags)
+    assert version(tau="{", quarantined="worse").quarantined == "worse"
+    with pytest.raises(ForeignVersion, match="draft 3: tag previous is 'x'"):
+        _ = version(previous="x").previous

@@ -1,0 +1,151 @@
+"""Lines of drafts, as tags tell them, in a real registry; and what is done with a candidate that a crash left."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import Artifact, staged
+from infra.lines import ancestors, best_versions, next_test_index, trained_on
+from infra.querylog import Window
+from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back
+from tests.tags import draft_tags
+
+FILES = Artifact(uri="file:///nowhere", sha256="0" * 64, kind="draft")
+WINDOW = Window(first_seq=1, last_seq=9, num_rows=9, sha256="w1", owner="anyone")
+
+
+@pytest.fixture
+def registry(store, tmp_path, monkeypatch) -> Registry:
+    """Return the registry of a fresh home."""
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    shutil.copy(store, tmp_path / "mlflow.db")
+    return open_registry()
+
+
+def register(registry: Registry, tmp_path: Path, kind: str = "draft", **tags: str) -> Version:
+    with staged(tmp_path / f"{kind}-files") as directory:
+        (directory / "weights").write_text(json.dumps(tags))
+    defaults = {"line": "L", "gate_test": "0", "tau": "{}", "gate_reasons": ""}
+    return registry.register(kind, tmp_path / f"{kind}-files", {**draft_tags(), **defaults, **tags})
+
+
+def register_candidate(registry: Registry, tmp_path: Path, parent: Version, **tags: str) -> Version:
+    window = {"window_first_seq": "1", "window_last_seq": "9", "window_sha256": "w1"}
+    trained = {"parent": str(parent.number), "gate": "passed", "gate_test": "1", **window}
+    return register(registry, tmp_path, **{**trained, **tags})
+
+
+def pair(target: Version, draft: Version) -> Pair:
+    return Pair(target=target, draft=draft, target_files=FILES, draft_files=FILES)
+
+
+def test_a_line_is_followed_to_its_start_and_knows_its_best(registry, tmp_path):
+    first = register(registry, tmp_path, tau='{"chat": 2.0}')
+    second = register(registry, tmp_path, parent="1", tau='{"chat": 1.9, "code": 1.5}', gate_test="1")
+    register(registry, tmp_path, parent="2", gate="refused", gate_test="2")
+    fourth = register(registry, tmp_path, parent="2", tau='{"chat": 2.0, "code": 1.4}', gate_test="3")
+    line = ancestors(registry, fourth)
+    assert [version.number for version in line] == [4, 2, 1]
+    assert {domain: version.number for domain, version in best_versions(line).items()} == {"chat": 4, "code": 2}
+    assert first.lineage.tau == {"chat": 2.0}
+    assert second.number == 2
+
+
+def test_refused_candidates_count_as_tests_and_other_lines_do_not(registry, tmp_path):
+    register(registry, tmp_path)
+    assert next_test_index(registry.versions("draft"), "L") == 1
+    register(registry, tmp_path, parent="1", gate="refused", gate_test="1")
+    register(registry, tmp_path, line="M", gate_test="7")
+    assert next_test_index(registry.versions("draft"), "L") == 2
+
+
+def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    assert find_candidate.fn(pair(target, first), WINDOW) is None
+    candidate = register_candidate(registry, tmp_path, first)
+    found = find_candidate.fn(pair(target, first), WINDOW)
+    assert found == candidate
+    assert promote_candidate.fn(pair(target, first), found) == "promoted"
+    assert registry.champion("draft").number == candidate.number
+
+
+def test_a_window_in_the_champions_line_is_not_trained_on_again(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    candidate = register_candidate(registry, tmp_path, first)
+    now = pair(target, candidate)
+    assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, quarantined):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first, gate="passed" if quarantined else "refused")
+    if quarantined:
+        registry.quarantine("draft", candidate.number, "bad")
+    found = find_candidate.fn(pair(target, first), WINDOW)
+    assert promote_candidate.fn(pair(target, first), found) == "refused"
+    assert registry.champion("draft").number == first.number
+
+
+@pytest.mark.parametrize("gate", ["passed", "refused"])
+@pytest.mark.parametrize("quarantine", ["", "slow on phones"])
+def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
+    registry, tmp_path, gate, quarantine
+):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    second = register(registry, tmp_path, parent="1")
+    registry.promote("draft", second.number)
+    during = pair(target, second)
+    roll_back.fn(quarantine)
+    candidate = register_candidate(registry, tmp_path, second, gate=gate)
+    assert promote_candidate.fn(during, candidate) == "outdated"
+    assert registry.champion("draft").number == first.number
+    assert find_candidate.fn(pair(target, registry.champion("draft")), WINDOW) is None
+    assert not is_quarantined(candidate)
+
+
+def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    second = register(registry, tmp_path, parent="1")
+    registry.promote("draft", second.number)
+    candidate = register_candidate(registry, tmp_path, second)
+    roll_back.fn()
+    assert promote_candidate.fn(pair(target, second), candidate) == "outdated"
+    now = pair(target, promote_version.fn(candidate.number))
+    assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
+
+
+def test_a_child_of_a_quarantined_champion_is_not_promoted(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first)
+    registry.quarantine("draft", first.number, "another output")
+    assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
+    assert registry.champion("draft").number == first.number
+    with pytest.raises(ValueError, match="was trained from draft 1, which is quarantined: another output.*--force"):
+        promote_version.fn(candidate.number)
+    assert promote_version.fn(candidate.number, "it was looked at").number == candidate.number
+
+
+def test_a_candidate_of_a_draft_that_is_no_longer_served_is_left_alone(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    register_candidate(registry, tmp_path, first)
+    other = register(registry, tmp_path, line="M")
+    assert len(trained_on(registry.versions("draft"), WINDOW)) == 1
+    assert find_candidate.fn(pair(target, other), WINDOW) is None
+
+
+def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first)
+    registry.promote("draft", candidate.number)
+    promote_build.fn(target, first)
+    assert registry.champion("draft").number == candidate.number

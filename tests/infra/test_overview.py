@@ -1,0 +1,48 @@
+"""What is told of a home: its drafts by their standing, and that nothing runs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import staged
+from infra.overview import overview
+from infra.registry import open_registry
+from infra.settings import Settings
+from tests.tags import draft_tags
+
+
+@pytest.fixture
+def settings(store: Path, tmp_path: Path) -> Settings:
+    """A home with three drafts: the first is the champion, the second was refused, the third is quarantined."""
+    settings = Settings(home=tmp_path / "home")
+    settings.home.mkdir()
+    shutil.copy(store, settings.home)
+    registry = open_registry(settings)
+    trained = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": "1" * 64, "parent": "1"}
+    for number, tags in enumerate(
+        ({"tau": '{"chat": 1.5}'}, {"gate": "refused", "gate_reasons": "no gain", **trained}, {})
+    ):
+        with staged(tmp_path / f"draft {number}") as directory:
+            (directory / "model.safetensors").write_text(str(number))
+        registry.register("draft", tmp_path / f"draft {number}", draft_tags(**tags))
+    registry.promote("draft", 1)
+    registry.quarantine("draft", 3, "another output")
+    return settings
+
+
+def test_drafts_are_told_newest_first_with_rows_and_verdict(settings: Settings) -> None:
+    third, second, first = overview(settings).drafts
+    assert (first.version, first.champion, first.tau, first.rows, first.verdict) == (1, True, {"chat": 1.5}, "", "")
+    assert (second.parent, second.rows, second.verdict, second.reasons) == ("1", "1–60", "refused", "no gain")
+    assert (third.champion, third.verdict, third.reasons) == (False, "quarantined", "another output")
+
+
+def test_the_last_refresh_is_the_newest_draft_of_served_requests(settings: Settings) -> None:
+    seen = overview(settings)
+    assert seen.last_refresh == seen.drafts[1]
+
+
+def test_what_does_not_run_is_not_told(settings: Settings) -> None:
+    seen = overview(settings)
+    assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)

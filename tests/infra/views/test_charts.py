@@ -1,0 +1,87 @@
+"""Charts are well-formed, say in words what they show, and let no name become markup."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from infra.views import Interval
+from infra.views.charts import MAX_POINTS, Axis, bar_chart, interval_chart, line_chart
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAME = '<b>"chat" & co</b>'
+
+
+def parsed(chart: str) -> ElementTree.Element:
+    return ElementTree.fromstring(str(chart).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+
+
+def texts(chart: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in chart.iter(f"{SVG}text")]
+
+
+def drawn_line(points: list[tuple[float, float]], marks: list[tuple[float, str]] | None = None) -> ElementTree.Element:
+    return parsed(line_chart("key", "τ", "falls", {NAME: [points]}, marks or [], ("request", "τ"), 1.0))
+
+
+CHARTS = {
+    "line": lambda: drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")]),
+    "interval": lambda: parsed(
+        interval_chart("key", "τ", "falls", {NAME: Interval(value=1, low=-2, high=3)}, [(0, ""), (-5, "floor")], "%")
+    ),
+    "bar": lambda: parsed(bar_chart("key", "τ", "falls", {NAME: {"on": 120.0, "off": 90.0}}, "tokens/s")),
+}
+
+
+@pytest.mark.parametrize("make", CHARTS.values(), ids=CHARTS)
+def test_a_chart_is_named_and_described_and_keeps_names_as_text(make) -> None:
+    chart = make()
+    assert chart.get("role") == "img"
+    assert chart.get("aria-labelledby") == "key-title key-text"
+    assert [chart.find(f"{SVG}{tag}").text for tag in ("title", "desc")] == ["τ", "falls"]
+    assert any(text.startswith('<b>"chat"') for text in texts(chart))
+    assert chart.find(f".//{SVG}b") is None
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert Axis(1.0, 2.05, 0, 100).ticks() == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
+    assert Axis(-7, 35, 0, 100).ticks() == [0, 10, 20, 30]
+    assert Axis(0, 10, 20, 120).at(5) == 70
+
+
+def test_a_line_goes_up_where_its_values_do_and_a_swap_is_marked_with_its_name() -> None:
+    chart = drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")])
+    line = chart.find(f"{SVG}polyline").get("points")
+    (x1, y1), (x2, y2), (x3, y3) = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert x1 < x2 < x3
+    assert y2 < y1 < y3
+    [mark] = [one for one in chart.iter(f"{SVG}line") if one.get("class") == "mark"]
+    assert float(mark.get("x1")) == x2
+    assert "draft 2" in texts(chart)
+
+
+def test_a_long_curve_keeps_its_end_and_not_all_points() -> None:
+    line = drawn_line([(n, 1.5) for n in range(5000)]).find(f"{SVG}polyline").get("points").split()
+    assert len(line) <= MAX_POINTS + 1
+    assert line[-1].startswith("704.0,")
+
+
+def test_a_single_point_is_a_dot() -> None:
+    assert drawn_line([(1, 1.5)]).find(f"{SVG}polyline") is None
+    assert drawn_line([(1, 1.5)]).find(f"{SVG}circle") is not None
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    bars = [box for box in CHARTS["bar"]().iter(f"{SVG}rect") if box.get("height") == "14"]
+    on, off = (float(bar.get("width")) for bar in bars)
+    assert on / off == pytest.approx(120 / 90, rel=0.01)
+
+
+def test_what_can_not_be_drawn_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 0 points of 1"):
+        drawn_line([])
+    with pytest.raises(ValueError, match="wanted points of 1 to 6 names, got 7 points of 7"):
+        line_chart("key", "τ", "", {str(n): [[(1, 1)]] for n in range(7)}, [], ("", ""), 1.0)
+    with pytest.raises(ValueError, match="at least one row"):
+        interval_chart("key", "τ", "", {}, [], "%")
+    with pytest.raises(ValueError, match="a value above 0, the largest is 0"):
+        bar_chart("key", "τ", "", {"chat": {"on": 0.0}}, "")

@@ -1,0 +1,52 @@
+"""The report of a comparison, by hand."""
+
+from pathlib import Path
+
+from infra.views import Interval
+from infra.views.comparison import Comparison, MethodFigure, comparison_report, number
+
+
+def interval(value: float, reach: float) -> Interval:
+    return Interval(value=value, low=value - reach, high=value + reach)
+
+
+def comparison(num_seeds: int = 3) -> Comparison:
+    return Comparison(
+        question="what does it cost?",
+        baseline="dense",
+        headings={"loss": "loss, nats", "counted": "counted"},
+        figures={
+            "dense": {
+                "loss": MethodFigure(value=1.0, interval=interval(1.0, 0.1)),
+                "counted": MethodFigure(value=12345.0, interval=interval(12345.0, 2.0)),
+            },
+            "half": {
+                "loss": MethodFigure(value=1.5, interval=interval(1.5, 0.1), gain=interval(0.5, 0.2)),
+                "counted": MethodFigure(value=None),
+            },
+        },
+        seconds={"dense": 3.2, "half": 8.0},
+        num_seeds=num_seeds,
+    )
+
+
+def test_values_stand_with_their_intervals_and_differences_with_a_star(tmp_path: Path) -> None:
+    report = comparison_report(comparison(), tmp_path / "compare.png")
+    values, gains = report.grids
+    assert values.rows == [["dense", "1 ± 0.1", "12,345 ± 2", "3"], ["half", "1.5 ± 0.1", "–", "8"]]
+    assert gains.rows == [["half", "0.5 (0.3 to 0.7)*", "–"]]
+    assert report.verdict == "different from dense at 95%: loss, nats: half."
+    assert report.picture is not None
+    assert report.picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_few_seeds_are_said(tmp_path: Path) -> None:
+    report = comparison_report(comparison(num_seeds=1), tmp_path / "compare.png")
+    assert [grid.title for grid in report.grids] == ["mean over 1 seeds"]
+    assert report.notes == ["Only 1 of at least 3 seeds: don't choose a method by these figures."]
+
+
+def test_a_difference_whose_interval_holds_nothing_does_not_differ() -> None:
+    assert not MethodFigure(value=1.0, gain=interval(0.1, 0.2)).differs
+    assert number(None) == "–"
+    assert (number(0.123456), number(123456.7)) == ("0.1235", "123,457")

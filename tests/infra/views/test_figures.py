@@ -1,0 +1,27 @@
+"""Figures are PNG files, also of a single point."""
+
+import pytest
+
+from infra.views.figures import draw_latency, draw_losses, draw_shares, draw_speeds, draw_tau
+
+
+@pytest.mark.parametrize("curves", [{"chat": [(1, 1.5), (2, 1.7)], "code": [(2, 1.4)]}, {"chat": [(1, 1.5)]}])
+def test_tau_over_versions_is_drawn(tmp_path, curves):
+    assert draw_tau(curves, tmp_path / "tau.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_are_drawn(tmp_path):
+    file = draw_losses([(step, 1 / step) for step in range(1, 50)], tmp_path / "losses.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_speeds_are_drawn_also_where_a_domain_lacks_a_side(tmp_path):
+    speeds = {"chat": {"pair": (11.0, 9.0, 12.0), "alone": (7.0, 7.0, 7.0)}, "code": {"alone": (7.0, 6.0, 8.0)}}
+    assert draw_speeds(speeds, "tokens/s", tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_latencies_are_drawn_as_dots_and_as_shares(tmp_path):
+    file = draw_latency({"all": [(-1.0, 12.0), (0.5, 30.0)]}, "seconds from a swap", tmp_path / "swap.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    file = draw_shares({"quiet": [1.0, 2.0, 2.0], "busy": [3.0]}, "ms", tmp_path / "shares.png")
+    assert file.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,113 @@
+"""The state of a home on a terminal, line by line."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from infra.overview import DraftOverview, Overview
+from infra.querylog import Attempt, LogStats, SetAside
+from infra.status import RunningService
+from infra.supervisor import Running
+from infra.views.overview import counts, show_overview
+from tests.infra.statuses import STATUS
+
+LOG = LogStats(
+    depth=20,
+    total=80,
+    per_domain={"chat": 50, "code": 30},
+    cursor=60,
+    dropped=3,
+    duplicates=0,
+    bytes=1,
+    attempt=None,
+    set_aside=(),
+)
+DRAFT = DraftOverview(
+    version=2,
+    champion=True,
+    parent="1",
+    rows="1–60",
+    verdict="passed",
+    reasons="",
+    tau={"chat": 1.55},
+    target_version="1",
+    created_ms=0,
+)
+SERVICE = RunningService(
+    **STATUS.model_copy(
+        update={
+            "draft_version": 2,
+            "speculating": False,
+            "requests": {"200": 1200},
+            "refused": {"3-abc": "another output"},
+            "postponed": {},
+        }
+    ).model_dump(),
+    url="http://127.0.0.1:8000",
+)
+
+
+def shown(**changed: object) -> list[str]:
+    written = io.StringIO()
+    seen = {"drafts": (DRAFT,), "last_refresh": DRAFT, "log": LOG, "service": None, "programs": (), **changed}
+    show_overview(Overview(**seen), Console(file=written, width=120))
+    return [line.rstrip() for line in written.getvalue().splitlines()]
+
+
+def test_drafts_and_log_are_told_where_nothing_runs() -> None:
+    lines = shown()
+    assert any("champion" in line and "1–60" in line and "chat 1.55" in line for line in lines)
+    assert lines[-3:] == [
+        "last refresh: draft 2, passed",
+        "query log: 80 rows (chat: 50, code: 30), 20 waiting for a refresh, 3 dropped",
+        "service: not running",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "running", "error", "told"),
+    [
+        (1, True, "", "attempt 1 of 3 running"),
+        (2, False, "ValueError: [loss] is NaN", "attempt 2 of 3 failed: ValueError: [loss] is NaN"),
+        (3, True, "ValueError: no", "attempt 3 of 3 running, the one before failed: ValueError: no"),
+    ],
+)
+def test_the_attempt_at_the_open_window_is_told(number: int, running: bool, error: str, told: str) -> None:
+    attempt = Attempt(first_seq=61, last_seq=80, number=number, running=running, error=error)
+    assert f"  rows 61–80: {told}" in shown(log=LOG.model_copy(update={"attempt": attempt}))
+
+
+def test_windows_set_aside_are_told_with_their_error() -> None:
+    aside = SetAside(first_seq=1, last_seq=60, num_rows=60, num_attempts=3, time_ms=1_700_000_000_000, error="E: [x]")
+    told = "  rows 1–60 are set aside since 2023-11-14 22:13 UTC, 3 attempts failed: E: [x]"
+    assert told in shown(log=LOG.model_copy(update={"set_aside": (aside,)}))
+
+
+def test_a_home_without_a_draft_says_how_to_get_one() -> None:
+    assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build"
+
+
+def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
+    assert shown(service=SERVICE)[-4:] == [
+        "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
+        "  answered with 200: 1,200; swaps: 2",
+        "  draft 3-abc is refused: another output",
+        "  chat: τ 1.75 over the last 9 requests",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pid", "ready", "told"), [(7, True, "running"), (7, False, "starting"), (None, False, "down, restarts soon")]
+)
+def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told: str) -> None:
+    program = Running(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")
+    assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
+
+
+def test_a_home_without_drafts_says_how_to_make_one() -> None:
+    assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build"
+
+
+def test_counts_stand_by_their_names() -> None:
+    assert counts({"ok": 1000, "http 503": 2}) == "ok: 1,000, http 503: 2"

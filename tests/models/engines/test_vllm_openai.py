@@ -1,0 +1,55 @@
+"""Tool calls through the engine's own handlers."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from models.engines.vllm.openai import Handlers, Refused
+
+pytestmark = pytest.mark.engine
+
+Loop = asyncio.AbstractEventLoop
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    """A request whose answer is fixed by a grammar, because the target has random weights."""
+    return {
+        "model": "target",
+        "messages": [{"role": "user", "content": "add 1"}],
+        "max_tokens": 100,
+        "structured_outputs": {"choice": [CALL]},
+        **options,
+    }
+
+
+def ask(handlers: Handlers, loop: Loop, body: dict[str, Any]) -> dict[str, Any]:
+    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+    answer = loop.run_until_complete(handlers.chat(body, raw))
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_what_the_target_writes_as_a_call_is_parsed_as_the_recipe_says(engine: Any, loop: Loop) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine, "hermes"))
+    (choice,) = ask(handlers, loop, asked(tools=[TOOL]))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+    assert choice["finish_reason"] == "tool_calls"
+    (choice,) = ask(handlers, loop, asked())["choices"]
+    assert choice["message"]["content"] == CALL
+    assert not choice["message"].get("tool_calls")
+
+
+def test_without_a_parser_tools_are_refused_and_the_setting_is_named(engine: Any, loop: Loop) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine))
+    with pytest.raises(Refused, match=r"without a tool_parser \(\[serve\] in its recipe\)"):
+        ask(handlers, loop, asked(tools=[TOOL]))
+    assert ask(handlers, loop, asked())["choices"][0]["message"]["content"] == CALL

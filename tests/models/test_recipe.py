@@ -1,0 +1,118 @@
+"""Recipes: all that ship are parsed, and a slip is named with its table and the nearest key."""
+
+import tomllib
+
+import pytest
+
+from models.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
+
+
+@pytest.fixture
+def tables() -> dict:
+    """Return the tiny recipe's tables, free to be changed."""
+    return tomllib.loads(shipped_recipes()["tiny"].read_text())
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_shipped_recipe_is_parsed_and_survives_json(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_refresh_trains_with_the_keys_that_differ(tables):
+    tables["distill"] |= {"num_threads": 0, "learning_rate": 0.5}
+    tables["refresh"]["distill"] = {"num_threads": 1}
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    assert (recipe.distill.num_threads, recipe.refresh_distill().num_threads) == (0, 1)
+    assert recipe.refresh_distill().learning_rate == 0.5
+
+
+def test_a_recipe_sets_probation_drain_and_request_limits(tables):
+    tables["serve"] = {"drain_s": 3, "probation": {"timeout_s": 12}, "limits": {"max_queued_requests": 7}}
+    serve = parse_recipe({"name": "r", **tables}, "r").serve
+    assert (serve.drain_s, serve.probation.timeout_s, serve.limits.max_queued_requests) == (3, 12, 7)
+    tables["serve"] = {"limits": {"max_queued": 7}}
+    with pytest.raises(ValueError, match=r'r: \[serve\]: .*unknown key "limits.max_queued"'):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest_one():
+    with pytest.raises(ValueError, match=r'no recipe "tinny" \(did you mean "tiny"\?\)'):
+        load_recipe("tinny")
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path):
+    (tmp_path / "broken.toml").write_text("[target\n")
+    with pytest.raises(ValueError, match=r"broken.toml can't be read as TOML"):
+        load_recipe(str(tmp_path / "broken.toml"))
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value", "message"),
+    [
+        ("refresh", "min_rowz", 1, r'r: \[refresh\]: refresh: unknown key "min_rowz" \(did you mean "min_rows"\?\)'),
+        ("target", "name", "rand", r'r: \[target\]: no method "rand" in targets'),
+        ("draft", "name", "eagle", r'no method "eagle" in drafts \(did you mean "eagle3"\?\)'),
+        ("engine", "num_draft_tokens", 0, r"engine.num_draft_tokens is 0; a draft is trained, gated and served at 1"),
+        ("distill", "num_unroll", 2, r'unknown key "num_unroll"'),
+        ("engine", "num_drafts", 2, r'unknown key "num_drafts"'),
+        ("distill", "learning_rat", 2, r'unknown key "learning_rat" \(did you mean "learning_rate"\?\)'),
+        ("distill", "loss", {"name": "kl"}, r'no method "kl" in losses'),
+        ("gate", "floor", 2, r'\[gate\]: gate: key "floor"'),
+        ("refresh", "distill", {"num_epoch": 1}, r'unknown key "num_epoch"'),
+        ("refresh", "min_rows", 20, r"holds out some 5 conversations, but the gate wants gate.min_conversations = 8"),
+        ("refresh", "max_rows", 20, r"min_rows 60 is above max_rows 20"),
+        ("demo", "new_domain", "cod", r'demo names domain "cod" \(did you mean "code"\?\)'),
+    ],
+)
+def test_a_slip_is_named(tables, table, key, value, message):
+    tables[table][key] = value
+    with pytest.raises(ValueError, match=message):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("verify", "rejektion", r'key "verify": .*no method "rejektion" in verify \(did you mean "rejection"\?\)'),
+        ("verify_greedy", "gredy", r'key "verify_greedy": .*no method "gredy" in verify \(did you mean "greedy"\?\)'),
+        ("verify", "greedy", r"greedy is for greedy decoding only"),
+        ("lengths", "fixd", r'key "lengths": .*no method "fixd" in lengths \(did you mean "fixed"\?\)'),
+    ],
+)
+def test_a_slip_in_a_method_of_the_reference_engine_is_named(tables, key, name, message):
+    tables["engine"] = {"name": "torch", key: {"name": name}}
+    with pytest.raises(ValueError, match=message):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+def test_the_reference_engines_methods_survive_json(tables):
+    tables["engine"] = {"name": "torch", "verify": {"name": "rejection"}}
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    assert recipe.engine.rules.sampling.name == "rejection"
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_slip_in_a_source_is_named_with_its_domain(tables):
+    tables["traffic"]["code"]["source"]["cuont"] = 3
+    with pytest.raises(ValueError, match=r'r: \[traffic.code\]: sources.synthetic: unknown key "cuont"'):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+def test_a_table_that_is_no_table_is_refused(tables):
+    tables["serve"] = 8000
+    with pytest.raises(ValueError, match=r"r: \[serve\]: wanted a table, got 8000"):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+def test_an_unknown_table_is_refused(tables):
+    tables["serv"] = {}
+    with pytest.raises(ValueError, match=r'unknown key "serv" \(did you mean "serve"\?\)'):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
+def test_a_recipe_that_trains_on_nothing_is_refused(tables):
+    tables["traffic"]["chat"]["num_train"] = 0
+    with pytest.raises(ValueError, match="no domain has num_train above 0"):
+        parse_recipe({"name": "r", **tables}, "r")

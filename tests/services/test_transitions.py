@@ -1,0 +1,331 @@
+"""The whole table: what every event does in every phase, and what holds after any run of events."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from infra.registry import Version
+from infra.status import Phase, Proof
+from services.events import (
+    Action,
+    Ask,
+    Count,
+    Event,
+    Exhausted,
+    Failed,
+    Fetch,
+    Fetched,
+    Inspect,
+    MadeForAnother,
+    Named,
+    NeedsReplica,
+    Passed,
+    Prove,
+    PutBack,
+    Quarantined,
+    Remember,
+    Report,
+    Reported,
+    Restored,
+    Say,
+    SetSpeculation,
+    Swapped,
+    Switched,
+    Ticked,
+    Try,
+    Undecided,
+)  # fmt: skip
+from services.states import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftState, Loaded, Memory, Patience, label
+from services.transitions import TABLE, Step, step
+
+PATIENCE = Patience(probation_s=300.0, min_swap_interval_s=10.0)
+PROOF = Proof(weight_error=0.0, num_near_ties=0, tau=1.5, promised_tau=1.5)
+
+
+def version(number: int) -> Version:
+    return Version(kind="draft", number=number, sha256=f"{number:064x}", tags={}, created_ms=number)
+
+
+def draft(number: int) -> Loaded:
+    return Loaded(version(number), Path(f"/cache/{number}"))
+
+
+def follow(state: DraftState, *events: Event) -> DraftState:
+    for event in events:
+        state = step(state, event, PATIENCE).state
+    return state
+
+
+# Draft 1 is booted with, 2 is the champion that comes after it.
+EMPTY = DraftState.started(None, Memory())
+UNPROVEN = DraftState.started(draft(1), Memory())
+PROVING = follow(UNPROVEN, Ticked(0.0))
+SERVING = follow(PROVING, Passed(PROOF))
+TRYING = follow(SERVING, Named(version(2), 20.0), Fetched(draft(2), 20.0))
+REVERTING = follow(TRYING, Failed(version(2), "bad"))
+OFF = follow(REVERTING, Exhausted())
+STATES = {state.phase: state for state in (EMPTY, UNPROVEN, PROVING, SERVING, TRYING, REVERTING, OFF)}
+
+EVENTS: dict[type[Event], Callable[[DraftState], Event]] = {
+    Ticked: lambda _: Ticked(100.0),
+    Switched: lambda _: Switched(on=True),
+    Named: lambda _: Named(version(3), 100.0),
+    Fetched: lambda _: Fetched(draft(3), 100.0),
+    MadeForAnother: lambda _: MadeForAnother(version(3), "another target"),
+    NeedsReplica: lambda _: NeedsReplica("another family"),
+    Swapped: lambda _: Swapped(30.0),
+    Passed: lambda _: Passed(PROOF),
+    Failed: lambda state: Failed(
+        {Phase.PROVING: version(1), Phase.TRYING: version(2)}.get(state.phase, version(3)), "bad"
+    ),
+    Undecided: lambda _: Undecided("RuntimeError", 100.0),
+    Restored: lambda _: Restored(draft(1)),
+    Exhausted: lambda _: Exhausted(),
+    Quarantined: lambda _: Quarantined(version(1), "worse on live traffic"),
+    Reported: lambda _: Reported(label(version(2))),
+}
+
+NEVER = None
+LOOK, SWITCH, REFUSED = (Report, Ask), (SetSpeculation,), (Count, Remember, Report)
+# In the order of Phase: EMPTY, UNPROVEN, PROVING, SERVING, TRYING, REVERTING, OFF. A cell is the next phase and the
+# actions; a cell without a phase stays in its own.
+EXPECTED: dict[type[Event], list[tuple[object, ...] | None]] = {
+    Ticked: [LOOK, (Phase.PROVING, Prove, *LOOK), NEVER, LOOK, NEVER, (PutBack, *LOOK), LOOK],
+    Switched: [SWITCH, SWITCH, NEVER, SWITCH, NEVER, SWITCH, SWITCH],
+    Named: [(Fetch,), (Fetch,), NEVER, (Fetch,), NEVER, NEVER, (Fetch,)],
+    Fetched: [NEVER, (Phase.TRYING, Try), NEVER, (Phase.TRYING, Try), NEVER, NEVER, (Phase.TRYING, Try)],
+    MadeForAnother: [(Count,), (Count,), NEVER, (Count,), NEVER, NEVER, (Count,)],
+    NeedsReplica: [(Say,), (Say,), NEVER, (Say,), NEVER, NEVER, (Say,)],
+    Swapped: [NEVER, NEVER, NEVER, NEVER, (Count,), NEVER, NEVER],
+    Passed: [NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER],
+    Failed: [
+        REFUSED, REFUSED, (Phase.REVERTING, Count, PutBack, *REFUSED), REFUSED,
+        (Phase.REVERTING, Count, PutBack, *REFUSED), NEVER, REFUSED,
+    ],
+    Undecided: [
+        NEVER, NEVER, (Phase.UNPROVEN, SetSpeculation, Count), NEVER,
+        (Phase.REVERTING, Count, Count, PutBack), NEVER, NEVER,
+    ],
+    Restored: [NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.SERVING,), NEVER],
+    Exhausted: [NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.OFF, SetSpeculation), NEVER],
+    Quarantined: [
+        NEVER, (Phase.OFF, SetSpeculation, Remember), NEVER, (Phase.OFF, SetSpeculation, Remember), NEVER, NEVER, NEVER,
+    ],
+    Reported: [(Remember,), (Remember,), NEVER, (Remember,), NEVER, NEVER, (Remember,)],
+}  # fmt: skip
+CELLS = [(phase, kind, cell) for kind, row in EXPECTED.items() for phase, cell in zip(Phase, row, strict=True)]
+
+
+@pytest.mark.parametrize(("phase", "kind", "cell"), CELLS, ids=lambda value: getattr(value, "__name__", None))
+def test_an_event_does_in_a_phase_what_the_table_says(
+    phase: Phase, kind: type[Event], cell: tuple[object, ...] | None
+) -> None:
+    state = STATES[phase]
+    event = EVENTS[kind](state)
+    if cell is None:
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} can't happen while a replica's draft is {phase}"):
+            step(state, event, PATIENCE)
+        return
+    after, actions = step(state, event, PATIENCE)
+    moves = bool(cell) and isinstance(cell[0], Phase)
+    assert (after.phase, *map(type, actions)) == (cell if moves else (phase, *cell))
+
+
+def test_the_table_has_a_row_for_every_event_and_a_column_for_every_phase() -> None:
+    assert TABLE.keys() == set(get_args(Event)) == EXPECTED.keys()
+    assert {len(row) for row in TABLE.values()} == {len(Phase)}
+    assert STATES.keys() == set(Phase)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (replace(UNPROVEN, wanted=False), Ticked(0.0)),
+        (follow(PROVING, Undecided("slow", 100.0)), Ticked(399.0)),
+    ],
+    ids=["speculation is off", "its wait is not over"],
+)
+def test_the_boot_draft_is_not_proven(state: DraftState, event: Ticked) -> None:
+    assert step(state, event, PATIENCE) == Step(state, (Report(), Ask()))
+
+
+@pytest.mark.parametrize(
+    ("state", "number", "now_s", "actions"),
+    [
+        (SERVING, 1, 100.0, ()),
+        (replace(SERVING, wanted=False), 2, 100.0, ()),
+        (replace(SERVING, replacement="another shape"), 2, 100.0, ()),
+        (replace(SERVING, unfit={label(version(2)): "another target"}), 2, 100.0, ()),
+        (follow(REVERTING, Restored(draft(1))), 2, 100.0, ()),
+        (replace(SERVING, swapped_s=95.0), 2, 100.0, (Count("deferred"),)),
+        (follow(TRYING, Undecided("slow", 30.0), Restored(draft(1))), 2, 329.0, ()),
+        (follow(TRYING, Undecided("slow", 30.0), Restored(draft(1))), 2, 330.0, (Fetch(version(2)),)),
+        (follow(TRYING, Undecided("slow", 30.0), Restored(draft(1))), 3, 40.0, (Fetch(version(3)),)),
+    ],
+    ids=["served", "off", "replacement", "unfit", "refused", "too soon", "waits", "due", "another one"],
+)
+def test_a_champion_is_fetched_if_it_is_new_and_may_be_tried(
+    state: DraftState, number: int, now_s: float, actions: tuple[Action, ...]
+) -> None:
+    after = step(state, Named(version(number), now_s), PATIENCE)
+    assert (after.state.champion, after.state.phase, after.actions) == (number, state.phase, actions)
+
+
+def test_without_a_champion_the_served_draft_is_asked_about() -> None:
+    assert step(SERVING, Named(None, 0.0), PATIENCE).actions == (Inspect(version(1)),)
+    assert step(OFF, Named(None, 0.0), PATIENCE).actions == ()
+
+
+def test_a_draft_that_needs_a_replica_of_its_own_is_neither_refused_nor_followed() -> None:
+    after = follow(SERVING, Named(version(2), 100.0), NeedsReplica("another family"))
+    assert (after.replacement, after.serving, after.refused) == ("another family", draft(1), {})
+    assert step(after, Named(version(2), 200.0), PATIENCE).actions == ()
+
+
+def test_a_refusal_is_remembered_and_reported_and_ends_the_wait() -> None:
+    waiting = follow(TRYING, Undecided("slow", 30.0), Restored(draft(1)))
+    after = follow(waiting, Named(version(2), 400.0), Failed(version(2), "fc.weight is missing"))
+    name = label(version(2))
+    assert after.refused == after.memory.refused == after.unreported == {name: "fc.weight is missing"}
+    assert (after.postponed, follow(after, Reported(name)).unreported) == ({}, {})
+
+
+def test_a_refusal_is_forgotten_when_its_quarantine_was_cleared_after_the_report() -> None:
+    unreported = follow(REVERTING, Restored(draft(1)))
+    reported = follow(unreported, Reported(label(version(2))))
+    quarantined = version(2).model_copy(update={"tags": {"quarantined": "bad"}})
+    assert step(unreported, Named(version(2), 100.0), PATIENCE).actions == ()
+    assert step(reported, Named(quarantined, 100.0), PATIENCE).actions == ()
+    after = step(reported, Named(version(2), 100.0), PATIENCE)
+    assert after.state.refused == after.state.memory.refused == {}
+    assert [type(action) for action in after.actions] == [Remember, Say, Fetch]
+
+
+def test_a_quarantine_that_the_registry_told_of_is_not_reported_back() -> None:
+    after = follow(SERVING, Named(None, 100.0), Quarantined(version(1), "worse"))
+    assert (set(after.refused), after.unreported) == ({label(version(1))}, {})
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_after_a_probation_that_could_not_judge_the_engine_speculates_if_it_is_wanted_to(wanted: bool) -> None:
+    after = step(replace(PROVING, wanted=wanted), Undecided("the target alone parts", 0.0), PATIENCE)
+    assert after.actions[0] == SetSpeculation(on=wanted)
+
+
+def test_a_draft_is_refused_when_it_alone_fails_at_start_after_start() -> None:
+    memory = Memory(good=(version(2),))
+    for num_starts in range(1, MAX_FAILED_STARTS):
+        memory = memory.after_start([version(2)])
+        assert (memory.refused, memory.failed_starts) == ({}, {label(version(2)): num_starts})
+    both = memory.after_start([version(2), version(3)])
+    assert (both.refused, both.failed_starts) == ({}, {label(version(2)): MAX_FAILED_STARTS, label(version(3)): 1})
+    refused = memory.after_start([version(2)])
+    assert (refused.good, refused.failed_starts) == ((), {})
+    assert refused.refused == {label(version(2)): "the engine started without it, and not with it, 3 times"}
+    assert refused.unreported == (label(version(2)),)
+
+
+def test_a_start_that_a_draft_did_not_fail_or_a_probation_that_it_passed_ends_the_row() -> None:
+    memory = Memory().after_start([version(2)]).after_start([version(2)])
+    assert memory.after_start([]).failed_starts == memory.with_good(version(2)).failed_starts == {}
+
+
+def test_the_wait_of_a_draft_that_the_engine_did_not_start_with_doubles_with_each_start() -> None:
+    memory, waits = Memory(), []
+    for _ in range(6):
+        memory = memory.after_start([version(2), version(3)])
+        waits.append(memory.postponed(PATIENCE, 50.0)[label(version(2))].wait_s)
+    assert waits == [300.0, 600.0, 1200.0, 2400.0, MAX_WAIT_S, MAX_WAIT_S]
+    assert memory.postponed(PATIENCE, 50.0)[label(version(2))].due_s == 50.0 + MAX_WAIT_S
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    state, waits = PROVING, []
+    for _ in range(6):
+        state = follow(state, Undecided("slow", 0.0))
+        waits.append(state.postponed[label(version(1))].wait_s)
+        state = follow(state, Ticked(MAX_WAIT_S))
+    assert waits == [300.0, 600.0, 1200.0, 2400.0, MAX_WAIT_S, MAX_WAIT_S]
+
+
+def test_the_wait_of_what_is_neither_served_nor_champion_is_forgotten() -> None:
+    state = follow(TRYING, Undecided("slow", 30.0), Restored(draft(1)))
+    assert set(follow(state, Named(version(2), 31.0)).postponed) == {label(version(2))}
+    assert follow(state, Named(version(1), 31.0)).postponed == {}
+
+
+def test_what_was_served_is_put_back_first_and_what_failed_never() -> None:
+    memory = Memory(good=(version(1), version(2), version(4)))
+    state = follow(replace(TRYING, memory=memory), Failed(version(2), "bad"))
+    assert state.fallbacks() == (draft(1), version(4))
+    state = follow(replace(PROVING, memory=memory), Failed(version(1), "bad"))
+    assert state.fallbacks() == (version(2), version(4))
+
+
+def test_a_draft_that_is_put_back_is_proven_unless_it_was_before() -> None:
+    again = follow(REVERTING, Restored(draft(1)))
+    assert (again.phase, again.proof, again.fallback) == (Phase.SERVING, PROOF, None)
+    other = follow(REVERTING, Restored(draft(4)))
+    assert (other.phase, other.proof, other.serving) == (Phase.UNPROVEN, None, draft(4))
+
+
+def test_an_operator_gets_no_speculation_without_a_good_draft() -> None:
+    switched = {phase: step(state, Switched(on=True), PATIENCE).actions for phase, state in STATES.items()
+                if phase not in (Phase.PROVING, Phase.TRYING)}  # fmt: skip
+    assert {phase for phase, actions in switched.items() if actions == (SetSpeculation(on=True),)} == {
+        Phase.UNPROVEN,
+        Phase.SERVING,
+    }
+    assert step(SERVING, Switched(on=False), PATIENCE).actions == (SetSpeculation(on=False),)
+
+
+def test_only_the_last_good_versions_are_remembered() -> None:
+    memory = Memory()
+    for number in (1, 2, 3, 2, 4):
+        memory = memory.with_good(version(number))
+    assert [good.number for good in memory.good] == [4, 2, 3]
+    assert len(memory.good) == KEPT_GOOD
+
+
+def something(rng: random.Random, state: DraftState, now_s: float) -> Event:
+    """Return an event that the world may bring: what comes out of an action is about that action's draft."""
+    fresh = version(rng.randrange(5, 9))
+    on_trial = (state.candidate or state.serving or draft(9)).version
+    failed = on_trial if state.phase in (Phase.PROVING, Phase.TRYING) else fresh
+    known = {label(good) for good in state.memory.good} | state.refused.keys()
+    fallbacks = [one if isinstance(one, Loaded) else Loaded(one, Path("/cache")) for one in state.fallbacks()]
+    events: list[Event] = [
+        Ticked(now_s), Switched(rng.random() < 0.7), Named(rng.choice([None, fresh]), now_s), Swapped(1.0),
+        Passed(PROOF), Undecided("slow", now_s), Exhausted(), Failed(failed, "bad"), MadeForAnother(fresh, "other"),
+        *[Restored(one) for one in fallbacks],
+        *([Quarantined(state.serving.version, "worse")] if state.serving else []),
+        *([Fetched(Loaded(fresh, Path("/cache")), now_s)] if label(fresh) not in known else []),
+    ]  # fmt: skip
+    if state.phase not in (Phase.PROVING, Phase.TRYING) and label(fresh) in known:
+        events = [event for event in events if not isinstance(event, Failed)]
+    possible = [event for event in events if TABLE[type(event)][list(Phase).index(state.phase)] is not None]
+    return rng.choice(possible)
+
+
+@pytest.mark.parametrize("boot", [None, draft(1)], ids=["without a draft", "with one"])
+def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) -> None:
+    seen = set()
+    for seed in range(200):
+        rng, state = random.Random(seed), DraftState.started(boot, Memory())
+        for now_s in range(60):
+            state = follow(state, something(rng, state, float(now_s * 20)))
+            seen.add(state.phase)
+            proven, unproven = state.phase is Phase.SERVING, state.phase in (Phase.UNPROVEN, Phase.PROVING)
+            silent = state.phase in (Phase.EMPTY, Phase.OFF)
+            assert (state.candidate is not None) is (state.phase is Phase.TRYING)
+            assert not proven or (state.serving and state.proof and state.fallback is None)
+            assert not unproven or (state.serving and state.proof is None and state.fallback is None)
+            assert not silent or (state.serving is None and state.proof is None and state.fallback)
+            assert state.serving is None or label(state.serving.version) not in state.memory.refused
+            assert not {label(good) for good in state.memory.good} & state.memory.refused.keys()
+            assert not (silent or state.phase is Phase.REVERTING) or not state.speculates
+    assert seen == ({Phase.EMPTY} if boot is None else set(Phase) - {Phase.EMPTY})

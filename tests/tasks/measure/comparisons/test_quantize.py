@@ -1,0 +1,72 @@
+"""The comparison of quantization: its rows run, planted outliers change nothing, and LLM.int8()'s order comes out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models import catalog
+from tasks.measure.comparisons import Bench, Row
+from tasks.measure.comparisons import quantize as comparison
+
+pytestmark = pytest.mark.slow
+
+IDS = torch.randint(3, 259, (4, 48), generator=torch.Generator().manual_seed(0))
+
+
+def bench(target: Path, work_dir: Path, num_documents: int = 4) -> Bench:
+    rng = torch.Generator().manual_seed(1)
+    train, held_out = (torch.randint(3, 259, (num_documents, 80), generator=rng).tolist() for _ in range(2))
+    return Bench(target, {"one": train}, {"one": held_out}, 0.1, work_dir)
+
+
+def test_every_method_has_a_row_and_rows_have_names_of_their_own() -> None:
+    names = [row.name for row in comparison.rows(1.0)]
+    assert len(set(names)) == len(names)
+    assert {comparison.BASELINE, *catalog.names("quantize")} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["float", "int8_dynamic", "qat", "kv_cache", "finetuned, then rtn", "outliers, absmax", "scratch, bitnet"]
+)
+def test_a_row_is_measured(name: str, tiny_target: Path, tmp_path: Path) -> None:
+    row = next(row for row in comparison.rows(0.1) if row.name == name)
+    if "group_size" in row.settings.get("method", {}):
+        assert row.settings["method"]["group_size"] == comparison.GROUP_SIZE
+    found = comparison.measure(bench(tiny_target, tmp_path, 30), row, seed=0)
+    assert found.keys() == comparison.COLUMNS.keys()
+    assert all(value > 0 for value in found.values())
+
+
+def test_planted_outliers_change_nothing_in_floats(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    before = model(IDS).logits
+    caught = []
+    model.model.layers[1].mlp.gate_proj.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
+    comparison.plant(model, torch.Generator().manual_seed(0))
+    assert torch.allclose(model(IDS).logits, before, atol=2e-4)
+    assert int((caught[0].abs().amax((0, 1)) > 60).sum()) == comparison.OUTLIERS
+
+
+def test_decomposition_and_finer_scales_help_where_outliers_are_planted(tiny_target: Path, tmp_path: Path) -> None:
+    def error(heading: str) -> float:
+        settings = {"name": "llm_int8", **comparison.TABLE_1[heading]}
+        model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+        comparison.plant(model, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            exact = model(IDS).logits
+            params = catalog.parse("quantize", settings)
+            quantized = catalog.load("quantize", params.name).quantize(model, IDS.tolist(), params)
+            return float((quantized.model(IDS).logits - exact).norm() / exact.norm())
+
+    decomposed, vector = error("absmax vector-wise + decomposition"), error("absmax vector-wise")
+    assert decomposed < 0.3 * vector
+    assert vector < 1.1 * error("absmax")
+
+
+def test_rows_travel_as_json() -> None:
+    import json
+
+    for row in comparison.rows(1.0):
+        assert Row(row.name, json.loads(json.dumps(row.settings))) == row

@@ -1,0 +1,45 @@
+"""Every regime is a row of the table, and a row has every column."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from models import catalog
+from tasks.measure.comparisons import Bench, regimes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def bench(tiny_target: Path, tmp_path: Path) -> Bench:
+    text = {
+        domain: [[3 + (start + step * place) % 60 for place in range(40)] for start in range(12)]
+        for domain, step in (("thirds", 3), ("fifths", 5))
+    }
+    return Bench(tiny_target, text, text, 0.001, tmp_path)
+
+
+def test_every_method_is_a_row_beside_plain_training() -> None:
+    headings = [row.name for row in regimes.rows(1)]
+    assert regimes.BASELINE in headings and len(set(headings)) == len(headings)
+    assert set(catalog.names("regimes")) < set(headings)
+
+
+def test_plain_training_is_a_hundred_percent_and_half_as_long_fifty(bench: Bench) -> None:
+    plain, half = (regimes.measure(bench, row, seed=0) for row in regimes.rows(1)[:2])
+    assert plain.keys() == half.keys() == regimes.COLUMNS.keys()
+    assert plain["flops_pct"] == pytest.approx(100) and half["flops_pct"] == pytest.approx(50)
+    again = regimes.measure(bench, regimes.rows(1)[1], seed=0)
+    assert half | {"seconds": 0} == again | {"seconds": 0}
+    assert plain["steps"] == 2 * half["steps"] and plain["skipped_steps"] == 0
+    assert plain["peak_mib"] == half["peak_mib"] > 0 and plain["zeroes_pct"] == 0
+    assert 0 < plain["loss"] < math.log(60) and 0 <= plain["exit_pct"] <= 100
+
+
+def test_a_row_shows_what_the_regime_did(bench: Bench) -> None:
+    rows = {row.name: row for row in regimes.rows(1)}
+    row = rows["iterative_magnitude_random_mask"]
+    one = regimes.measure(bench, row, seed=1)
+    assert one["zeroes_pct"] == pytest.approx(100 * (1 - 0.8**3), abs=0.1)
+    assert one["flops_pct"] > 300 and one["skipped_steps"] >= 0

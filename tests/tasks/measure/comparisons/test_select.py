@@ -1,0 +1,38 @@
+"""The table of selections, on a tiny target and an uneven pool of two domains."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.measure.comparisons import Bench, Row, select
+
+pytestmark = pytest.mark.slow
+
+
+def counting(step: int, count: int) -> list[list[int]]:
+    return [[3 + (start + step * place) % 60 for place in range(16)] for start in range(count)]
+
+
+@pytest.fixture
+def bench(tiny_target: Path, tmp_path: Path) -> Bench:
+    domains = {"fives": counting(5, 40), "threes": counting(3, 40)}
+    return Bench(tiny_target, domains, domains, budget=0.25, work_dir=tmp_path)
+
+
+@pytest.mark.parametrize("row", select.rows(1), ids=lambda row: row.name)
+def test_each_row_fills_all_columns(bench: Bench, row: Row) -> None:
+    small = row._replace(settings={**row.settings, "model_layers": 1})  # a two-layer target has no three
+    figures = select.measure(bench, small, seed=0)
+    assert figures.keys() == select.COLUMNS.keys()
+    assert all(math.isfinite(value) for value in figures.values())
+    assert 0 < figures["acceptance"] <= 1
+    assert figures["tokens"] == 6 * 16
+
+
+def test_of_eight_documents_in_the_pool_one_is_rare(bench: Bench) -> None:
+    pool, rare = select._pool(bench, torch.Generator().manual_seed(0))
+    assert len(pool) == 24 and len(rare) == 3
+    threes = {tuple(document) for document in bench.train["threes"]}
+    assert rare == {place for place, document in enumerate(pool) if tuple(document) in threes}

@@ -1,0 +1,35 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import catalog
+from tasks.measure.comparisons import Bench, Row, shrink
+
+pytestmark = pytest.mark.slow
+
+ROWS = {row.name: row for row in shrink.rows(0.05)}
+
+
+def texts(count: int, seed: int) -> dict[str, list[list[int]]]:
+    rng = torch.Generator().manual_seed(seed)
+    return {domain: torch.randint(3, 120, (count, 40), generator=rng).tolist() for domain in ("chat", "code")}
+
+
+def test_every_method_has_a_row() -> None:
+    methods = {row.settings["method"]["name"] for row in ROWS.values() if row.settings["method"]}
+    assert methods == set(catalog.names("shrink")) and shrink.BASELINE in ROWS
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_row_has_all_columns_and_is_no_larger_than_the_target(tiny_target: Path, tmp_path: Path, row: Row) -> None:
+    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+    figures = shrink.measure(bench, row, seed=0)
+    assert figures.keys() == shrink.COLUMNS.keys()
+    # Million: 259 · 128 of the embedding, two blocks of 147,712, and the last norm's 128.
+    assert figures["parameters_m"] == 0.328_704 or not row.name.startswith("full")
+    assert figures["parameters_m"] < 0.328_704 or row.name.startswith("full")
+    assert figures["perplexity"] > 1 and 0 < figures["coverage"] <= 1
+    assert (figures["coverage"] < 1) == (row.name == "vocabulary") == math.isnan(figures["error"])
+    assert math.isnan(figures["seconds"]) == (row.name == "full") == (figures["error"] == 0)

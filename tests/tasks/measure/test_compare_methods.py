@@ -1,0 +1,86 @@
+"""Figures over seeds, worked by hand; and what a comparison must not do."""
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tasks.measure.compare_methods import choose_rows, measure_cell, summarise, t_interval
+from tasks.measure.comparisons import Bench, Row
+
+BENCH = Bench(Path(), {}, {}, 1.0, Path())
+
+
+def comparison(measured: dict[str, float], *names: str) -> SimpleNamespace:
+    """Return something of a comparison's shape."""
+    return SimpleNamespace(
+        BASELINE="dense",
+        COLUMNS={"loss": "loss, lower is better"},
+        rows=lambda budget: [Row(name, {}) for name in names],
+        measure=lambda bench, row, seed: measured,
+    )
+
+
+def test_an_interval_of_three_values_is_students() -> None:
+    # Mean 2, deviation 1; t of 97.5% with two degrees of freedom is 4.3027, over √3 that is 2.4842.
+    found = t_interval([1.0, 2.0, 3.0])
+    assert (found.value, found.low, found.high) == pytest.approx((2, 2 - 2.4842, 2 + 2.4842), abs=1e-4)
+    assert t_interval([1.0]) is None
+
+
+def test_differences_are_paired_by_seed_so_what_all_rows_share_cancels() -> None:
+    cells = {"dense": [{"loss": 1.0}, {"loss": 9.0}], "half": [{"loss": 1.5}, {"loss": 9.5}]}
+    found = summarise(cells, "dense")
+    gain = found["half"]["loss"].gain
+    assert (gain.value, gain.low, gain.high) == (0.5, 0.5, 0.5)
+    assert found["half"]["loss"].differs
+    assert found["half"]["loss"].interval.low < 0
+    assert found["dense"]["loss"].gain is None
+    assert not found["dense"]["loss"].differs
+
+
+def test_a_metric_without_sense_for_a_row_has_no_figure_and_no_difference() -> None:
+    cells = {"dense": [{"loss": None}] * 2, "half": [{"loss": 1.0}, {"loss": 2.0}]}
+    found = summarise(cells, "dense")
+    assert found["dense"]["loss"].value is None
+    assert (found["half"]["loss"].value, found["half"]["loss"].gain) == (1.5, None)
+
+
+def test_one_seed_has_a_figure_and_no_interval() -> None:
+    found = summarise({"dense": [{"loss": 1.0}], "half": [{"loss": 2.0}]}, "dense")["half"]["loss"]
+    assert (found.value, found.interval, found.gain) == (2.0, None, None)
+
+
+def test_a_cell_has_a_folder_of_its_own_that_is_gone_afterwards() -> None:
+    seen = []
+
+    def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+        (bench.work_dir / "file").touch()
+        seen.append(bench.work_dir)
+        return {"loss": float("nan")}
+
+    one = comparison({}, "dense")
+    one.measure = measure
+    cells = [measure_cell(one, BENCH, Row("dense", {}), seed) for seed in (0, 1)]
+    assert cells[0]["metrics"] == {"loss": None}
+    assert seen[0] != seen[1]
+    assert not seen[0].exists()
+
+
+def test_metrics_that_are_not_the_columns_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="row dense: measured and COLUMNS differ in los, loss"):
+        measure_cell(comparison({"los": 1.0}), BENCH, Row("dense", {}), 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "fault"),
+    [
+        (("half",), 'no row is the baseline "dense"; there are: half'),
+        (("dense", "dense"), "rows must have different names"),
+        (("dense", "1/2"), "that are good for files"),
+    ],
+)
+def test_rows_that_can_not_be_told_apart_or_have_no_baseline_are_refused(names: tuple[str, ...], fault: str) -> None:
+    one: ModuleType = comparison({}, *names)
+    with pytest.raises(ValueError, match=fault):
+        choose_rows(one, 1.0)

@@ -1,0 +1,57 @@
+"""What benchmarks conclude from cells, by hand: windows of a swap, the outage of a restart, the stages of the demo, and
+how speeds stand to vLLM's.
+"""
+
+import pytest
+
+from tasks.measure.demo import report as demo_report
+from tasks.measure.speed import judge
+from tasks.measure.swap import windows
+
+SWAP = {"quiet_s": 10.0, "unseen_s": 12.0, "seen_s": 12.1, "proven_s": 15.0, "swap_ms": 50.0}
+
+
+def test_the_windows_near_a_swap_and_without_are_as_long_and_do_not_meet():
+    found = windows(SWAP)
+    near, quiet = found["near a swap"], found["without"]
+    assert near == pytest.approx((10.95, 13.1))
+    assert near[1] - near[0] == pytest.approx(quiet[1] - quiet[0])
+    assert quiet[1] == 10.0
+    assert found["probation"] == pytest.approx((13.1, 15.0))
+
+
+def test_a_probation_within_the_second_after_the_swap_has_no_window_of_its_own():
+    first, last = windows(SWAP | {"proven_s": 12.5})["probation"]
+    assert first == last
+
+
+def test_the_demos_stages_and_the_rest_sum_to_its_wall_time():
+    first = {"wall_s": 100.0, "stages": {"build": 60.0, "refresh": 25.0}}
+    second = {"wall_s": 20.0, "stages": {"build": 5.0}}
+    found = demo_report(first, second)
+    assert found.grids[0].rows == [
+        ["build", "60.0", "5.0"],
+        ["refresh", "25.0", "–"],
+        ["starting and ending", "15.0", "15.0"],
+        ["all", "100.0", "20.0"],
+    ]
+    assert found.verdict.startswith("meets the bar of 15 minutes")
+    assert demo_report({"wall_s": 901.0, "stages": {}}, second).verdict.startswith("misses")
+
+
+def ratio(value):
+    return {"overall": {"value": value, "low": value - 0.1, "high": value + 0.1}}
+
+
+def test_the_verdict_tells_how_far_the_reference_engines_own_forward_pass_is_from_vllms():
+    sides = {
+        "served pair": {"over_alone": ratio(1.5), "request_over_alone": ratio(1.4), "pair_over_it": ratio(1.0)},
+        "reference engine without a draft": {"over_alone": ratio(0.8), "pair_over_it": ratio(1.9)},
+    }
+    undrafted = "chat, reference engine without a draft: "
+    assert judge({"chat": sides}) == (
+        "chat: 1.50× vLLM without a draft (aim 2), 1.40× over whole requests, ahead of every peer; "
+        f"{undrafted}0.80 (0.70 to 0.90) of vLLM's speed."
+    )
+    sides["reference engine without a draft"] = {"over_alone": None, "pair_over_it": None}
+    assert judge({"chat": sides}).endswith(f"{undrafted}no output could be compared.")

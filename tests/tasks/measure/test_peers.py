@@ -1,0 +1,64 @@
+"""The peers without an endpoint, on the two-layer target: they say the same, and tell when they said it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from models.engines.vllm import Params
+from models.sources import Message, Prompt
+from tasks.measure.peers import Peer, encoder, engine_dtype, ngram_speculation, open_peers
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def peers(tiny_target: Path, tiny_draft: Path) -> Mapping[str, Peer]:
+    return open_peers(tiny_target, tiny_draft, "float32", num_draft_tokens=3, max_model_len=256)
+
+
+def test_every_peer_gives_the_targets_own_output(peers: Mapping[str, Peer], tiny_target: Path) -> None:
+    prompt = Prompt(messages=(Message(role="user", content="what is 3 times 4?"),), domain="chat", group="g")
+    ids = encoder(tiny_target)(prompt)
+    answers = {name: peer(ids, NUM_TOKENS) for name, peer in peers.items()}
+    assert "reference engine without a draft" in answers
+    assert len({answer.token_ids for answer in answers.values()}) == 1
+    assert 0 < len(answers["transformers"].token_ids) <= NUM_TOKENS
+
+
+def test_arrivals_are_one_a_token_and_in_order(peers: Mapping[str, Peer]) -> None:
+    for name in ("transformers", "transformers, prompt lookup"):
+        answer = peers[name]([7, 30, 12, 7, 30, 12], NUM_TOKENS)
+        assert len(answer.arrival_ms) == len(answer.token_ids)
+        assert list(answer.arrival_ms) == sorted(answer.arrival_ms)
+        assert 0 < answer.first_token_ms == answer.arrival_ms[0]
+        assert answer.seconds == pytest.approx(answer.arrival_ms[-1] / 1000)
+
+
+def test_prompt_lookup_hands_over_several_tokens_at_once(peers: Mapping[str, Peer]) -> None:
+    answer = peers["transformers, prompt lookup"]([7, 30, 12] * 8, NUM_TOKENS)
+    assert len(set(answer.arrival_ms)) < len(answer.token_ids)
+
+
+def test_the_reference_engine_counts_its_steps_and_drafts_in_none_without_a_draft(peers: Mapping[str, Peer]) -> None:
+    with_draft, without = (
+        peers[name]([7, 30, 12, 7, 30, 12], NUM_TOKENS)
+        for name in ("reference engine", "reference engine without a draft")
+    )
+    assert sum(with_draft.drafted_per_step or ()) > 0
+    assert without.drafted_per_step == without.accepted_per_step == (0,) * (len(without.token_ids) - 1)
+    assert 0 < without.first_token_ms < 1000 * without.seconds
+
+
+def test_the_engines_number_format_is_told_by_name() -> None:
+    assert engine_dtype(Params(dtype="bfloat16"), "cpu") == "bfloat16"
+    assert engine_dtype(Params(), "cpu") in ("float32", "bfloat16")
+
+
+def test_vllms_own_lookup_takes_the_familys_sizes() -> None:
+    assert ngram_speculation(3) == {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens": 3,
+    }

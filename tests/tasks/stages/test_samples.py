@@ -1,0 +1,137 @@
+"""Samples: which rows are used, and on which side they are."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from infra.artifacts import publish, staged
+from infra.consent import QueryRow
+from models.hidden import Sample
+from tasks.stages.samples import cap_per_key, draw_per_domain, part_of, read_samples, usable, write_samples
+
+
+def row(id: str, **values: object) -> QueryRow:
+    return QueryRow(
+        **{
+            "id": id,
+            "time_ms": 0,
+            "domain": "code",
+            "consent": "full",
+            "scrubber_revision": 1,
+            "target_version": 1,
+            "draft_version": None,
+            "prompt_ids": [1, 2],
+            "completion_ids": [3, 4, *id.encode()],
+            "sampling": {"temperature": 0.7},
+            "finish_reason": "stop",
+            "speculating": True,
+            **values,
+        }
+    )
+
+
+def test_rows_that_cannot_be_trained_on_are_left_out_and_counted():
+    rows = [
+        row("a"),
+        row("b", target_version=2),
+        row("c", prompt_ids=None),
+        row("d", completion_ids=[1, 2]),
+        row("e", completion_ids=[3, 4, ord("a")]),
+        row("f", sampling={}),
+    ]
+    samples, left_out = usable(rows, target_version=1, max_share_per_key=1, min_rows=1)
+    assert samples == [Sample("a", "code", [1, 2], [3, 4, ord("a")], 0.7)]
+    assert left_out == {
+        "answered by another target": 1,
+        "without token ids or temperature": 2,
+        "too short": 1,
+        "repeated": 1,
+    }
+
+
+def test_a_flood_from_one_key_counts_once_a_row_and_up_to_its_share():
+    flood = [row(f"f{number}", key="flooder") for number in range(90)]
+    copies = [row(f"c{number}", key="flooder", completion_ids=flood[0].completion_ids) for number in range(900)]
+    others = [row(f"o{number}", key=f"key{number % 2}") for number in range(10)]
+    samples, left_out = usable(flood + copies + others, target_version=1, max_share_per_key=0.5, min_rows=1)
+    assert left_out == {"repeated": 900, "above one key's share": 80}
+    assert [one.id[0] for one in samples] == ["f"] * 10 + ["o"] * 10
+    again, _ = usable(flood[::-1] + others, target_version=1, max_share_per_key=0.5, min_rows=1)
+    assert {one.id for one in again} == {one.id for one in samples}
+
+
+def test_a_key_that_is_alone_gives_all_and_rows_without_one_are_one_key():
+    alone = [row(f"f{number}", key="flooder") for number in range(30)]
+    nobodys = [row(f"n{number}") for number in range(90)]
+    assert usable(alone, 1, 0.1, min_rows=1)[1] == usable(nobodys, 1, 0.1, min_rows=1)[1] == {}
+    assert usable([], 1, 0.5, min_rows=1) == ([], {})
+    samples, _ = usable(nobodys + alone, 1, 0.5, min_rows=1)
+    assert Counter(one.id[0] for one in samples) == {"n": 30, "f": 30}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_share", "cap"),
+    [
+        ((500, 100), 0.5, 100),
+        ((600, 50, 40, 30), 0.5, 120),
+        ((600, 300, 100), 0.4, 200),  # 200 of 500
+        ((600, 300, 100), 0.1, 100),  # equal parts
+        ((7,) * 49, 0.01, 7),
+        ((600, 600, 600), 0.5, 600),
+        ((600, 1), 1.0, 600),
+        ((600,), 0.1, 600),
+    ],
+)
+def test_the_cap_is_the_largest_that_keeps_each_key_within_its_share_of_what_is_kept(sizes, max_share, cap):
+    assert cap_per_key(sizes, max_share, min_rows=1) == cap
+
+
+def test_no_larger_cap_would_keep_the_share():
+    rng = random.Random(0)
+    for _ in range(300):
+        sizes = [rng.randint(1, 60) for _ in range(rng.randint(2, 8))]
+        share = rng.choice([0.125, 0.25, 0.5, 0.75])
+        wanted = max(share, 1 / len(sizes))
+        allowed = [cap for cap in range(1, max(sizes) + 1) if cap <= wanted * sum(min(n, cap) for n in sizes) + 1e-9]
+        assert cap_per_key(sizes, share, min_rows=1) == max(allowed), (sizes, share)
+
+
+@pytest.mark.parametrize("sizes", [(600, 1), (600, 600, 1), (600, 89, 1)])
+def test_a_key_with_one_row_starves_no_refresh_and_lets_a_flood_fill_up_only_the_smallest(sizes):
+    cap = cap_per_key(sizes, 0.4, min_rows=180)
+    kept = sum(min(size, cap) for size in sizes)
+    assert 180 <= kept < 180 + len(sizes)
+    assert cap_per_key((100, 1), 0.5, min_rows=180) == 100
+
+
+def test_a_prompt_is_always_on_the_same_side_in_the_wanted_share():
+    parts = [part_of([number, 7], 0.25) for number in range(4000)]
+    assert parts == [part_of((number, 7), 0.25) for number in range(4000)]
+    assert parts.count("held_out") / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_larger_share_only_adds_to_what_is_held_out():
+    prompts = [[number] for number in range(500)]
+    small = {number for number, prompt in enumerate(prompts) if part_of(prompt, 0.1) == "held_out"}
+    large = {number for number, prompt in enumerate(prompts) if part_of(prompt, 0.3) == "held_out"}
+    assert small < large
+
+
+def test_drawing_takes_up_to_so_many_of_each_domain_and_keeps_the_order():
+    samples = [Sample(f"{domain}{number}", domain, [1], [2]) for number in range(20) for domain in ("a", "b")]
+    samples.append(Sample("c0", "c", [1], [2]))
+    drawn = draw_per_domain(samples, 5, seed=1)
+    assert [sum(one.domain == domain for one in drawn) for domain in "abc"] == [5, 5, 1]
+    assert drawn == [one for one in samples if one in drawn]
+    assert drawn == draw_per_domain(samples, 5, seed=1) != draw_per_domain(samples, 5, seed=2)
+
+
+def test_samples_survive_the_disk(tmp_path):
+    samples = [Sample("a", "code", [1], [2, 3], 0.5)]
+    with staged(tmp_path / "samples") as directory:
+        write_samples(directory, "train", samples)
+        write_samples(directory, "held_out", [])
+    artifact = publish(tmp_path / "samples", "samples")
+    assert read_samples(artifact, "train") == samples
+    assert read_samples(artifact, "held_out") == []

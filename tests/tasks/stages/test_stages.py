@@ -1,0 +1,118 @@
+"""Stages: made once, checked before use, made anew when anything they depend on changed."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import Artifact
+from tasks import stages
+from tasks.stages import code_version, local_content, produce, stage_key
+
+
+@pytest.fixture(autouse=True)
+def artifacts(tmp_path, monkeypatch) -> Path:
+    """Return the folder of artifacts of this test's home."""
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    return tmp_path / "artifacts"
+
+
+class Maker:
+    """Writes a file, and counts how often."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, directory: Path, work: Path) -> None:
+        self.times += 1
+        (work / "half").write_text("x")
+        (directory / "file").write_text("content")
+
+
+def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
+    return produce("stage", "kind", params, inputs, ("models.gate",), maker)
+
+
+def test_a_stage_is_made_once():
+    maker = Maker()
+    assert make(maker) == make(maker)
+    assert maker.times == 1
+
+
+def test_other_params_and_other_inputs_are_other_stages():
+    maker = Maker()
+    first = make(maker)
+    make(maker, params=2)
+    make(maker, before=first)
+    make(maker, before=first.model_copy(update={"sha256": "0" * 64}))
+    assert maker.times == 4
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("contenu"), lambda file: file.unlink()])
+def test_a_damaged_stage_is_made_anew(damage):
+    maker = Maker()
+    artifact = make(maker)
+    damage(artifact.path / "file")
+    assert make(maker) == artifact
+    assert maker.times == 2
+
+
+def test_work_is_kept_until_the_stage_is_complete(artifacts):
+    def stopped(directory: Path, work: Path) -> None:
+        (work / "half").write_text("done")
+        raise KeyboardInterrupt
+
+    def resumed(directory: Path, work: Path) -> None:
+        (directory / "file").write_text((work / "half").read_text())
+
+    with pytest.raises(KeyboardInterrupt):
+        make(stopped)
+    assert list((artifacts / "stage").iterdir()) == []
+    assert (make(resumed).path / "file").read_text() == "done"
+    assert list((artifacts / "work").iterdir()) == []
+
+
+def test_where_an_input_lies_makes_no_difference():
+    inputs = [Artifact(uri=f"file:///{name}", sha256="0" * 64, kind="k") for name in "ab"]
+    keys = {stage_key("s", 1, {"input": artifact}, ("models.gate",)) for artifact in inputs}
+    assert len(keys) == 1
+
+
+def test_the_version_of_code_follows_imports_but_not_comments(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "outer.py").write_text("from models import inner\n")
+    (tmp_path / "models" / "inner.py").write_text("a = 1\n")
+    before = code_version("models.outer")
+    (tmp_path / "models" / "inner.py").write_text("a = 1  # one\n")
+    assert code_version("models.outer") == before
+    (tmp_path / "models" / "inner.py").write_text("a = 2\n")
+    assert code_version("models.outer") != before
+
+
+def test_the_version_of_code_leaves_out_the_schema_of_recipes(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    for folder in ("models", "tasks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "tasks" / "train.py").write_text("from models.recipe import Recipe\nfrom models.stages import Text\n")
+    (tmp_path / "models" / "recipe.py").write_text("port = 1\n")
+    (tmp_path / "models" / "stages.py").write_text("num_rounds = 1\n")
+    before = code_version("tasks.train")
+    (tmp_path / "models" / "recipe.py").write_text("port = 2\n")
+    (tmp_path / "models" / "stages.py").write_text("num_rounds = 2\n")
+    assert code_version("tasks.train") == before
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match='no module "models.gaet"'):
+        code_version("models.gaet")
+
+
+def test_what_lies_on_this_machine_counts_by_its_content(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    file, folder = local_content(str(tmp_path / "a.txt")), local_content(str(tmp_path))
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert local_content(str(tmp_path / "b.txt")) == file
+    assert local_content(str(tmp_path)) != folder
+    (tmp_path / "b.txt").write_text("b")
+    assert local_content(str(tmp_path / "b.txt")) != file
+    assert local_content("Qwen/Qwen3-8B") == local_content("") == {}

@@ -1,0 +1,48 @@
+"""Documents of a recipe: sizes, sides, refusals, and their tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from models.sources import Document, Message
+from models.sources.synthetic import Params
+from models.stages import Text
+from tasks.prepare_text import choose_documents, first_of_each, prepare_text, read_documents, tokenise
+
+TEXT = Text(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10)
+
+
+def test_parts_have_the_wanted_sizes_the_recipes_domain_and_no_common_group() -> None:
+    parts = choose_documents("code", TEXT, seed=0)
+    assert {part: len(documents) for part, documents in parts.items()} == {"train": 20, "held_out": 10}
+    assert {document.domain for documents in parts.values() for document in documents} == {"code"}
+    groups = [{document.group for document in documents} for documents in parts.values()]
+    assert not groups[0] & groups[1]
+
+
+def test_too_few_documents_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match='domain "code" has .* documents for train, the recipe wants 500'):
+        choose_documents("code", TEXT.model_copy(update={"num_train": 500}), seed=0)
+
+
+def test_the_task_writes_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    artifact = prepare_text.fn({"a": TEXT}, 0)
+    for part, wanted in choose_documents("a", TEXT, seed=0).items():
+        assert read_documents(artifact.path, part) == wanted
+
+
+def test_texts_and_chats_become_tokens_of_their_domain(tiny_target: Path) -> None:
+    chat = (Message(role="user", content="a"), Message(role="assistant", content="b"))
+    documents = [Document(content=content, domain=domain, group="g") for content, domain in (("ab", "x"), (chat, "y"))]
+    tokens = tokenise(documents, tiny_target)
+    assert tokens.keys() == {"x", "y"}
+    assert len(tokens["x"][0]) == 3  # two bytes and the end
+    assert len(tokens["y"][0]) > 10
+
+
+def test_documents_to_calibrate_on_come_from_the_domains_in_turn_and_are_cut() -> None:
+    documents = {"a": [[1] * 9, [2] * 9, [3] * 9], "b": [[4] * 9]}
+    assert first_of_each(documents, 3, 2) == [[1, 1], [4, 4], [2, 2]]
+    with pytest.raises(ValueError, match="num_documents is 5, the text has 4"):
+        first_of_each(documents, 5, 2)

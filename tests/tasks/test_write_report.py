@@ -1,0 +1,328 @@
+"""The report: what it says, that it says what is missing, and how it looks in a real browser."""
+
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import staged
+from infra.consent import QueryRow
+from infra.querylog import QueryLog, Window
+from infra.registry import Registry, open_registry
+from infra.settings import Settings
+from infra.views.acceptance import Served
+from infra.views.gate import GateReport, headline, write_files
+from models.gate import Params
+from tasks.gate_draft import judged_report
+from tasks.measure.compare_traffic import compare_acceptance
+from tasks.measure_draft import first_report
+from tasks.write_report import sum_up, write_report
+from tests.conftest import judge
+from tests.tags import draft_tags
+
+pytestmark = pytest.mark.slow
+
+PARAMS = Params(num_resamples=200)
+WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
+ATTACK = '<script>document.title = "taken"</script>'
+SIZE = (1000, 1400)
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page, fails on tags that don't match, and keeps what the tests ask for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.text.setdefault(self._open[-1], []).append(data)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A home with four drafts, a log of their requests with a swap in it, and a demonstration."""
+    settings = Settings(home=tmp_path_factory.mktemp("report") / "home")
+    registry = open_registry(settings)
+    passed = judge({"chat": 0.05, "code": 0.5})
+    refused = judge({"chat": -0.2, "code": 0.1}, test_index=2, unjudged=("sql",))
+    reports = {
+        1: first_report(judge({"chat": 0.0}).measured, 3),
+        2: judged_report(passed, PARAMS, 1, WINDOW, 3),
+        3: judged_report(refused, PARAMS, 2, WINDOW, 3).model_copy(update={"reasons": (ATTACK,)}),
+    }
+    register(registry, settings, "target", None, target_name="SmolLM2-135M-Instruct")
+    register(registry, settings, "draft", reports[1], tau='{"chat": 1.5}', seed="7")
+    trained = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": "1" * 64, "parent": "1"}
+    register(registry, settings, "draft", reports[2], gate="passed", tau='{"chat": 1.55, "code": 2.0}', **trained)
+    register(registry, settings, "draft", reports[3], gate="refused", gate_reasons=ATTACK, parent="2")
+    register(registry, settings, "draft", None, gate="passed", gate_reasons="", parent="2")
+    registry.promote("target", 1)
+    for number in (1, 2, 4):
+        registry.promote("draft", number)
+    registry.revert("draft", 4, f"another output {ATTACK}")
+    log = QueryLog(settings.querylog)
+    log.append([row(number) for number in range(1, 81)], dropped=3)
+    log.commit(log.claim("refresh", max_rows=60))
+    demonstrate(settings.home / "demo" / "tiny-0123")
+    return settings
+
+
+def register(registry: Registry, settings: Settings, kind: str, report: GateReport | None, **tags: str) -> None:
+    made = settings.home / "made" / f"{kind} {len(registry.versions(kind))}"
+    with staged(made) as directory:
+        (directory / "weights").write_text(made.name)
+    lineage = {**draft_tags(), "target_version": "1", "git_commit": "abcdef012345", **tags}
+    evidence = settings.home / "made" / f"evidence {made.name}"
+    evidence.mkdir()
+    files = [] if report is None else write_files(report, evidence)
+    registry.register(kind, made, lineage, {}, files, "" if report is None else headline(report))
+
+
+def row(number: int) -> QueryRow:
+    """Row 51 is the first that draft 2 drafted for; each ninth was served without speculation."""
+    drafted = {"drafted": [3] * 8, "accepted": [number % 3, 1, 0, 2 if number > 50 else 0] * 2}
+    return QueryRow(
+        id=f"row{number}",
+        time_ms=number,
+        domain="code" if number % 2 else "chat",
+        consent="full" if number % 5 else "metadata",
+        scrubber_revision=1,
+        target_version=1,
+        draft_version=2 if number > 50 else 1,
+        finish_reason="stop",
+        per_token_ms=8.0,
+        speculating=number % 9 > 0,
+        **(drafted if number % 9 else {}),
+    )
+
+
+def demonstrate(folder: Path) -> None:
+    """Leave what the demonstration leaves of 20 prompts."""
+    folder.mkdir(parents=True)
+    phases = {}
+    for phase, version, accepted in (("before", "1", (1, 0)), ("after", "2", (2, 1))):
+        phases[phase] = [
+            {
+                "prompt_id": str(number),
+                "domain": "code" if number % 2 else "chat",
+                "draft_version": version,
+                "token_ids": [number],
+                "drafted_per_step": [3, 3],
+                "accepted_per_step": accepted,
+            }
+            for number in range(20)
+        ]
+        (folder / f"{phase}.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in phases[phase]))
+    compared = compare_acceptance(phases["before"], phases["after"])
+    result = {
+        "recipe": "tiny",
+        "num_draft_tokens": 3,
+        "commit": "abcdef012345",
+        "device": "cpu, x86_64",
+        "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in compared.items()},
+        "outputs": {"num_compared": 20, "verdicts": {"equal": 20}, "threshold": 0.1},
+        "tokens_per_s": {"on": {"chat": 120.0, "code": 130.0}, "off": {"chat": 90.0, "code": 91.0}},
+        "requests": {"ok": 40},
+        "swaps": 1,
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def html(settings: Settings) -> str:
+    return write_report.fn(settings).read_text()
+
+
+def section(html: str, name: str) -> str:
+    """Return a section's text without its tags."""
+    [found] = re.findall(rf'<section id="{name}">(.*?)</section>', html, re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", found).split())
+
+
+def test_the_page_is_sound_and_loads_nothing(html: str) -> None:
+    page = Page(html)
+    assert "script" not in [tag for tag, _ in page.tags]
+    assert "http://" not in html
+    assert "https://" not in html
+    loading = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
+    assert loading == ["data:,"]
+    assert "url(" not in html
+    assert "@import" not in html
+
+
+def test_headings_and_tables_can_be_read_aloud(html: str) -> None:
+    page = Page(html)
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("table") == tags.count("caption") > 5
+    assert all(attributes.get("scope") in ("row", "col") for tag, attributes in page.tags if tag == "th")
+    assert all(text.strip() for text in page.text["th"])
+    assert tags.count("svg") == tags.count("desc") == 5
+    keys = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(keys) == len(set(keys))
+
+
+def test_acceptance_is_told_by_domain_and_draft_with_the_swap(html: str) -> None:
+    said = section(html, "acceptance")
+    assert "72 of the log's last 80 rows have acceptance figures" in said
+    assert "Draft 2 took over at request 51." in said
+    assert len(re.findall(r"(chat|code) [12] \d+ \d\.\d\d \(", said)) == 4
+
+
+def test_sums_are_of_steps_and_times_are_medians() -> None:
+    requests = [Served(1, 1, "chat", (3, 3), (0, 1), 8.0), Served(2, 1, "chat", (3,), (2,), 4.0)]
+    found = sum_up("chat", 1, requests)
+    assert (found.num_requests, found.tau.value, found.per_token_ms) == (2, 2.0, 6.0)
+    assert found.rate.value == pytest.approx(1 / 3)
+
+
+def test_speed_is_that_of_the_demonstration(html: str) -> None:
+    said = section(html, "speed")
+    assert "Recipe tiny, K = 3" in said
+    assert "tokens a second, one stream" in said
+    assert re.search(r"chat 10 1\.50 \(1\.50 to 1\.50\) 2\.50", said)
+    assert "chat 120.0 90.0 1.33×" in said
+
+
+def test_drafts_are_listed_with_lineage_and_standing(html: str) -> None:
+    said = section(html, "drafts")
+    assert re.search(r"4 quarantined \S+ \S+ 2 – passed", said)
+    assert re.search(r"3 never promoted \S+ \S+ 2 – refused", said)
+    assert re.search(r"2 champion \S+ \S+ 1 1–60 passed chat 1\.55, code 2\.00", said)
+    assert re.search(r"1 was champion", said)
+    assert "seed 7" in said
+    assert "code revision abcdef012345" in said
+    assert "No refresh yet" not in said
+
+
+def test_evidence_is_told_for_each_draft_and_its_absence_too(html: str) -> None:
+    said = section(html, "gates")
+    fourth, third, second, first = re.findall(r"Draft \d: .*?(?=Draft \d: |$)", said)
+    assert "Quarantined: another output" in fourth
+    assert "were not kept" in fourth
+    assert "Too small" not in third
+    assert "too few conversations to judge: sql" in third
+    assert "the candidate may lose more than 5.0% of the best τ in chat" in third
+    assert re.search(r"chat 30 1\.492 1\.542 1\.492 \+3\.4% \+\d\.\d% -5\.0% keeps its floor", second)
+    assert "So it may serve." in second
+    assert "There was no champion to compare it with" in first
+
+
+def test_log_and_what_serves_are_told(html: str) -> None:
+    assert "rows dropped 3" in section(html, "log")
+    assert "last row trained on" in section(html, "log")
+    serving = section(html, "serving")
+    assert "SmolLM2-135M-Instruct, version 1" in serving
+    assert "champion draft version 2" in serving
+    assert "not running; start it with redraft serve or redraft up" in serving
+
+
+def test_text_from_the_registry_stays_text(html: str) -> None:
+    assert ATTACK not in html
+    assert html.count("&lt;script&gt;") >= 3
+
+
+def test_an_empty_home_says_what_is_missing(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    settings.home.mkdir()
+    html = write_report.fn(settings, tmp_path / "page.html").read_text()
+    Page(html)
+    assert "none yet; run: redraft build" in section(html, "serving")
+    assert "The query log has no request" in section(html, "acceptance")
+    assert "not measured here yet" in section(html, "speed")
+    assert "No draft is registered yet" in section(html, "drafts")
+    assert "none was judged" in section(html, "gates")
+    assert "<svg" not in html
+
+
+def test_an_unfinished_demonstration_and_a_first_draft_alone_are_told_as_such(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    demonstrate(settings.home / "demo" / "tiny")
+    (settings.home / "demo" / "tiny" / "result.json").unlink()
+    registry = open_registry(settings)
+    register(registry, settings, "draft", None)
+    html = write_report.fn(settings).read_text()
+    assert "is not finished" in section(html, "speed")
+    assert "No refresh yet" in section(html, "drafts")
+    assert "took over at" not in section(html, "acceptance")
+
+
+def test_a_folder_that_is_not_there_is_refused_and_nothing_is_left(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        write_report.fn(settings, tmp_path / "none" / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def opened(browser: str, page: Path, picture: Path) -> tuple[str, str]:
+    """Open a page in a browser, take a picture, and return the DOM and the log."""
+    argv = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",  # it refuses to run as root with one
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--force-device-scale-factor=1",
+        f"--window-size={SIZE[0]},{SIZE[1]}",
+        f"--user-data-dir={picture.with_suffix('.profile')}",
+        "--enable-logging=stderr",
+        f"--screenshot={picture}",
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    return ended.stdout, ended.stderr
+
+
+def test_a_browser_shows_the_page_without_a_complaint(
+    settings: Settings, html: str, browser: str, screenshots: Path
+) -> None:
+    from matplotlib.image import imread
+
+    picture = screenshots / "report.png"
+    dom, log = opened(browser, settings.home / "report.html", picture)
+    assert "CONSOLE" not in log
+    page = Page(dom)
+    shown = [attributes.get("id") for tag, attributes in page.tags if tag == "section"]
+    assert shown == ["serving", "acceptance", "speed", "drafts", "gates", "log"]
+    assert page.text["title"][0].startswith("redraft report")  # no script has changed it
+    assert [tag for tag, _ in page.tags].count("polyline") >= 8
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    pixels = imread(picture)
+    assert pixels.shape[:2] == SIZE[::-1]
+    inked = (abs(pixels[..., :3] - pixels[0, 0, :3]).max(axis=-1) > 0.1).mean(axis=1)
+    assert (inked > 0).mean() > 0.3
+    assert inked.max() < 1
+
+
+def test_a_page_that_asked_for_more_would_be_stopped_and_noticed(html: str, browser: str, tmp_path: Path) -> None:
+    asking = tmp_path / "asking.html"
+    asking.write_text(html.replace("<main>", '<main><img src="http://127.0.0.1:9/x.png" alt=""><script>1</script>'))
+    _, log = opened(browser, asking, tmp_path / "asking.png")
+    assert log.count("violates the following Content Security Policy") == 2
+    assert "CONSOLE" in log

@@ -1,0 +1,20 @@
+"""The references beside the code say what the code says."""
+
+import pytest
+
+from tests import references
+
+
+@pytest.mark.parametrize("name", references.REFERENCES)
+def test_a_reference_is_what_the_code_says(name: str) -> None:
+    written = (references.ROOT / name).read_text(encoding="utf-8")
+    assert written == references.REFERENCES[name](), f"{name} is out of date; run: make references"
+
+
+def test_every_key_of_a_recipe_says_what_it_means() -> None:
+    assert references.undocumented() == []
+
+
+def test_every_route_and_option_says_what_it_does() -> None:
+    for name in ("services/API.md", "flows/CLI.md", "services/METRICS.md"):
+        assert "|  |" not in (references.ROOT / name).read_text(encoding="utf-8"), name
