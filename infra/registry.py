@@ -418,6 +418,11 @@ def is_quarantined(version: Version) -> bool:
     return "quarantined" in version.tags
 
 
+def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
+    """Return the versions that hold an artifact's files and may be served, in the order given."""
+    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
+
+
 def _version(version: "ModelVersion") -> Version:
     if "sha256" not in version.tags:
         raise ForeignVersion(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")

@@ -2,23 +2,20 @@
 
 from typing import Literal
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, publish
 from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
 from infra.querylog import Window
-from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry
+from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry, same_files
 from infra.settings import load_settings
 from infra.views.gate import PASSED
-from tasks.register import same_files
 from tasks.stages.reporting import run_logger
+from tasks.stages.task import task
 
 Outcome = Literal["promoted", "refused", "outdated", "already trained"]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def open_champions() -> Pair:
     """Fetch the target and the draft that are to be served.
 
@@ -31,7 +28,7 @@ def open_champions() -> Pair:
     return pair
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_champions() -> Pair | None:
     """Fetch the target and the draft that are to be served, None if there are none yet.
 
@@ -55,7 +52,7 @@ def find_champions() -> Pair | None:
     )
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def promote_build(target: Version, draft: Version) -> None:
     """Make a target and its first draft the champions, unless the champion goes on from that draft.
 
@@ -74,7 +71,7 @@ def promote_build(target: Version, draft: Version) -> None:
             run_logger().info("promoted target %d and draft %d", target.number, draft.number)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_candidate(pair: Pair, window: Window) -> Version | None:
     """Return the version that a run before this one trained on the window, if a crash kept it from ending.
 
@@ -87,7 +84,7 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
     return next((one for one in found if one.number in line or one.lineage.parent == pair.draft.number), None)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     """Return the version of a draft from elsewhere that a run before this one compared with the champion, if any.
 
@@ -107,7 +104,7 @@ def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     return next((one for one in versions if one.lineage.gated_against == pair.draft.number), None)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
     """Promote a candidate that passed its gate against the champion; say what came of it.
 
@@ -130,7 +127,7 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
     return "promoted"
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def promote_version(number: int, forced: str = "") -> Version:
     """Promote a draft because somebody wants it, and return it.
 
@@ -167,7 +164,7 @@ def promote_version(number: int, forced: str = "") -> Version:
     return version
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def roll_back(quarantine: str = "") -> Version:
     """Go back to the last good champion before this one, and return it.
 

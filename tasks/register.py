@@ -1,7 +1,7 @@
 """Put targets and drafts into the registry, with all that is known of them. Nothing is served by that alone."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from prefect import task
@@ -12,7 +12,7 @@ from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.querylog import Window
-from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
+from infra.registry import Kind, Pair, Registry, Version, open_registry, same_files
 from infra.views.figures import draw_tau
 from infra.views.gate import PASSED, REFUSED, GateReport, headline, write_files
 from models.drafts import check_draft
@@ -104,11 +104,6 @@ def register_candidate(
 def first_samples(version: Version) -> Artifact:
     """Return the samples that a draft's line started with."""
     return Artifact(uri=version.lineage.samples_uri, sha256=version.lineage.samples_sha256, kind="samples")
-
-
-def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
-    """Return the versions that hold an artifact's files and may be served, in the order given."""
-    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
 
 
 def identity(card: TargetCard) -> Target:
