@@ -19,6 +19,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models import catalog
@@ -54,9 +55,15 @@ class TappedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            EngineDeadError: the engine broke the answer off, as it does to all when it is told to end; vLLM would pass
+            on what there is as a whole answer, with finish reason "abort".
+        """
         if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                _require_not_aborted(output)
                 output.kv_transfer_params = None
                 yield output
             return
@@ -64,6 +71,7 @@ class TappedLLM(AsyncLLM):
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 tap.see(output)
+                _require_not_aborted(output)
                 if output.finished:
                     answered: Any = output  # it carries the completion to `VllmEngine.generate`
                     answered.completion = tap.completion()
@@ -77,6 +85,11 @@ class TappedLLM(AsyncLLM):
     def _tell(self, completion: Completion, sampling_params: SamplingParams) -> None:
         if self.on_finish is not None:
             self.on_finish(completion, sampling_params)
+
+
+def _require_not_aborted(output: RequestOutput) -> None:
+    if any(answer.finish_reason == "abort" for answer in output.outputs):
+        raise EngineDeadError
 
 
 class _Tap:
