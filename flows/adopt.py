@@ -15,7 +15,7 @@ from tasks.measure_draft import measure_draft
 from tasks.promote import find_champions, find_judged, promote_build, promote_candidate
 from tasks.register import first_samples, register_adopted, register_judged, register_target
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained", "registered"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained", "waits for approval", "registered"]
 
 
 @flow(name="adopt")

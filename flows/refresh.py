@@ -7,6 +7,7 @@ from prefect import flow
 from infra.querylog import Window
 from infra.registry import Pair, Version
 from models.recipe import Recipe
+from tasks.acknowledge import acknowledged
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import distill_draft
@@ -14,10 +15,11 @@ from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
 from tasks.register import first_samples, register_candidate
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained", "nothing to do"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained", "waits for approval", "nothing to do"]
 
 
 @flow(name="refresh")
+@acknowledged
 def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
     """Train on the next window and promote what passes the gate; returns what came of it, and the candidate.
 
@@ -32,7 +34,7 @@ def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
         return "nothing to do", None
     with hold_window(window):
         candidate = find_candidate(pair, window) or _train(recipe, pair, window)
-        outcome = promote_candidate(pair, candidate)
+        outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
         if outcome == "outdated":
             leave_window(window)
         else:

@@ -16,7 +16,8 @@ from typing import Any
 from infra.status import EventCounts
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
-RESOURCE = "redraft.domain"
+APPROVAL_WANTED = "redraft.approval.wanted"
+RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
 TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,8 @@ from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import Running, read_state
+from infra.triggerfile import TriggerFile
+from infra.waiting import Queue, Waiting, waiting_for
 
 
 class DraftOverview(BaseModel):
@@ -42,6 +44,7 @@ class Overview(BaseModel):
         last_refresh: the newest draft that was trained on served requests.
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
+        waiting: what the loop waits for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +54,7 @@ class Overview(BaseModel):
     log: LogStats
     service: RunningService | None
     programs: tuple[Running, ...]
+    waiting: Waiting
 
 
 def overview(settings: Settings) -> Overview:
@@ -63,13 +67,16 @@ def overview(settings: Settings) -> Overview:
     registry = open_registry(settings)
     champion, versions = registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window]
-    state = read_state(settings.home)
+    state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
+    rows, first_ms = log.waiting()
+    queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.unlogged)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
-        log=QueryLog(settings.querylog).stats(),
-        service=last_status(settings),
+        log=log.stats(),
+        service=service,
         programs=() if state is None else state.programs,
+        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).snapshot()),
     )
 
 

@@ -23,6 +23,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -370,6 +371,16 @@ class QueryLog:
     def cursor(self) -> int:
         """Return the last seq of the last window that was committed or set aside, 0 before the first."""
         return _counter(self._connection(), "cursor")
+
+    def waiting(self) -> tuple[dict[str, Counter[Consent]], int | None]:
+        """Return domain to the number of rows after the cursor, by consent, and when the first of them was served."""
+        counts: dict[str, Counter[Consent]] = {}
+        first_ms: int | None = None
+        query = "SELECT domain, consent, count(*), min(time_ms) FROM rows WHERE seq > ? GROUP BY domain, consent"
+        for domain, consent, number, served_ms in self._connection().execute(query, (self.cursor(),)):
+            counts.setdefault(domain, Counter())[consent] = number
+            first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
+        return counts, first_ms
 
     def stats(self) -> LogStats:
         """Count what the log holds."""

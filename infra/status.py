@@ -107,6 +107,12 @@ class ServiceStatus(_Told):
         return self.speculating and self.proof is not None and self.drafts_with(number)
 
     @property
+    def unlogged(self) -> int:
+        """How many of the last requests may not be logged at all."""
+        answered = sum(figures.requests for figures in self.acceptance.values())
+        return max(0, answered - self.log.written - self.log.dropped)
+
+    @property
     def untried(self) -> dict[str, str]:
         """The drafts that are not served and why, refused and postponed ones together."""
         return self.refused | self.postponed

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -103,6 +103,14 @@ class Refresh(Frozen):
         return self
 
 
+class Gate(GateParams):
+    """What a candidate is held to, and who has the last word on one that passed."""
+
+    promote: Literal["auto", "approve"] = Field(
+        "auto", description='"approve": a draft that passed waits until somebody promotes it'
+    )
+
+
 class Schedule(Frozen):
     """When flows run by themselves, under `redraft up` or on a cluster.
 
@@ -110,10 +118,23 @@ class Schedule(Frozen):
         build_cron: of flow `build`, None for never.
         refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does
             nothing.
+        retry_s: seconds that a domain whose acceptance fell waits for the next refresh after one that promoted
+            nothing; twice as long after each further one.
+        max_retry_s: the longest such wait.
+        min_free_memory_gib: with less memory free, no refresh is started for a domain that fell.
     """
 
     build_cron: str | None = None
     refresh_interval_s: float | None = Field(3600.0, gt=0)
+    retry_s: float = Field(300.0, gt=0)
+    max_retry_s: float = Field(21600.0, gt=0)
+    min_free_memory_gib: float = Field(0.5, ge=0)
+
+    @model_validator(mode="after")
+    def _waits_fit(self) -> Self:
+        if self.retry_s > self.max_retry_s:
+            raise ValueError(f"retry_s {self.retry_s:g} is above max_retry_s {self.max_retry_s:g}")
+        return self
 
 
 class Demo(Frozen):
@@ -158,7 +179,7 @@ class Recipe(Frozen):
     draft: Annotated[BaseParams, catalog.Method("drafts")]
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
     refresh: Refresh = Refresh()
-    gate: GateParams = GateParams()
+    gate: Gate = Gate()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     demo: Demo | None = None
@@ -262,7 +283,7 @@ def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
     plain: dict[str, type[Frozen]] = {
         "generate": Generate,
         "refresh": Refresh,
-        "gate": GateParams,
+        "gate": Gate,
         "serve": Serve,
         "schedule": Schedule,
         "demo": Demo,

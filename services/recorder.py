@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
-from infra.consent import QueryRow, redact
+from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.acceptance import Trace, acceptance_rate, mean_accepted_length
@@ -37,7 +37,6 @@ SAMPLING = (
 ROLLING = 256
 MAX_DOMAINS = 64
 MAX_LEFT = 256
-OTHER_DOMAINS = "other"
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,11 +14,13 @@ from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.status import ServiceStatus
+from infra.triggerfile import TriggerFile, now_ms
+from infra.triggers import Fallen, Fell, Recovered
+from models import watch
 from models.engines.vllm import VllmEngine
 from models.engines.vllm.openai import Handlers
 from models.golden import load_golden
 from models.targets import describe
-from models.watch import AcceptanceWatch
 from services.access import Admission
 from services.boot import start_engine
 from services.config import ServiceConfig
@@ -138,17 +141,36 @@ class Service:
         await self.engine.close()
 
     async def _watch(self) -> None:
-        """Tell the orchestrator when a domain's acceptance fell short of what its draft was promoted for."""
-        watch = AcceptanceWatch(self.config.serve.watch)
+        """Keep for the trigger which domains fell short of what the champion was promoted for, and which did not.
+
+        It is told anew at every look, so nothing is lost if the file can't be written now.
+        """
+        params, trigger = self.config.serve.watch, TriggerFile(self.config.querylog)
         while True:
-            await asyncio.sleep(self.config.serve.watch.period_s)
-            serving = self.reconciler.state.serving if self.reconciler is not None else None
-            if serving is None:
-                continue
+            await asyncio.sleep(params.period_s)
+            state = self.reconciler.state if self.reconciler is not None else None
+            if state is None or state.serving is None or state.serving.version.number != state.champion:
+                continue  # of a draft that is being replaced nothing needs to be told
             served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance().items()}
-            fallen = watch.see(str(serving.version.number), serving.version.lineage.tau, served, time.monotonic())
-            for domain, figures in fallen.items():
-                self._events.emit(ACCEPTANCE_FELL, domain, {"draft": serving.version.number, **figures})
+            events = {
+                domain: _event(state.serving.version.number, standing)
+                for domain, standing in watch.look(state.serving.version.lineage.tau, served, params).items()
+            }
+            try:
+                changed = await asyncio.to_thread(trigger.tell, events)
+            except (sqlite3.Error, OSError, ValueError) as error:
+                log.warning("the trigger's state can't be written: %s", error)
+                continue
+            for domain, now in changed.items():
+                if isinstance(now, Fallen):
+                    figures = now.fall.model_dump(include={"draft", "promised", "served"})
+                    self._events.emit(ACCEPTANCE_FELL, domain, figures)
+
+
+def _event(draft: int, standing: watch.Standing) -> Fell | Recovered:
+    if not standing.fallen:
+        return Recovered()
+    return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())
 
 
 async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | None) -> VllmEngine:

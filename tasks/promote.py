@@ -4,8 +4,10 @@ from typing import Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
 
 from infra.artifacts import Artifact, publish
+from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
 from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
 from infra.querylog import Window
@@ -15,7 +17,7 @@ from infra.views.gate import PASSED
 from tasks.register import same_files
 from tasks.stages.reporting import run_logger
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained"]
+Outcome = Literal["promoted", "refused", "outdated", "already trained", "waits for approval"]
 
 
 @task(cache_policy=NO_CACHE)
@@ -108,8 +110,10 @@ def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
 
 
 @task(cache_policy=NO_CACHE)
-def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
+def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> Outcome:
     """Promote a candidate that passed its gate against the champion; say what came of it.
+
+    With `approve`, one that passed stays registered until a person promotes it (`promote_version`), and an event tells.
 
     It is "outdated" if that champion was replaced, rolled back or quarantined since: then the verdict, a refusal too,
     says nothing of what is served now. The candidate stays registered, and the alias where somebody put it.
@@ -122,6 +126,10 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
             registry.require_champion("draft", pair.draft.number)
             run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
             return "refused"
+        if approve:
+            registry.require_champion("draft", pair.draft.number)
+            _ask_for_approval(candidate, pair.draft)
+            return "waits for approval"
         registry.promote("draft", candidate.number, judged_against=pair.draft.number)
     except Outdated as error:
         run_logger().info("draft %d is not promoted: %s", candidate.number, error)
@@ -140,8 +148,9 @@ def promote_version(number: int, forced: str = "") -> Version:
             version.
 
     Raises:
-        ValueError: no gate passed it or its parent is quarantined, and `forced` is empty; it is quarantined itself, or
-            was made for another target.
+        ValueError: no gate passed it, it was never the champion and passed against another draft than the present one,
+            or its parent is quarantined, and `forced` is empty; it is quarantined itself, or was made for another
+            target.
     """
     registry = open_registry()
     version, target = registry.get("draft", number), registry.champion("target")
@@ -162,7 +171,12 @@ def promote_version(number: int, forced: str = "") -> Version:
             f"draft {number} was trained from draft {parent.number}, which is quarantined: {parent.quarantined}; "
             "to promote it anyway, give a reason: --force REASON"
         )
-    registry.promote("draft", number, forced)
+    judged_against = None if forced or version.was_champion else lineage.gated_against or lineage.parent
+    try:
+        registry.promote("draft", number, forced, judged_against)
+    except Outdated as error:
+        told = f"draft {number} passed its gate, but {error}; to promote it anyway, give a reason: --force REASON"
+        raise ValueError(told) from error
     run_logger().info("promoted draft %d%s", number, f", forced: {forced}" if forced else "")
     return version
 
@@ -187,6 +201,16 @@ def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
     names = [*Lineage.tag_names(), *sorted((first.tags.keys() | second.tags.keys()) - {*Lineage.tag_names()})]
     pairs = ((name, first.tags.get(name, ""), second.tags.get(name, "")) for name in names)
     return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _ask_for_approval(candidate: Version, champion: Version) -> None:
+    number = candidate.number
+    run_logger().info("draft %d passed its gate and waits for approval: redraft promote %d", number, number)
+    emit_event(
+        APPROVAL_WANTED,
+        {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"},
+        payload={"draft": number, "champion": champion.number, "tau": candidate.lineage.tau},
+    )
 
 
 def _reason(candidate: Version) -> str:

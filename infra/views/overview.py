@@ -10,6 +10,7 @@ from infra.overview import Overview
 from infra.querylog import MAX_ATTEMPTS, LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
+from infra.triggerfile import now_ms
 
 
 def show_overview(seen: Overview, out: Console) -> None:
@@ -26,6 +27,7 @@ def show_overview(seen: Overview, out: Console) -> None:
         f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
     )
     _show_windows(seen.log, out)
+    out.print(f"waits for {seen.waiting.line(now_ms())}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
