@@ -91,7 +91,6 @@ class Asker:
         try:
             ended = self._orchestrator(wish)
         except OSError as error:
-            log.warning("the orchestrator can't be asked for a refresh: %s", error)
             return str(error)[:MAX_ERROR_CHARS]
         if ended:
             self._trigger.ask_anew(wish)
@@ -105,6 +104,8 @@ class Asker:
     def _note(self, before: Snapshot, wanted: dict[str, int], short: str, error: str) -> None:
         at_ms, last, schedule = self._trigger.clock(), before.last_look, self._recipe.schedule
         since_ms = last.error_since_ms if last is not None and last.error else at_ms
+        if error and since_ms == at_ms:
+            log.warning("the orchestrator can't be asked for a refresh: %s", error)
         look = LastLook(
             at_ms=at_ms,
             min_rows=self._recipe.refresh.min_rows,

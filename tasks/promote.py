@@ -15,7 +15,7 @@ from infra.registry import Outdated, Pair, Version, is_quarantined, open_registr
 from infra.settings import load_settings
 from infra.views.gate import PASSED
 from tasks.register import same_files
-from tasks.stages.reporting import run_logger
+from tasks.stages.reporting import flow_run_id, run_logger
 
 Outcome = Literal["promoted", "refused", "outdated", "already trained", "waits for approval"]
 
@@ -206,6 +206,8 @@ def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
 def _ask_for_approval(candidate: Version, champion: Version) -> None:
     number = candidate.number
     run_logger().info("draft %d passed its gate and waits for approval: redraft promote %d", number, number)
+    if not flow_run_id():
+        return  # Prefect would start a server to take the event
     emit_event(
         APPROVAL_WANTED,
         {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"},

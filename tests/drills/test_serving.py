@@ -24,6 +24,8 @@ from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION
 from infra.settings import load_settings
+from infra.triggerfile import TriggerFile
+from infra.triggers import Fallen
 from models.drafts.eagle3 import WEIGHTS
 from tests.drills.load import Load, quiet_answers
 from tests.world import World, ask, make_target
@@ -134,7 +136,7 @@ def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.Te
             home / "target",
             registry.url,
             orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
-            serve={"watch": {"period_s": 0.3, "min_requests": 4, "cooldown_s": 0.0}},
+            serve={"watch": {"period_s": 0.3, "min_requests": 4}},
         )
         scene = Scene(world, registry, world.start(), has_small_disk, {})
         try:
@@ -310,7 +312,7 @@ def test_f21_what_somebody_set_by_hand_in_the_registry_is_ignored_and_counted(sc
     assert only_ok(load), load.outcomes
 
 
-def test_f20_without_the_orchestrator_serving_goes_on_and_events_are_counted_as_dropped(
+def test_f20_without_the_orchestrator_serving_goes_on_and_what_asks_for_a_refresh_stays(
     scene: Scene, world: World
 ) -> None:
     hopeful = world.register(3, tau=json.dumps({"drift": 3.9}))
@@ -323,6 +325,9 @@ def test_f20_without_the_orchestrator_serving_goes_on_and_events_are_counted_as_
         events = world.wait_for("a dropped event", lambda status: status["events"]["dropped"] > 0)["events"]
     assert events["sent"] == 0
     assert "refused" in events["last_error"]
+    fallen = TriggerFile(world.querylog).snapshot().domains["drift"]
+    assert isinstance(fallen, Fallen)
+    assert (fallen.fall.draft, fallen.fall.promised) == (hopeful, 3.9)
     assert only_ok(load), load.outcomes
 
 

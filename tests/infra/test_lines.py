@@ -10,6 +10,7 @@ from infra.artifacts import Artifact, staged
 from infra.lines import ancestors, best_versions, next_test_index, trained_on
 from infra.querylog import Window
 from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.waiting import wants_approval
 from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back
 from tests.tags import draft_tags
 
@@ -92,6 +93,25 @@ def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path
     assert registry.champion("draft").number == first.number
 
 
+def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first)
+    assert promote_candidate.fn(pair(target, first), candidate, approve=True) == "waits for approval"
+    assert registry.champion("draft").number == first.number
+    assert wants_approval(first, registry.versions("draft")) == candidate
+    refused = register_candidate(registry, tmp_path, first, gate="refused")
+    assert promote_candidate.fn(pair(target, first), refused, approve=True) == "refused"
+    newer = register_candidate(registry, tmp_path, first)
+    assert wants_approval(first, registry.versions("draft")) == newer  # learning goes on, and the newest waits
+    champion = promote_version.fn(newer.number)
+    assert wants_approval(champion, registry.versions("draft")) is None
+    with pytest.raises(ValueError, match=f"no longer the champion: that is {newer.number}; to promote it anyway"):
+        promote_version.fn(candidate.number)
+    assert promote_version.fn(first.number, "back").number == first.number
+    assert promote_version.fn(newer.number).number == newer.number  # it was the champion before
+
+
 @pytest.mark.parametrize("gate", ["passed", "refused"])
 @pytest.mark.parametrize("quarantine", ["", "slow on phones"])
 def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
@@ -118,7 +138,9 @@ def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(regis
     candidate = register_candidate(registry, tmp_path, second)
     roll_back.fn()
     assert promote_candidate.fn(pair(target, second), candidate) == "outdated"
-    now = pair(target, promote_version.fn(candidate.number))
+    with pytest.raises(ValueError, match="passed its gate, but .* draft 2, which is no longer the champion: that is 1"):
+        promote_version.fn(candidate.number)
+    now = pair(target, promote_version.fn(candidate.number, "it was looked at"))
     assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
 
 

@@ -3,7 +3,22 @@
 import pytest
 
 from infra.triggers import (
-    STATE, Due, Ended, Event, Fall, Fallen, Fell, Looked, Lost, Ok, Recovered, Retry, Running, Started, State, step,
+    STATE,
+    Due,
+    Ended,
+    Event,
+    Fall,
+    Fallen,
+    Fell,
+    Looked,
+    Lost,
+    Ok,
+    Recovered,
+    Retry,
+    Running,
+    Started,
+    State,
+    step,
 )  # fmt: skip
 
 RETRY = Retry(first_s=60, most_s=500)

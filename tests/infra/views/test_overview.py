@@ -10,6 +10,7 @@ from infra.querylog import Attempt, LogStats, SetAside
 from infra.status import RunningService
 from infra.supervisor import Running
 from infra.views.overview import counts, show_overview
+from infra.waiting import Waiting
 from tests.infra.statuses import STATUS
 
 LOG = LogStats(
@@ -48,9 +49,20 @@ SERVICE = RunningService(
 )
 
 
+WAITING = Waiting(what="rows", words="rows: 20 of 180", since_ms=0)
+
+
 def shown(**changed: object) -> list[str]:
     written = io.StringIO()
-    seen = {"drafts": (DRAFT,), "last_refresh": DRAFT, "log": LOG, "service": None, "programs": (), **changed}
+    seen = {
+        "drafts": (DRAFT,),
+        "last_refresh": DRAFT,
+        "log": LOG,
+        "service": None,
+        "programs": (),
+        "waiting": WAITING,
+        **changed,
+    }
     show_overview(Overview(**seen), Console(file=written, width=120))
     return [line.rstrip() for line in written.getvalue().splitlines()]
 
@@ -58,7 +70,8 @@ def shown(**changed: object) -> list[str]:
 def test_drafts_and_log_are_told_where_nothing_runs() -> None:
     lines = shown()
     assert any("champion" in line and "1–60" in line and "chat 1.55" in line for line in lines)
-    assert lines[-3:] == [
+    assert lines[-2].startswith("waits for rows: 20 of 180; for ")
+    assert [*lines[-4:-2], lines[-1]] == [
         "last refresh: draft 2, passed",
         "query log: 80 rows (chat: 50, code: 30), 20 waiting for a refresh, 3 dropped",
         "service: not running",
