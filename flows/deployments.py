@@ -23,7 +23,7 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
 from models.recipe import Recipe, load_recipe
-from tasks.ask_for_refresh import Asker, prefect_server
+from tasks.trigger.ask import Asker, prefect_server
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)

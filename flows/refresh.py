@@ -7,13 +7,13 @@ from prefect import flow
 from infra.querylog import Window
 from infra.registry import Pair, Version
 from models.recipe import Recipe
-from tasks.acknowledge import acknowledged
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import distill_draft
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
 from tasks.register import first_samples, register_candidate
+from tasks.trigger.acknowledge import acknowledged
 
 Outcome = Literal["promoted", "refused", "outdated", "already trained", "waits for approval", "nothing to do"]
 

@@ -17,7 +17,7 @@ from flows.deployments import deployments
 from infra.processes import free_port
 from infra.triggerfile import Wish
 from models.recipe import load_recipe
-from tasks.ask_for_refresh import prefect_server
+from tasks.trigger.ask import prefect_server
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 

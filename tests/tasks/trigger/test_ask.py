@@ -12,7 +12,7 @@ from infra.triggerfile import TriggerFile, Wish
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.waiting import Queue
 from models.recipe import Recipe, load_recipe
-from tasks.ask_for_refresh import Asker, is_enough
+from tasks.trigger.ask import Asker, is_enough
 from tests.infra.rows import row
 
 MINUTE_MS = 60_000

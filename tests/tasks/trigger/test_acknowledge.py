@@ -8,7 +8,7 @@ from infra.registry import Version
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen, Fell, Running
 from models.recipe import Recipe, load_recipe
-from tasks.acknowledge import RESULTS, RefreshOutcome, acknowledged
+from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
 
 
 @pytest.fixture
