@@ -14,11 +14,12 @@ from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger
 
-RefreshOutcome = Outcome | Literal["nothing to do"]
+RefreshOutcome = Outcome | Literal["undecided", "nothing to do"]
 Refresh = Callable[[Recipe], tuple[RefreshOutcome, Version | None]]
 RESULTS: dict[RefreshOutcome, Result] = {
     "promoted": "promoted",
     "already trained": "promoted",
+    "undecided": "progress",
     "outdated": "outdated",
     "nothing to do": "put off",
     "refused": "in vain",

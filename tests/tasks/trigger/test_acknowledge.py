@@ -1,9 +1,11 @@
 """What a refresh tells of itself, however it ends."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from flows.refresh import Outcome
 from infra.registry import Version
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen, Fell, Running
@@ -17,6 +19,11 @@ def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TriggerFile:
     trigger = TriggerFile(tmp_path / "queries.db")
     trigger.tell({"code": Fell(draft=1, promised=1.7, served=1.1, now_ms=1)})
     return trigger
+
+
+def test_every_outcome_of_a_refresh_means_something_to_the_trigger() -> None:
+    assert {name for union in get_args(RefreshOutcome) for name in get_args(union)} == RESULTS.keys()
+    assert set(get_args(Outcome)) <= RESULTS.keys()
 
 
 @pytest.mark.parametrize("outcome", RESULTS)
