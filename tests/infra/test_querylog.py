@@ -371,3 +371,13 @@ def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) 
     assert [each.id for each in log.latest(2)] == ["a2", "a3"]
     assert [each.seq for each in log.latest(9)] == [1, 2, 3]
     assert log.latest(0) == []
+
+
+def test_rows_that_wait_are_counted_by_domain_and_consent_from_the_cursor_on(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2", domain="code")])
+    window = log.claim("run", max_rows=2)
+    assert window is not None
+    log.commit(window)
+    assert log.waiting() == ({}, None)
+    log.append([row("a9"), row("a4", consent="metadata"), row("a5", domain="code"), row("a6", domain="code")])
+    assert log.waiting() == ({"chat": {"full": 1, "metadata": 1}, "code": {"full": 2}}, 4)
