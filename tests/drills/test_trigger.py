@@ -47,7 +47,7 @@ class Home:
     def let_acceptance_fall(self) -> int:
         """Add requests of a domain that fell, and the draft that a run before trained on them; return its number."""
         champion = self.champion
-        self.log.append([row(f"{champion}-{number}", "code") for number in range(NUM_ROWS)])
+        self.log.append([row(f"drill-{1000 * champion + number}", "code") for number in range(NUM_ROWS)])
         window = self.log.claim("the run before", max_rows=400)
         assert window is not None
         self.log.release(window)
