@@ -108,7 +108,7 @@ class Service:
             refused=state.refused,
             postponed={name: one.describe(now_s) for name, one in state.postponed.items()},
             reconciler=counts,
-            acceptance=self.recorder.acceptance(),
+            acceptance=self.recorder.acceptance(self.engine.draft_version),
             log=self.recorder.counts(),
             events=self._events.counts(),
             tokens=self.recorder.tokens,
@@ -145,8 +145,9 @@ class Service:
             serving = self.reconciler.state.serving if self.reconciler is not None else None
             if serving is None:
                 continue
-            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance().items()}
-            fallen = watch.see(str(serving.version.number), serving.version.lineage.tau, served, time.monotonic())
+            draft = str(serving.version.number)
+            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance(draft).items()}
+            fallen = watch.see(draft, serving.version.lineage.tau, served, time.monotonic())
             for domain, figures in fallen.items():
                 self._events.emit(ACCEPTANCE_FELL, domain, {"draft": serving.version.number, **figures})
 
