@@ -1,6 +1,7 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -37,7 +38,12 @@ TOLERANCE = 0.05
 # (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 
+# vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
+RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+
 OnFinish = Callable[[Completion, SamplingParams], None]
+
+log = logging.getLogger(__name__)
 
 
 class TappedLLM(AsyncLLM):
@@ -174,9 +180,11 @@ class VllmEngine:
             draft_version: what the draft is called in outputs.
 
         Raises:
-            ValueError: a directory can't be loaded.
+            ValueError: a directory can't be loaded, or vLLM is asked for a model runner that is not supported.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
+            raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
         speculative = {}
         if draft is not None and params.num_draft_tokens > 0:
             speculative["speculative_config"] = {
@@ -195,6 +203,7 @@ class VllmEngine:
                 "distributed_executor_backend": "mp",
                 "worker_extension_cls": "models.engines.vllm.worker.DraftWorker",
                 "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
+                "scheduling_policy": "priority",
                 "async_scheduling": False,
                 "disable_log_stats": False,
                 **speculative,
@@ -207,7 +216,13 @@ class VllmEngine:
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         llm.rules = params.rules
-        return cls(llm, args, draft)
+        engine = cls(llm, args, draft)
+        try:
+            log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     @property
     def draft_version(self) -> str:
@@ -250,7 +265,8 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             output_kind=RequestOutputKind.DELTA,
         )
-        async for output in self.llm.generate({"prompt_token_ids": list(prompt_ids)}, wanted, request_id):
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        async for output in self.llm.generate(prompt, wanted, request_id, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
                 on_first_token()
