@@ -16,6 +16,10 @@ from typing import Any
 from infra.status import EventCounts
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
+PAIR_BROKE = "redraft.pair.broke"
+TARGET_DIFFERS = "redraft.target.differs"
+# What an event is about that is not one domain's.
+EVERY_DOMAIN = "all"
 RESOURCE = "redraft.domain"
 TIMEOUT_S = 3.0
 

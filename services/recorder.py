@@ -156,6 +156,11 @@ class Recorder:
             )
         return figures
 
+    def recent(self, draft_version: str) -> list[Trace]:
+        """Return the last requests that began with a draft, the oldest first, at most so many of each domain."""
+        traces = (trace for window in self._rolling.get(draft_version, {}).values() for trace in window)
+        return sorted(traces, key=lambda trace: int(trace.request_id))
+
     def counts(self) -> LogCounts:
         """Return rows written and dropped, and the last error."""
         return LogCounts(

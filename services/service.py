@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.events import ACCEPTANCE_FELL, EVERY_DOMAIN, Emitter
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import Registry
@@ -22,7 +22,7 @@ from services.access import Admission
 from services.boot import start_engine
 from services.config import ServiceConfig
 from services.drafts import DraftSource
-from services.reconciler import Reconciler
+from services.reconciler import Reconciler, Surroundings
 from services.recorder import Recorder
 from services.states import DraftState, Loaded, Memory
 
@@ -46,6 +46,7 @@ class Service:
         self._events = Emitter(config.orchestrator)
         self._tasks = [asyncio.create_task(self._watch(), name="watch")]
         if reconciler is not None:
+            reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, self.recorder.recent, self._tell)
             self._tasks.append(asyncio.create_task(reconciler.run(), name="reconciler"))
 
     @classmethod
@@ -101,6 +102,7 @@ class Service:
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
             fallback=state.fallback,
+            fault=state.fault,
             replacement=state.replacement,
             swaps=counts["swaps"],
             swap_ms=state.swap_ms,
@@ -136,6 +138,9 @@ class Service:
         await asyncio.to_thread(self.recorder.close)
         await asyncio.to_thread(self._events.close)
         await self.engine.close()
+
+    def _tell(self, event: str, text: str) -> None:
+        self._events.emit(event, EVERY_DOMAIN, {"text": text})
 
     async def _watch(self) -> None:
         """Tell the orchestrator when a domain's acceptance fell short of what its draft was promoted for."""

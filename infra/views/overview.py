@@ -75,6 +75,8 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
+    if service.fault is not None:
+        out.print(f"  broken: {service.fault}", markup=False)
     if service.replacement is not None:
         out.print(f"  another replica must take over: {service.replacement}", markup=False)
     for name, why in service.refused.items():

@@ -164,6 +164,14 @@ def test_the_windows_of_the_last_drafts_are_kept(recorder: Recorder) -> None:
     assert [bool(recorder.acceptance(str(index))) for index in range(MAX_DRAFTS + 1)] == [False] + [True] * MAX_DRAFTS
 
 
+def test_a_drafts_last_requests_are_given_in_the_order_in_which_they_ended(recorder: Recorder) -> None:
+    for index, domain in enumerate(["chat", "code", "chat"]):
+        recorder.expect(origin("none", f"{index:032x}", domain))
+        recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
+    assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code", "chat"]
+    assert recorder.recent("8") == []
+
+
 def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
     recorder.expect(origin())
     recorder.finished(completion(speculating=False, drafted=(), accepted=(), drafted_ids=()), Settings())
