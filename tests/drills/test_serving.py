@@ -1,9 +1,11 @@
 """Faults of a running service under load: bad drafts, a full disk, a registry, orchestrator or replica that is gone."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -33,6 +35,33 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 LOG_BYTES = 64 << 20
 # The engine's own start takes most of it.
 RECOVERY_S = 150.0
+DAY_S = 86_400
+# Python runs a module of this name in every process that finds it: their wall clock is then off by what a file says.
+CLOCK = """
+import mmap, struct, time
+with open({file!r}, "r+b") as _file:
+    _page = mmap.mmap(_file.fileno(), 8)
+_time, _time_ns = time.time, time.time_ns
+_offset_s = lambda: struct.unpack("<q", _page[:8])[0]
+time.time = lambda: _time() + _offset_s()
+time.time_ns = lambda: _time_ns() + _offset_s() * 10**9
+"""
+
+
+class Clock:
+    """The wall clock of the processes that are started while `path` is in their PYTHONPATH."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._file = path / "offset"
+        self.jump_to(0)
+        (path / "sitecustomize.py").write_text(CLOCK.format(file=str(self._file)))
+        self.variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))}
+
+    def jump_to(self, offset_s: int) -> None:
+        """Let it be off by so many seconds."""
+        with self._file.open("r+b" if self._file.exists() else "wb") as file:
+            file.write(struct.pack("<q", offset_s))
 
 
 class MlflowServer:
@@ -74,6 +103,7 @@ class Scene:
     service: Child
     has_small_disk: bool
     wanted: dict[str, str]
+    clock: Clock
     runner: int = 0
 
     def __post_init__(self) -> None:
@@ -134,14 +164,21 @@ def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.Te
             home / "target",
             registry.url,
             orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
-            serve={"watch": {"period_s": 0.3, "min_requests": 4, "cooldown_s": 0.0}},
+            serve={
+                "watch": {"period_s": 0.3, "min_requests": 4, "cooldown_s": 0.0},
+                "canary": {"period_s": 3.0},
+            },
         )
-        scene = Scene(world, registry, world.start(), has_small_disk, {})
-        try:
-            scene.wanted = quiet_answers(world)
-            yield scene
-        finally:
-            scene.service.stop(grace_s=60)
+        clock = Clock(home / "clock")
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in clock.variables.items():
+                environment.setenv(name, value)
+            scene = Scene(world, registry, world.start(), has_small_disk, {}, clock)
+            try:
+                scene.wanted = quiet_answers(world)
+                yield scene
+            finally:
+                scene.service.stop(grace_s=60)
     finally:
         registry.kill()
         if has_small_disk:
@@ -294,6 +331,33 @@ def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
             tag = "quarantined"
             wait_until(lambda: reason in world.registry.get("draft", bad).tags.get(tag, ""), 20, None, tag)
     assert only_ok(load), load.outcomes
+
+
+def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
+    scene: Scene, world: World
+) -> None:
+    first, second = world.versions
+    log = QueryLog(world.querylog)
+    seqs = [log.latest(1)[0].seq or 0]
+    with scene.load() as load:
+        for offset_s, version in ((DAY_S, second), (-DAY_S, first), (0, second)):
+            scene.clock.jump_to(offset_s)
+            before = world.status()
+            world.registry.promote("draft", version)
+            world.wait_for(
+                "the swap and its proof", lambda status, v=version: status["draft_version"] == v and status["proof"], 30
+            )
+            written = before["log"]["written"]
+            world.wait_for("more rows", lambda status, w=written: status["log"]["written"] > w + 4, 30)
+            seqs.append(log.latest(1)[0].seq or 0)
+        canaries = world.status()["reconciler"].get("canaries", 0)
+        after = world.wait_for("a canary", lambda status: status["reconciler"].get("canaries", 0) > canaries, 30)
+    assert only_ok(load), load.outcomes
+    assert (after["fault"], after["postponed"]) == (None, {})
+    jumps = [[row.time_ms for row in log.rows(low + 1, high)] for low, high in itertools.pairwise(seqs)]
+    log.close()
+    assert seqs == sorted(seqs)
+    assert min(jumps[0][-1], jumps[2][-1]) > jumps[1][-1]  # by the clock the second part came two days before the first
 
 
 def test_f21_what_somebody_set_by_hand_in_the_registry_is_ignored_and_counted(scene: Scene, world: World) -> None:
