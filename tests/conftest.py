@@ -178,7 +178,8 @@ def engine(tiny_target: Path, tiny_draft: Path, loop: asyncio.AbstractEventLoop)
     from models.engines.vllm import Params
     from models.engines.vllm.engine import VllmEngine
 
-    params = Params(num_draft_tokens=3, max_model_len=256, max_num_seqs=64, extra={"enable_prefix_caching": False})
+    # Blocks of the prefix cache that prompts of a test fill; the default is 128 tokens.
+    params = Params(num_draft_tokens=3, max_model_len=256, max_num_seqs=64, extra={"block_size": 32})
     engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, draft_version="1"))
     yield engine
     loop.run_until_complete(engine.close())

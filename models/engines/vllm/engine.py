@@ -261,6 +261,8 @@ class VllmEngine:
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two engine steps; return the milliseconds it took.
 
+        The prefix cache is forgotten, because it holds the keys of the draft before.
+
         Raises:
             ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
         """
@@ -271,6 +273,7 @@ class VllmEngine:
         family = family_of(directory)
         if (weights := family.vllm_weights(directory)) is not None:
             await self._call("swap_draft", str(weights.file), weights.parameters)
+            await self.llm.reset_prefix_cache()
         elif family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
         await self.llm.update_weight_version(version)
@@ -294,7 +297,7 @@ class VllmEngine:
         return errors[name]
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off; off costs nothing.
+        """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
         Raises:
             ValueError: the engine has no draft to switch on.
@@ -303,6 +306,8 @@ class VllmEngine:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
         if self.draft is not None:
             await self._call("set_speculation", on)
+            if on and not self.speculating:
+                await self.llm.reset_prefix_cache()
         self.llm.speculating = on
 
     async def health(self) -> None:

@@ -117,8 +117,8 @@ class DraftWorker:
         """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
 
         The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens
-        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: acceptance of the
-        requests in flight is lower for a while after switching on, their output is the same.
+        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: requests in flight accept
+        less for a while after switching on, their output is the same. Cached blocks: see `draft_keys`.
         """
         runner = self.model_runner
         if not hasattr(self, "_speculation"):

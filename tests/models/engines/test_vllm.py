@@ -34,8 +34,10 @@ Loop = asyncio.AbstractEventLoop
 
 
 def prompts(count: int) -> list[list[int]]:
+    """One start that the prefix cache holds, and 8 to 16 tokens of its own each."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
+    start = rng.integers(3, 67, size=64).tolist()
+    return [start + rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
 
 
 async def answer_all(
@@ -286,7 +288,7 @@ def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_outp
 
 PREFIX = [5, 9, 30, 41, 12, 60]
 NUM_DRAWS = 10_000
-SAMPLING_ENGINE = Params(max_model_len=64, max_num_seqs=256, extra={"enable_prefix_caching": True})
+SAMPLING_ENGINE = Params(max_model_len=64, max_num_seqs=256)
 
 
 def exact_probabilities(target: Path) -> np.ndarray:
