@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-GateVerdict = Literal["passed", "refused"]
+GateVerdict = Literal["passed", "undecided", "refused"]
 NESTED = ("target", "window")
 
 
@@ -105,10 +105,10 @@ class Lineage(_Tags):
         git_commit: the code that made it, "" outside a checkout.
         flow_run: Prefect's.
         gate: None if it was never judged.
-        gate_reasons: why it was refused.
-        gate_test: which test of its line it was; the first draft of a line is none, 0.
+        gate_reasons: why it did not pass.
+        gate_test: which challenger of its champion it was, from 1; 0 for one that never was.
         gated_against: the champion that a draft from elsewhere was judged against.
-        line: names the line of drafts that share one error budget.
+        line: names the line of drafts that go back to one first draft.
         tau: domain to mean accepted length on held-out conversations.
         probe_tau: the same on the target's golden prompts; the service measures it again.
         num_draft_tokens: K that it was trained and measured for.

@@ -1,6 +1,6 @@
 """A draft's line of parents, as the lineage of its versions tells it.
 
-A line starts with a draft that was trained from nothing, and all its tests spend one error budget. Its `parent` is
+A line starts with a draft that was trained from nothing. Its `parent` is
 the version that a draft was trained from; the registry's own `previous` is the champion that it replaced.
 """
 
@@ -28,9 +28,10 @@ def best_versions(line: Sequence[Version]) -> dict[str, Version]:
     return best
 
 
-def next_test_index(versions: Sequence[Version], line: str) -> int:
-    """Return which test of its line the next one is, from 1; refused candidates were tests too."""
-    return 1 + max((version.lineage.gate_test for version in versions if version.lineage.line == line), default=0)
+def next_challenger(versions: Sequence[Version], champion: int) -> int:
+    """Return which challenger of a champion the next one is, from 1; those that were refused count too."""
+    tested = (version.lineage for version in versions)
+    return 1 + max((one.gate_test for one in tested if champion in (one.parent, one.gated_against)), default=0)
 
 
 def trained_on(versions: Sequence[Version], window: Window) -> list[Version]:

@@ -31,6 +31,7 @@ class Sample(NamedTuple):
     prompt_ids: list[int]
     completion_ids: list[int]
     temperature: float = 0.0
+    cluster: str = ""
 
     @property
     def token_ids(self) -> list[int]:

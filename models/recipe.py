@@ -194,12 +194,6 @@ class Recipe(Frozen):
             )
         if self.serve.tool_parser:
             catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
-        expected = int(self.refresh.min_rows * self.refresh.held_out_fraction)
-        if expected < self.gate.min_conversations:
-            raise ValueError(
-                f"refresh.min_rows × refresh.held_out_fraction holds out some {expected} conversations, "
-                f"but the gate wants gate.min_conversations = {self.gate.min_conversations}"
-            )
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
             if domain not in self.traffic:
                 raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')

@@ -1,28 +1,27 @@
-"""Hold a candidate against its parent, and against the best that each domain ever had."""
+"""Hold a challenger against its champion, and against the best that each domain ever had."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish
-from infra.lines import ancestors, best_versions, next_test_index
+from infra.lines import ancestors, best_versions, next_challenger
 from infra.priority import gently
 from infra.querylog import Window
-from infra.registry import Pair, Version, open_registry
+from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
-from infra.views.gate import PASSED, REFUSED, DomainEvidence, GateReport, GateTest, Limits
+from infra.views.gate import DomainEvidence, GateReport, GateTest, Limits
 from models import gate
-from models.acceptance import Estimate
 from models.drafts import open_draft
-from models.gate import Score, Verdict
-from models.hidden import Sample
+from models.gate import Evidence, Floor, Verdict
+from models.paired import Score
 from models.params import Frozen
 from models.recipe import Recipe
 from models.scoring import score
-from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
+from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import read_samples
@@ -34,43 +33,56 @@ class Judged(Frozen):
     """A verdict and what it rests on.
 
     Attributes:
-        verdict: whether the candidate may be promoted, and why not.
-        measured: the candidate's τ.
-        parent_tau: domain to the parent's τ on the same conversations.
-        test_index: which test of its line of drafts this was; each test is held to a smaller error.
-        unjudged: domains with too few conversations to say anything about: new small ones, and known ones with none.
+        verdict: what becomes of the challenger, and why.
+        measured: the challenger's τ.
+        parent_tau: domain to the champion's τ on the same conversations.
+        unjudged: domains that a champion was measured on and that have no conversation here.
     """
 
     verdict: Verdict
     measured: Measured
     parent_tau: dict[str, float]
-    test_index: int
     unjudged: tuple[str, ...]
 
 
 @task(cache_policy=NO_CACHE)
-def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifact) -> Judged:
-    """Score the candidate, the champion and each domain's best past draft on the same held-out conversations.
+def gate_draft(
+    recipe: Recipe,
+    pair: Pair,
+    candidate: Artifact,
+    samples: Artifact,
+    evidence: Evidence | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> Judged:
+    """Score the challenger, the champion and each domain's best past draft on the same held-out conversations.
 
-    The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
-    that, traffic that got harder would look like a loss.
+    All are scored offline at the recipe's K, the largest that is served, by the head alone: what look-up drafts or a
+    step's own K has no part in it. The best draft of a domain is scored again, because its old figure belongs to other
+    conversations: held against that, traffic that got harder would look like a loss.
+
+    Args:
+        recipe: what the challenger is held to.
+        pair: target and champion.
+        candidate: the challenger.
+        samples: of kind "samples"; of its held-out part neither draft has seen anything.
+        evidence: of the challenger's windows before this one; None starts the champion's next challenger.
+        shares: domain to its share of current traffic; None if the held-out part is a fair sample of it.
     """
     registry = open_registry()
-    test_index = next_test_index(registry.versions("draft"), pair.draft.lineage.line)
-    best = {
-        domain: version
-        for domain, version in best_versions(ancestors(registry, pair.draft)).items()
-        if version.number != pair.draft.number
-    }
+    if evidence is None:
+        number = next_challenger(registry.versions("draft"), pair.draft.number)
+        evidence = Evidence.start(recipe.num_draft_tokens, number)
+    before = evidence
+    best = best_versions(ancestors(registry, pair.draft))
     past = {
-        version.number: publish(registry.download(version, load_settings().cache), "draft") for version in best.values()
+        version.number: publish(registry.download(version, load_settings().cache), "draft")
+        for version in best.values()
+        if version.number != pair.draft.number
     }
 
     def make(directory: Path, work: Path) -> None:
         target_dir, device = open_artifact(pair.target_files), load_settings().device
-        held_out, unjudged = judgeable(
-            read_samples(samples, "held_out"), pair.draft.lineage.tau, recipe.gate.min_conversations
-        )
+        held_out = read_samples(samples, "held_out")
 
         def scored(draft: Artifact) -> list[Score]:
             opened = open_draft(open_artifact(draft), target_dir)
@@ -78,8 +90,8 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
                 opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device, recipe.engine.rules
             )
 
-        parent, after = scored(pair.draft_files), scored(candidate)
-        past_scores = {number: scored(draft) for number, draft in past.items()}
+        champion, challenger = scored(pair.draft_files), scored(candidate)
+        past_scores = {number: scored(draft) for number, draft in past.items()} | {pair.draft.number: champion}
         probe_tau = measure_probe(
             open_draft(open_artifact(candidate), target_dir),
             target_dir,
@@ -87,12 +99,14 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             work / "golden",
             recipe.engine.rules,
         )
+        measured = summarise(challenger, probe_tau, recipe.seed)
+        references = {domain: past_scores[best.get(domain, pair.draft).number] for domain in measured.num_conversations}
+        floors = judge_floors(references, challenger, recipe.gate, recipe.seed)
         judged = Judged(
-            verdict=gate.decide(parent, after, best_taus(best, past_scores), recipe.gate, test_index, recipe.seed),
-            measured=summarise(after, probe_tau, recipe.seed),
-            parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, recipe.seed).tau.items()},
-            test_index=test_index,
-            unjudged=unjudged,
+            verdict=gate.decide(before.after(champion, challenger, shares), floors, recipe.gate),
+            measured=measured,
+            parent_tau={domain: tau.value for domain, tau in summarise(champion, 1.0, recipe.seed).tau.items()},
+            unjudged=tuple(sorted(pair.draft.lineage.tau.keys() - floors.keys())),
         )
         (directory / JUDGED).write_text(judged.model_dump_json())
 
@@ -103,7 +117,8 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             "gate": recipe.gate.model_dump(),
             "num_draft_tokens": recipe.num_draft_tokens,
             "rules": [rule.model_dump() for rule in recipe.engine.rules],
-            "test_index": test_index,
+            "evidence": before.model_dump(mode="json"),
+            "shares": None if shares is None else dict(shares),
             "best": {domain: version.sha256 for domain, version in best.items()},
             "seed": recipe.seed,
         },
@@ -113,7 +128,15 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             "candidate": candidate,
             "samples": samples,
         },
-        code=(__name__, "tasks.measure_draft", "models.scoring", "models.gate", *rule_modules(recipe)),
+        code=(
+            __name__,
+            "tasks.measure_draft",
+            "models.scoring",
+            "models.gate",
+            "models.paired",
+            "models.betting",
+            *rule_modules(recipe),
+        ),
         make=gently(make),
     )
     judged = Judged.model_validate_json((open_artifact(artifact) / JUDGED).read_text())
@@ -121,32 +144,24 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     return judged
 
 
-def judgeable(
-    samples: Sequence[Sample], known: Collection[str], min_conversations: int
-) -> tuple[list[Sample], tuple[str, ...]]:
-    """Leave out the domains that are new and too small to judge; a few stray requests must not stop every refresh.
-
-    A domain that a champion was measured on stays in, however small: the gate then refuses. Without any sample there is
-    nothing of it to judge.
-
-    Returns:
-        The other samples, and the domains that are not judged.
-    """
-    sizes = {domain: sum(sample.domain == domain for sample in samples) for domain in {one.domain for one in samples}}
-    small = {domain for domain, size in sizes.items() if size < min_conversations and domain not in known}
-    silent = set(known) - sizes.keys()
-    return [sample for sample in samples if sample.domain not in small], tuple(sorted(small | silent))
-
-
-def best_taus(best: Mapping[str, Version], scores: Mapping[int, Sequence[Score]]) -> dict[str, float]:
-    """Return domain to the τ of the draft that was best there, on the conversations at hand.
+def judge_floors(
+    best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: gate.Params, seed: int
+) -> dict[str, Floor]:
+    """Return domain to what the challenger pays there.
 
     Args:
-        best: domain to that draft's version.
-        scores: version to its scores. A domain without any has no τ.
+        best: domain to the scores of its best past draft, of other domains too. A domain that it has no score of is
+            not judged.
+        challenger: its scores of the same conversations.
+        params: what it is held to.
+        seed: of the resampling.
     """
-    found = ((name, [one for one in scores[version.number] if one.domain == name]) for name, version in best.items())
-    return {name: tau_of(of_domain) for name, of_domain in found if of_domain}
+    floors = {}
+    for domain, scores in sorted(best.items()):
+        before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
+        if before:
+            floors[domain] = gate.judge_floor(before, after, params, seed)
+    return floors
 
 
 def judged_report(
@@ -162,27 +177,33 @@ def judged_report(
         num_draft_tokens: K.
     """
     verdict, after = judged.verdict, judged.measured.tau
+    evidence = verdict.evidence
     return GateReport(
-        verdict=PASSED if verdict.promote else REFUSED,
+        verdict=verdict.outcome,
         reasons=verdict.reasons,
         num_draft_tokens=num_draft_tokens,
         domains={
             domain: DomainEvidence(
-                num_conversations=found.num_conversations,
+                num_conversations=floor.num_conversations,
                 tau_before=judged.parent_tau.get(domain),
                 tau_after=after[domain].value if domain in after else None,
-                reference=found.best,
-                change=None if found.relative is None else Interval.of(found.relative),
-                refusals=tuple(gate.refusals(domain, found, params)),
+                reference=floor.best,
+                change=Interval.of(floor.relative),
+                refusals=tuple(gate.refusals(domain, floor, params)),
+                binding=floor.binding,
             )
-            for domain, found in verdict.domains.items()
+            for domain, floor in verdict.floors.items()
         },
         test=GateTest(
             parent=parent,
             rows=None if window is None else (window.first_seq, window.last_seq),
-            gain=Interval.of(verdict.overall),
+            gain=Interval.of(verdict.gain),
+            last=None if evidence.last is None else Interval.of(evidence.last),
+            num_windows=evidence.num_windows,
+            num_conversations=evidence.num_conversations,
+            num_clusters=evidence.num_clusters,
             alpha=verdict.alpha,
-            test_index=judged.test_index,
+            test_index=evidence.challenger,
             params=Limits.model_validate(params.model_dump()),
             left_out=judged.unjudged,
         ),
@@ -190,25 +211,20 @@ def judged_report(
 
 
 def _show(judged: Judged) -> None:
+    verdict = judged.verdict
     rows = [
         {
             "domain": domain,
-            "parent τ": round(judged.parent_tau[domain], 3),
-            "candidate τ": round(judged.measured.tau[domain].value, 3),
-            **_bounds(verdict.gain),
-            "conversations": verdict.num_conversations,
+            "champion τ": round(judged.parent_tau[domain], 3) if domain in judged.parent_tau else "",
+            "challenger τ": round(floor.tau, 3),
+            "best τ": round(floor.best, 3),
+            "change": f"{floor.relative.value:+.1%}",
+            "at least": f"{floor.relative.low:+.1%}",
+            "conversations": floor.num_conversations,
         }
-        for domain, verdict in judged.verdict.domains.items()
-        if domain in judged.parent_tau
+        for domain, floor in verdict.floors.items()
     ]
-    overall = judged.verdict.overall
-    rows.append({"domain": "all", "parent τ": "", "candidate τ": "", **_bounds(overall), "conversations": ""})
-    table("gate", rows, "promoted" if judged.verdict.promote else "refused: " + "; ".join(judged.verdict.reasons))
+    gain = f"gain {verdict.gain.value:+.3f} tokens a step, at least {verdict.gain.low:+.3f}"
+    table("gate", rows, "; ".join([verdict.outcome, gain, *verdict.reasons]))
     if judged.unjudged:
-        run_logger().info("too few conversations to judge: %s", ", ".join(judged.unjudged))
-
-
-def _bounds(gain: Estimate | None) -> dict[str, object]:
-    return (
-        {"gain": "", "at least": ""} if gain is None else {"gain": round(gain.value, 3), "at least": round(gain.low, 3)}
-    )
+        run_logger().info("no conversation to judge: %s", ", ".join(judged.unjudged))

@@ -14,7 +14,7 @@ from infra.machine import git_commit
 from infra.querylog import Window
 from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
 from infra.views.figures import draw_tau
-from infra.views.gate import PASSED, REFUSED, GateReport, headline, write_files
+from infra.views.gate import GateReport, headline, write_files
 from models.drafts import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
@@ -53,8 +53,7 @@ def register_adopted(
 def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: Judged) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
-    It has no parent, but it is of the champion's line, because the test was one of those that share that line's error
-    budget.
+    It has no parent, but it is of the champion's line, because it was one of that champion's challengers.
     """
     registry, card = open_registry(), describe(pair.target_files.path)
     check_draft(open_artifact(adopted.draft), None, card)
@@ -78,7 +77,7 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
 def register_candidate(
     recipe: Recipe, pair: Pair, candidate: Artifact, window: Window, window_samples: Artifact, judged: Judged
 ) -> Version:
-    """Register what a refresh trained, with the gate's verdict; a refused one too: it was a test of its line."""
+    """Register what a refresh trained, with the gate's verdict; one that did not pass too: it was a challenger."""
     registry, card = open_registry(), describe(pair.target_files.path)
     check_draft(open_artifact(candidate), pair.draft_files.path, card)
     parent = pair.draft
@@ -167,9 +166,9 @@ def _lineage(
         quantization=recipe.quantize.method.name if recipe.quantize else "",
         git_commit=git_commit(),
         flow_run=flow_run_id(),
-        gate=None if verdict is None else PASSED if verdict.promote else REFUSED,
+        gate=None if verdict is None else verdict.outcome,
         gate_reasons="" if verdict is None else "; ".join(verdict.reasons),
-        gate_test=0 if judged is None else judged.test_index,
+        gate_test=0 if verdict is None else verdict.evidence.challenger,
         gated_against=gated_against,
         line=line,
         tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
@@ -185,8 +184,8 @@ def _lineage(
 
 def _verdict_metrics(judged: Judged) -> dict[str, float]:
     return judged.measured.metrics() | {
-        "gate/gain": judged.verdict.overall.value,
-        "gate/gain_low": judged.verdict.overall.low,
+        "gate/gain": judged.verdict.gain.value,
+        "gate/gain_low": judged.verdict.gain.low,
         **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
     }
 

@@ -45,7 +45,7 @@ LINEAGE_LABELS = {
     "num_draft_tokens": "drafted tokens a step",
     "git_commit": "code revision",
     "flow_run": "flow run",
-    "gate_test": "test of its line",
+    "gate_test": "challenger of its champion",
     "probe_tau": "τ on the golden prompts",
     "previous": "champion before it",
     "forced": "promoted by hand because",

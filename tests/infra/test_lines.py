@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact, staged
-from infra.lines import ancestors, best_versions, next_test_index, trained_on
+from infra.lines import ancestors, best_versions, next_challenger, trained_on
 from infra.querylog import Window
 from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
 from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back
@@ -54,12 +54,13 @@ def test_a_line_is_followed_to_its_start_and_knows_its_best(registry, tmp_path):
     assert second.number == 2
 
 
-def test_refused_candidates_count_as_tests_and_other_lines_do_not(registry, tmp_path):
+def test_all_challengers_of_a_champion_count_and_those_of_others_do_not(registry, tmp_path):
     register(registry, tmp_path)
-    assert next_test_index(registry.versions("draft"), "L") == 1
+    assert next_challenger(registry.versions("draft"), 1) == 1
     register(registry, tmp_path, parent="1", gate="refused", gate_test="1")
-    register(registry, tmp_path, line="M", gate_test="7")
-    assert next_test_index(registry.versions("draft"), "L") == 2
+    register(registry, tmp_path, gated_against="1", gate="undecided", gate_test="2")
+    register(registry, tmp_path, parent="2", gate="refused", gate_test="7")
+    assert next_challenger(registry.versions("draft"), 1) == 3
 
 
 def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path):

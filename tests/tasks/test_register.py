@@ -61,7 +61,7 @@ def described(registry: Registry, version: Version) -> str:
 @pytest.mark.parametrize(
     ("gains", "verdict", "line"),
     [
-        ({"chat": 0.3}, "passed", "Gate passed: τ +0.300 against draft 1, at least"),
+        ({"chat": 0.3}, "passed", "Gate passed: +0.300 tokens a step against draft 1, at least"),
         ({"chat": 0.6, "code": -0.3}, "refused", 'Gate refused: domain "code" may lose'),
     ],
 )
