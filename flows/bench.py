@@ -109,6 +109,22 @@ def trainer(
     _run("trainer", recipe, output, **options, pause_s=pause_s, quiet_s=quiet_s, most_s=most_s)
 
 
+@command
+def gate(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    num_runs: Annotated[int, typer.Option("--runs", min=10, help="Champions of each kind of challenger.")] = 500,
+    num_windows: Annotated[
+        int, typer.Option("--windows", min=4, help="Windows that a champion is challenged for.")
+    ] = 1000,
+) -> None:
+    """How often the gate promotes a draft without gain, and how soon one with a gain; by simulation.
+
+    Example: redraft bench gate --runs 200
+    """
+    _run("gate", recipe, output, num_runs=num_runs, num_windows=num_windows)
+
+
 def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     """Measure and report; RuntimeError if the report says that something is wrong."""
     settings = load_settings()
