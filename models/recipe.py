@@ -170,7 +170,7 @@ class Recipe(Frozen):
 
     @property
     def num_draft_tokens(self) -> int:
-        """K, for which drafts are trained, at which they are gated and served."""
+        """K, for which drafts are trained, at which they are gated: the most that a step of serving drafts."""
         return self.engine.num_draft_tokens
 
     @property

@@ -195,7 +195,7 @@ def draw_promotions(shares: Mapping[str, Sequence[tuple[float, float]]], limit: 
     width, height = SIZE_INCHES
     figure = Figure((width, height + 1.4), layout="constrained")
     axes = figure.add_subplot(xlabel="windows", ylabel="share of champions replaced", xscale="log", yscale="log")
-    axes.axhline(limit, color="tab:red", linestyle="--", label=f"limit without gain: {limit:.0%}")
+    axes.axhline(limit, color="black", linestyle="--", label=f"limit without gain: {limit:.0%}")
     for name, points in shares.items():
         windows, replaced = zip(*points, strict=True)
         axes.step(windows, replaced, where="post", label=name)
