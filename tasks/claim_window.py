@@ -15,9 +15,10 @@ from infra.artifacts import Artifact
 from infra.consent import QueryRow
 from infra.manifest import canonical_json
 from infra.processes import process_identity
-from infra.querylog import QueryLog, Window
+from infra.querylog import QueryLog
 from infra.registry import Pair
 from infra.settings import load_settings
+from infra.windows import Window
 from models.hidden import Sample
 from models.recipe import Recipe, Refresh
 from tasks.stages import produce

@@ -9,11 +9,11 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import ancestors, best_versions, next_test_index
 from infra.priority import gently
-from infra.querylog import Window
 from infra.registry import Pair, Version, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, DomainEvidence, GateReport, GateTest, Limits
+from infra.windows import Window
 from models import gate
 from models.acceptance import Estimate
 from models.drafts import open_draft

@@ -11,10 +11,10 @@ from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
-from infra.querylog import Window
 from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
 from infra.views.figures import draw_tau
 from infra.views.gate import PASSED, REFUSED, GateReport, headline, write_files
+from infra.windows import Window
 from models.drafts import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
