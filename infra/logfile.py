@@ -14,7 +14,7 @@ BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"
 # A version only adds tables to the one before, empty ones: the schema brings any older log up to date, and needs no
 # backup for it.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS rows (
@@ -36,6 +36,10 @@ CREATE TABLE IF NOT EXISTS attempts (
 CREATE TABLE IF NOT EXISTS set_aside (
     first_seq INTEGER, last_seq INTEGER, num_rows INTEGER, sha256 TEXT, owner TEXT, time_ms INTEGER NOT NULL,
     PRIMARY KEY (first_seq, last_seq));
+CREATE TABLE IF NOT EXISTS sketches (
+    seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE, secret TEXT NOT NULL, turn BLOB NOT NULL,
+    grams BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS probes (seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE);
 INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicates', 0);
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -64,6 +68,7 @@ class LogFile:
                 db.execute("PRAGMA journal_mode = WAL")
                 db.execute("PRAGMA synchronous = FULL")
                 db.execute("PRAGMA secure_delete = ON")
+                db.execute("PRAGMA foreign_keys = ON")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > SCHEMA_VERSION:
                     raise ValueError(f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}")

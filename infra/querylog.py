@@ -7,7 +7,7 @@ Rows are numbered by `seq`, and a number is never given twice, erased rows inclu
 import hashlib
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,6 +26,7 @@ class ErasedReport(BaseModel):
         seqs: their numbers, ascending.
         windows: the windows, committed or set aside, that had held any of them; snapshots made of these must be
             rewritten, and drafts that name them in their lineage saw the rows.
+        probes: domain to how many of them were in its probe set, which others will take the places of.
         wal_cleared: whether the write-ahead log was emptied. If a reader prevented it, erase again later.
     """
 
@@ -34,6 +35,7 @@ class ErasedReport(BaseModel):
     rows: int
     seqs: tuple[int, ...]
     windows: tuple[Window, ...]
+    probes: dict[str, int]
     wal_cleared: bool
 
 
@@ -96,6 +98,10 @@ class QueryLog(Windows):
         """Return the rows of one consent level from `first_seq` to `last_seq`, both included, by seq."""
         return self._read("seq BETWEEN ? AND ? AND consent = ?", (first_seq, last_seq, consent))
 
+    def rows_of(self, seqs: Iterable[int]) -> list[QueryRow]:
+        """Return the rows of these numbers that there are, of any consent, by seq."""
+        return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
+
     def latest(self, num_rows: int) -> list[QueryRow]:
         """Return the last rows, of any consent, by seq."""
         return self._read("seq IN (SELECT seq FROM rows ORDER BY seq DESC LIMIT ?)", (num_rows,))
@@ -105,14 +111,16 @@ class QueryLog(Windows):
 
         The rows with the smallest hashes of seed and id are taken: the same seed gives the same rows, and new rows
         only displace some of them. Rows of windows that were set aside are among them: this is how they come back.
+        Members of probe sets are not, since they are never trained on.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
         query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
+        query += " AND seq NOT IN (SELECT seq FROM probes)"
         for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
             key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
             hashed.setdefault(domain, []).append((key, seq))
         seqs = [seq for keys in hashed.values() for _, seq in heapq.nsmallest(per_domain, keys)]
-        return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(seqs),))
+        return self.rows_of(seqs)
 
     def erase(self, subject: str) -> ErasedReport:
         """Delete every row of a hashed subject, from the file's free pages and its write-ahead log too."""
@@ -160,10 +168,15 @@ class QueryLog(Windows):
                 (SELECT 1 FROM rows WHERE {condition} AND seq BETWEEN first_seq AND last_seq)""",
                 (value,),
             )
+            probes = db.execute(
+                f"SELECT domain, count(*) FROM probes JOIN rows USING (seq) WHERE {condition} GROUP BY domain", (value,)
+            ).fetchall()
             db.execute(f"DELETE FROM rows WHERE {condition}", (value,))
             shrink_claim(db)
         busy = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        return ErasedReport(rows=len(seqs), seqs=seqs, windows=tuple(windows), wal_cleared=not busy)
+        return ErasedReport(
+            rows=len(seqs), seqs=seqs, windows=tuple(windows), probes=dict(probes), wal_cleared=not busy
+        )
 
     def _read(self, condition: str, values: tuple[object, ...]) -> list[QueryRow]:
         query = f"SELECT seq, body FROM rows WHERE {condition} ORDER BY seq"

@@ -228,6 +228,11 @@ class Windows(LogFile):
         """Return the last seq of the last window that was committed or set aside, 0 before the first."""
         return counter(self.connection(), "cursor")
 
+    def last(self) -> Window | None:
+        """Return the window that was committed last, None before the first."""
+        columns = self.connection().execute("SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1").fetchone()
+        return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
+
     def _renew(self, window: Window, lease_s: float) -> bool:
         """Put the end of the lease off; False if the window is no longer this owner's."""
         until_s, place = time.monotonic() + lease_s, (window.first_seq, window.last_seq, window.owner)

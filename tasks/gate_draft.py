@@ -69,7 +69,9 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
     def make(directory: Path, work: Path) -> None:
         target_dir, device = open_artifact(pair.target_files), load_settings().device
         held_out, unjudged = judgeable(
-            read_samples(samples, "held_out"), pair.draft.lineage.tau, recipe.gate.min_conversations
+            read_samples(samples, "held_out") + read_samples(samples, "probe"),
+            pair.draft.lineage.tau,
+            recipe.gate.min_conversations,
         )
 
         def scored(draft: Artifact) -> list[Score]:
