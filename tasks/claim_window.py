@@ -190,7 +190,8 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
 
     The first draft's held-out conversations fill up the sets that traffic has not filled, as far as no row is alike.
     """
-    inside = {row.seq: row for row in traffic.rows if row.seq in set(members)}
+    wanted = set(members)
+    inside = {row.seq: row for row in traffic.rows if row.seq in wanted}
     rows = log.rows_of(inside)
     samples = _named(usable(rows, pair.target.number, 1.0, len(rows))[0], rows, traffic) if rows else []
     known = {row.cluster for row in traffic.rows} | {sample.cluster for sample in traffic.first["train"]}
