@@ -25,7 +25,7 @@ from models.scoring import score
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import probe_versions, read_samples
 
 JUDGED = "judged.json"
 
@@ -38,6 +38,7 @@ class Judged(Frozen):
         measured: the candidate's τ.
         parent_tau: domain to the parent's τ on the same conversations.
         test_index: which test of its line of drafts this was; each test is held to a smaller error.
+        probe_sets: domain to the version of the probe set that it was held to.
         unjudged: domains with too few conversations to say anything about: new small ones, and known ones with none.
     """
 
@@ -46,6 +47,7 @@ class Judged(Frozen):
     parent_tau: dict[str, float]
     test_index: int
     unjudged: tuple[str, ...]
+    probe_sets: dict[str, str] = {}
 
 
 @task(cache_policy=NO_CACHE)
@@ -68,10 +70,9 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
 
     def make(directory: Path, work: Path) -> None:
         target_dir, device = open_artifact(pair.target_files), load_settings().device
+        probes = read_samples(samples, "probe")
         held_out, unjudged = judgeable(
-            read_samples(samples, "held_out") + read_samples(samples, "probe"),
-            pair.draft.lineage.tau,
-            recipe.gate.min_conversations,
+            read_samples(samples, "held_out") + probes, pair.draft.lineage.tau, recipe.gate.min_conversations
         )
 
         def scored(draft: Artifact) -> list[Score]:
@@ -95,6 +96,7 @@ def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifac
             parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, recipe.seed).tau.items()},
             test_index=test_index,
             unjudged=unjudged,
+            probe_sets=probe_versions(probes),
         )
         (directory / JUDGED).write_text(judged.model_dump_json())
 

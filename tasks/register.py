@@ -174,6 +174,7 @@ def _lineage(
         line=line,
         tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
         probe_tau=round(measured.probe_tau, 4),
+        probe_sets={} if judged is None else judged.probe_sets,
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
