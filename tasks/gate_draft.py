@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import ancestors, best_versions, next_test_index
@@ -47,7 +48,7 @@ class Judged(Frozen):
     parent_tau: dict[str, float]
     test_index: int
     unjudged: tuple[str, ...]
-    probe_sets: dict[str, str] = {}
+    probe_sets: dict[str, str] = Field(default_factory=dict)
 
 
 @task(cache_policy=NO_CACHE)
