@@ -3,9 +3,10 @@
 A cluster is the unit of a split and of its statistics, so that turns of a chat, functions of a module and fillings of a
 template stay on one side. First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that
 no client can compute where a prompt will fall. What more than a twentieth of a domain's conversations share is how the
-domain words things and joins nothing: without this a template would make one cluster of a domain. Because it changes as
-a log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that
-takes a second for ten thousand.
+domain words things and joins nothing: without this a template would make one cluster of a domain. Turns that have next
+to nothing else are held against each other by all of it, so that copies stay together however many they are. Because
+what is common changes as a log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew
+each time, in numpy; that takes a second for ten thousand.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ PAPER = "Broder 1997, On the resemblance and containment of documents; Leskovec 
 NGRAM = 5  # tokens
 SKETCH_SIZE = 128  # hashes of a conversation
 NUM_BANDS, BAND = 64, 2
-MIN_RESEMBLANCE = 0.2
+MIN_RESEMBLANCE, MIN_RESEMBLANCE_OF_COPIES = 0.2, 0.5
 # Of a domain's conversations; a hash in more of them says nothing. A domain of few has at least so many.
 MAX_SHARE, MIN_COMMON = 0.05, 5
 HASH_BYTES, NAME_BYTES = 8, 16
@@ -85,7 +86,15 @@ def _resembling(sketches: Sequence[Sketch], domains: NDArray[np.int64]) -> list[
     sizes = np.array([len(one.grams) for one in sketches])
     grams, owner = np.concatenate([one.grams for one in sketches]), np.repeat(np.arange(len(sketches)), sizes)
     telling = ~_common(grams, domains[owner], np.bincount(domains))
-    grams, owner = grams[telling], owner[telling]
+    own = np.bincount(owner[telling], minlength=len(sketches))
+    copies = own[owner] <= NGRAM
+    return [
+        *_banded(grams[telling], owner[telling], MIN_RESEMBLANCE),
+        *_banded(grams[copies], owner[copies], MIN_RESEMBLANCE_OF_COPIES),
+    ]
+
+
+def _banded(grams: Hashes, owner: NDArray[np.int64], least: float) -> list[NDArray[np.int64]]:
     owners, starts = np.unique(owner, return_index=True)
     if not len(owners):
         return []
@@ -96,7 +105,7 @@ def _resembling(sketches: Sequence[Sketch], domains: NDArray[np.int64]) -> list[
         _, first, bucket = np.unique(left << np.uint64(32) | right, return_index=True, return_inverse=True)
         one, other = np.arange(len(owners)), first[bucket]
         one, other = one[one != other], other[one != other]
-        holds = (signatures[one] == signatures[other]).mean(axis=1) >= MIN_RESEMBLANCE
+        holds = (signatures[one] == signatures[other]).mean(axis=1) >= least
         links.append(np.stack([owners[one[holds]], owners[other[holds]]]))
     return links
 

@@ -96,7 +96,11 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     older = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
     if (before := log.last()) is not None:
         side_of = sides(traffic.secret, before, refresh.held_out_fraction)
-        held_out = [row.seq for row in traffic.within(before) if side_of(row.cluster) == "held_out"]
+        earlier = [row for row in traffic.rows if row.seq <= before.last_seq]
+        large = unseen_and_large(earlier, before, {sample.cluster for sample in traffic.first["train"]})
+        held_out = [
+            row.seq for row in traffic.within(before) if row.cluster in large or side_of(row.cluster) == "held_out"
+        ]
         older = list({row.seq: row for row in [*older, *log.rows_of(held_out)] if row.consent == "full"}.values())
     fresh = log.rows(window.first_seq, window.last_seq)
     samples = _samples(recipe, pair, [*older, *fresh], traffic)

@@ -89,3 +89,11 @@ def test_ten_thousand_rows_take_seconds():
     assert made - started < 20
     assert time.process_time() - made < 10
     assert sum(one.grams.nbytes for one in sketches) / len(sketches) <= SKETCH_SIZE * np.dtype(np.uint64).itemsize
+
+
+def test_copies_with_a_token_changed_are_one_cluster_however_many_they_are():
+    copied = words(10**6)
+    turns = [words(n) for n in range(50)] + [[*copied[:-1], n] for n in range(200)]
+    named = names(turns)
+    assert len(set(named[50:])) == 1
+    assert len(set(named)) == 51

@@ -173,6 +173,18 @@ def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_sa
     assert not {one.id for one in first["train"]} & {one.id for one in second["train"]}
 
 
+def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_samples, pair):
+    refresh = REFRESH.model_copy(update={"replay_per_domain": 0})
+    rows = [row(n, prompt_ids=words(n)) for n in range(60)]
+    rows += [row(100 + n, prompt_ids=[*words(1000)[:-1], n]) for n in range(30)]
+    copies = {one.id for one in rows[60:]}
+    first = held(log, pair, first_samples, rows, refresh)
+    assert {one.id for one in first["held_out"]} >= copies
+    second = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(200, 300)], refresh)
+    assert {one.id for one in second["train"]} >= copies
+    assert not copies & {one.id for one in first["probe"] + second["probe"]}
+
+
 def test_a_client_can_not_choose_the_side_of_its_prompts(tmp_path, monkeypatch, first_samples, pair):
     def unsalted_side(prompt_ids: list[int]) -> str:
         digest = hashlib.sha256(json.dumps(prompt_ids).encode()).digest()
