@@ -4,8 +4,8 @@ from typing import Literal
 
 from prefect import flow
 
-from infra.querylog import Window
 from infra.registry import Pair, Version
+from infra.windows import Window
 from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window

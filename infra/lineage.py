@@ -111,6 +111,7 @@ class Lineage(_Tags):
         line: names the line of drafts that go back to one first draft.
         tau: domain to mean accepted length on held-out conversations.
         probe_tau: the same on the target's golden prompts; the service measures it again.
+        probe_sets: domain to the version of the probe set that it was held to.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         samples_uri, samples_sha256: the answers that its line started with.
@@ -132,6 +133,7 @@ class Lineage(_Tags):
     line: str = ""
     tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
     probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
+    probe_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""

@@ -6,8 +6,8 @@ the version that a draft was trained from; the registry's own `previous` is the 
 
 from collections.abc import Sequence
 
-from infra.querylog import Window
 from infra.registry import Registry, Version
+from infra.windows import Window
 
 
 def ancestors(registry: Registry, version: Version) -> list[Version]:

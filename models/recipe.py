@@ -81,7 +81,8 @@ class Refresh(Frozen):
     Attributes:
         min_rows: with fewer rows waiting there is nothing to do.
         max_rows: the most rows of one refresh; the others wait for the next.
-        held_out_fraction: share of the conversations that is kept for gates and never trained on.
+        held_out_fraction: share of a window's conversations that is held out of its training, to judge by, and trained
+            on by the next refresh; what probe sets take comes off first.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
         max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
             requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally

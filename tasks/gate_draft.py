@@ -5,15 +5,16 @@ from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import ancestors, best_versions, next_challenger
 from infra.priority import gently
-from infra.querylog import Window
 from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
 from infra.views.gate import DomainEvidence, GateReport, GateTest, Limits
+from infra.windows import Window
 from models import gate
 from models.drafts import open_draft
 from models.gate import Evidence, Floor, Verdict
@@ -24,7 +25,7 @@ from models.scoring import score
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import probe_versions, read_samples
 
 JUDGED = "judged.json"
 
@@ -37,12 +38,14 @@ class Judged(Frozen):
         measured: the challenger's τ.
         parent_tau: domain to the champion's τ on the same conversations.
         unjudged: domains that a champion was measured on and that have no conversation here.
+        probe_sets: domain to the version of the probe set that it was held to.
     """
 
     verdict: Verdict
     measured: Measured
     parent_tau: dict[str, float]
     unjudged: tuple[str, ...]
+    probe_sets: dict[str, str] = Field(default_factory=dict)
 
 
 @task(cache_policy=NO_CACHE)
@@ -82,7 +85,8 @@ def gate_draft(
 
     def make(directory: Path, work: Path) -> None:
         target_dir, device = open_artifact(pair.target_files), load_settings().device
-        held_out = read_samples(samples, "held_out")
+        probes = read_samples(samples, "probe")
+        held_out = read_samples(samples, "held_out") + probes
 
         def scored(draft: Artifact) -> list[Score]:
             opened = open_draft(open_artifact(draft), target_dir)
@@ -107,6 +111,7 @@ def gate_draft(
             measured=measured,
             parent_tau={domain: tau.value for domain, tau in summarise(champion, 1.0, recipe.seed).tau.items()},
             unjudged=tuple(sorted(pair.draft.lineage.tau.keys() - floors.keys())),
+            probe_sets=probe_versions(probes),
         )
         (directory / JUDGED).write_text(judged.model_dump_json())
 

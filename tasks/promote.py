@@ -8,10 +8,10 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, publish
 from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
-from infra.querylog import Window
 from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry
 from infra.settings import load_settings
 from infra.views.gate import PASSED
+from infra.windows import Window
 from tasks.register import same_files
 from tasks.stages.reporting import run_logger
 

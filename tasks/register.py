@@ -11,10 +11,10 @@ from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
-from infra.querylog import Window
 from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
 from infra.views.figures import draw_tau
 from infra.views.gate import GateReport, headline, write_files
+from infra.windows import Window
 from models.drafts import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
@@ -173,6 +173,7 @@ def _lineage(
         line=line,
         tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
         probe_tau=round(measured.probe_tau, 4),
+        probe_sets={} if judged is None else judged.probe_sets,
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,

@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.overview import Overview
-from infra.querylog import MAX_ATTEMPTS, LogStats
+from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
+from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:

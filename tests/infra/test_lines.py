@@ -8,8 +8,8 @@ import pytest
 
 from infra.artifacts import Artifact, staged
 from infra.lines import ancestors, best_versions, next_challenger, trained_on
-from infra.querylog import Window
 from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.windows import Window
 from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back
 from tests.tags import draft_tags
 

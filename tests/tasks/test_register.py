@@ -7,9 +7,9 @@ import pytest
 
 from infra.artifacts import Artifact, publish
 from infra.manifest import write_manifest
-from infra.querylog import Window
 from infra.registry import Pair, Registry, Version, open_registry
 from infra.views.gate import DATA, PAGE, GateReport
+from infra.windows import Window
 from models.recipe import load_recipe
 from tasks.register import register_candidate, register_draft, register_target
 from tests.conftest import judge, make_draft

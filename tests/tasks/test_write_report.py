@@ -11,11 +11,12 @@ import pytest
 
 from infra.artifacts import staged
 from infra.consent import QueryRow
-from infra.querylog import QueryLog, Window
+from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.settings import Settings
 from infra.views.acceptance import Served
 from infra.views.gate import GateReport, headline, write_files
+from infra.windows import Window
 from models.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure.compare_traffic import compare_acceptance

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.querylog import Window
 from infra.views.gate import GateReport, explain, headline, markdown, write_files
+from infra.windows import Window
 from models.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure_draft import Measured, first_report

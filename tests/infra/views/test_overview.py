@@ -6,10 +6,11 @@ import pytest
 from rich.console import Console
 
 from infra.overview import DraftOverview, Overview
-from infra.querylog import Attempt, LogStats, SetAside
+from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
 from infra.views.overview import counts, show_overview
+from infra.windows import Attempt, SetAside
 from tests.infra.statuses import STATUS
 
 LOG = LogStats(
