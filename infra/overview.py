@@ -17,7 +17,7 @@ class DraftOverview(BaseModel):
         parent: version that it was trained from, or "".
         rows: first and last row of the query log that it was trained on, or "".
         verdict: of its gate, or "quarantined".
-        reasons: why it was refused or quarantined.
+        reasons: why it was refused, left undecided or quarantined.
         tau: domain to τ on held-out conversations.
     """
 

@@ -25,6 +25,8 @@ ParsedT = TypeVar("ParsedT")
 
 DEFAULT_RECIPE = "smollm2-cpu"
 _FOLDER = Path(__file__).parent / "recipes"
+# Of a run that another one goes on from.
+GOES_ON = {"schedule": "constant", "average": 0.3}
 
 DOMAIN = r"^[a-z0-9_-]{1,32}$"  # what requests name, and the query log takes
 Domain = Annotated[str, Field(pattern=DOMAIN)]
@@ -87,12 +89,13 @@ class Refresh(Frozen):
         max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
             requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally
             more until so many are kept.
-        distill: keys of [distill] that differ in a refresh.
+        distill: keys of [distill] that differ in a refresh, in which the learning rate does not fall unless one of them
+            says so: its `schedule` is "constant" and its `average` 0.3.
     """
 
     min_rows: int = Field(200, ge=1)
     max_rows: int = Field(4000, ge=1)
-    held_out_fraction: float = Field(0.15, gt=0, lt=1)
+    held_out_fraction: float = Field(0.25, gt=0, lt=1)
     replay_per_domain: int = Field(200, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     distill: dict[str, Any] = Field(default_factory=dict)
@@ -181,7 +184,7 @@ class Recipe(Frozen):
 
     def refresh_distill(self) -> BaseParams:
         """Return the settings of training in a refresh."""
-        return _distill_params({**self.distill.model_dump(), **self.refresh.distill})
+        return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.windows import Window
 from models.hidden import Sample
+from models.params import Frozen
 from models.recipe import Recipe, Refresh
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
@@ -83,9 +84,23 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
+class Parts(Frozen):
+    """What a draft is trained on and held to.
+
+    Attributes:
+        samples: of kind "samples", with probes.
+        shares: domain to its share of the traffic, what its keys' shares leave of it.
+        fresh: probe conversations that came with this traffic, which no draft has been judged by: id to domain.
+    """
+
+    samples: Artifact
+    shares: dict[str, float]
+    fresh: dict[str, str]
+
+
 @task(cache_policy=NO_CACHE)
-def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Artifact:
-    """Write what a refresh trains on and is held to; an artifact of kind "samples".
+def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Parts:
+    """Write what a refresh trains on and is held to.
 
     Training: one side of the window, what the window before held out and, so that nothing is forgotten, older rows of
     each domain and some of the first draft's samples. Held out: the window's other side. Probes: each domain's set, to
@@ -110,7 +125,8 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     sets, trained = ProbeSets(settings.querylog), {sample.cluster for sample in traffic.first["train"]}
     draw = drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
-    probes, reserved = _probes(pair, log, sets.members(), traffic)
+    members = sets.members()
+    probes, reserved = _probes(pair, log, members, traffic)
 
     side_of = sides(traffic.secret, window, refresh.held_out_fraction)
     large = unseen_and_large(traffic.rows, window, trained)
@@ -126,16 +142,17 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
             "train": [sample for sample in learned if sample.cluster not in left_out],
             "held_out": [sample for sample in tested if sample.cluster not in reserved],
             "probe": probes,
-        }
+        },
+        [sample for sample in samples if sample.id in seqs],
+        {sample.id for sample in samples if seqs.get(sample.id) in members},
     )
 
 
 @task(cache_policy=NO_CACHE)
-def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Artifact:
+def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     """Write what a draft from elsewhere is held to: the probe sets, and the rows that the champion's line hasn't seen.
 
-    Returns:
-        an artifact of kind "samples", whose training part is empty.
+    It is judged by all of them in one look, so that the probes are fresh to it. The training part is empty.
     """
     log = QueryLog(load_settings().querylog)
     cursor = log.cursor()
@@ -145,7 +162,8 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Artifa
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
     seen |= {sample.cluster for sample in traffic.first["train"]}
     fresh = [sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen]
-    return _write_parts({"train": [], "held_out": fresh, "probe": probes})
+    parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
+    return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
 
 
 class _Traffic(NamedTuple):
@@ -209,7 +227,9 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
     return [sample._replace(domain=names[sample.domain]) for sample in probes], {row.cluster for row in inside.values()}
 
 
-def _write_parts(parts: Mapping[Part, Sequence[Sample]]) -> Artifact:
+def _write_parts(
+    parts: Mapping[Part, Sequence[Sample]], traffic: Sequence[Sample], reserved: Collection[str] = ()
+) -> Parts:
     def make(directory: Path, _: Path) -> None:
         for part, samples in parts.items():
             write_samples(directory, part, samples)
@@ -224,7 +244,12 @@ def _write_parts(parts: Mapping[Part, Sequence[Sample]]) -> Artifact:
         make=make,
     )
     _show(parts)
-    return artifact
+    counts = Counter(sample.domain for sample in traffic)
+    return Parts(
+        samples=artifact,
+        shares={name: count / len(traffic) for name, count in sorted(counts.items())},
+        fresh={sample.id: sample.domain for sample in traffic if sample.id in reserved},
+    )
 
 
 def _show(parts: Mapping[Part, Sequence[Sample]]) -> None:

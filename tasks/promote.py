@@ -10,12 +10,12 @@ from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
 from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry
 from infra.settings import load_settings
-from infra.views.gate import PASSED
+from infra.views.gate import PASSED, UNDECIDED
 from infra.windows import Window
 from tasks.register import same_files
 from tasks.stages.reporting import run_logger
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained"]
+Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained"]
 
 
 @task(cache_policy=NO_CACHE)
@@ -111,8 +111,9 @@ def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
 def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
     """Promote a candidate that passed its gate against the champion; say what came of it.
 
-    It is "outdated" if that champion was replaced, rolled back or quarantined since: then the verdict, a refusal too,
-    says nothing of what is served now. The candidate stays registered, and the alias where somebody put it.
+    One that the gate left undecided stays registered, for the next window to go on from. It is "outdated" if that
+    champion was replaced, rolled back or quarantined since: then the verdict, a refusal too, says nothing of what is
+    served now. The candidate stays registered, and the alias where somebody put it.
     """
     registry = open_registry()
     if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
@@ -121,7 +122,8 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
         if candidate.lineage.gate != PASSED or is_quarantined(candidate):
             registry.require_champion("draft", pair.draft.number)
             run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
-            return "refused"
+            undecided = candidate.lineage.gate == UNDECIDED and not is_quarantined(candidate)
+            return "undecided" if undecided else "refused"
         registry.promote("draft", candidate.number, judged_against=pair.draft.number)
     except Outdated as error:
         run_logger().info("draft %d is not promoted: %s", candidate.number, error)

@@ -14,10 +14,10 @@ from infra.views import Interval, Shown
 from infra.views.figures import draw_gate
 
 Outcome = Literal["passed", "undecided", "refused", "unjudged"]
-PASSED: Outcome = "passed"
-UNDECIDED: Outcome = "undecided"
-REFUSED: Outcome = "refused"
-UNJUDGED: Outcome = "unjudged"
+PASSED: Literal["passed"] = "passed"
+UNDECIDED: Literal["undecided"] = "undecided"
+REFUSED: Literal["refused"] = "refused"
+UNJUDGED: Literal["unjudged"] = "unjudged"
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.png"
 TITLES = {
     PASSED: "Gate passed",
@@ -76,7 +76,8 @@ class GateTest(Shown):
     Attributes:
         parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
             trained here.
-        rows: first and last of the query log that it was trained on; None for a draft from elsewhere.
+        continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
+        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere.
         gain: difference in accepted tokens a step over all its windows; each end is wrong with chance `alpha`, however
             often it is looked at.
         last: the last window's own, with a 95% interval for this one look.
@@ -87,6 +88,7 @@ class GateTest(Shown):
     """
 
     parent: int
+    continues: int | None = None
     rows: tuple[int, int] | None
     gain: Interval
     alpha: float
@@ -139,7 +141,7 @@ def explain(report: GateReport) -> str:
             f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
             f"looked at. It must be above 0, so {shown}.",
             *_domains_in_words(report.domains, test.params),
-            "So it may serve." if report.verdict == PASSED else f"So it does not replace draft {test.parent}.",
+            _consequence(report.verdict, test.parent),
         ]
     )
 
@@ -224,11 +226,18 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> 
     return said
 
 
+def _consequence(verdict: Outcome, champion: int) -> str:
+    if verdict == PASSED:
+        return "So it may serve."
+    return f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
+
+
 def _origin(test: GateTest) -> str:
     if test.rows is None:
         return f"Trained elsewhere, and compared with draft {test.parent}."
     first, last = test.rows
-    return f"Trained from draft {test.parent} on rows {first} to {last} of the query log."
+    start = f"from draft {test.parent}" if test.continues is None else f"on from draft {test.continues}"
+    return f"Trained {start} on rows {first} to {last} of the query log, and compared with draft {test.parent}."
 
 
 def _standing(evidence: DomainEvidence) -> str:

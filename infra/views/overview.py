@@ -20,7 +20,8 @@ def show_overview(seen: Overview, out: Console) -> None:
     else:
         out.print("no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
-        out.print(f"last refresh: draft {last.version}, {last.verdict} {last.reasons}".rstrip(), markup=False)
+        why = f": {last.reasons}" if last.reasons else ""
+        out.print(f"last refresh: draft {last.version}, {last.verdict}{why}", markup=False)
     by_domain = counts(seen.log.per_domain)
     out.print(
         f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "

@@ -34,6 +34,7 @@ LINEAGE_LABELS = {
     "vocab_size": "vocabulary size",
     "chat_template_sha256": "chat template, sha256",
     "parent": "parent draft",
+    "continues": "snapshot that it went on from",
     "line": "line of drafts",
     "window_first_seq": "first row trained on",
     "window_last_seq": "last row trained on",

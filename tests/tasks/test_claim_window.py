@@ -137,7 +137,7 @@ def held(log, pair, first_samples, rows: list[QueryRow], refresh: Refresh = REFR
     """Append rows, take them as a window, and return its parts."""
     log.append(rows)
     window = claim_window.fn(refresh)
-    parts = parts_of(hold_out.fn(recipe_of(refresh), pair, window, first_samples))
+    parts = parts_of(hold_out.fn(recipe_of(refresh), pair, window, first_samples).samples)
     advance_cursor.fn(window)
     return parts
 
@@ -248,6 +248,19 @@ def test_the_first_drafts_held_out_conversations_fill_up_a_set_as_far_as_no_row_
     assert sorted(one.id for one in parts["probe"] if one.domain == "chat") == sorted(f"h{n}" for n in range(7, 30))
 
 
+def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fresh_once(log, first_samples, pair):
+    held(log, pair, first_samples, [row(n) for n in range(100)])
+    log.append([row(n, domain="math" if n % 4 == 0 else "code") for n in range(100, 180)])
+    window = claim_window.fn(REFRESH)
+    parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
+    assert parts.shares == {"code": 0.75, "math": 0.25}
+    assert parts.fresh
+    assert parts.fresh.keys() <= {one.id for one in read_samples(parts.samples, "probe")}
+    of_window = {one.id: one.domain for one in log.rows(window.first_seq, window.last_seq)}
+    assert parts.fresh.items() <= of_window.items()  # by their own names, also where they are judged as others
+    assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == parts
+
+
 def test_a_repeated_attempt_splits_alike_and_reserves_nothing_more(log, first_samples, pair):
     log.append([row(n) for n in range(100)])
     window = claim_window.fn(REFRESH)
@@ -288,7 +301,7 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
 def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_has_not_seen(log, first_samples, pair):
     held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
     log.append([row(n, prompt_ids=words(n)) for n in range(100, 120)] + [row(200, prompt_ids=[*words(0)[:-1], 7])])
-    parts = parts_of(hold_out_past.fn(recipe_of(REFRESH), pair, first_samples))
+    parts = parts_of(hold_out_past.fn(recipe_of(REFRESH), pair, first_samples).samples)
     assert {one.id for one in parts["held_out"]} == {f"row{n}" for n in range(100, 120)}
     assert parts["train"] == []
     assert sum(one.domain == "code" for one in parts["probe"]) == 25

@@ -1,8 +1,11 @@
-"""Which domains are judged, and against what."""
+"""Which domains are judged, and against what; what becomes of a draft that did not pass."""
+
+import pytest
 
 from models.gate import Params
 from models.paired import Score
-from tasks.gate_draft import judge_floors
+from tasks.gate_draft import better, judge_floors
+from tests.conftest import judge
 
 
 def scores(accepted: float, *domains: str) -> list[Score]:
@@ -19,3 +22,28 @@ def test_each_domain_is_held_to_its_own_best_draft():
 def test_a_domain_without_conversations_here_is_not_judged():
     past = scores(5.0, "chat")
     assert judge_floors({"chat": past, "code": past}, past, Params(num_resamples=100), seed=0).keys() == {"chat"}
+
+
+def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_same_conversations():
+    champion, past = scores(5.0, "chat", "code"), [*scores(6.0, "chat"), *scores(4.0, "code")]
+    assert better("chat", champion, past) is past
+    assert better("code", champion, past) is champion
+    assert better("chat", champion, []) is champion
+
+
+@pytest.mark.parametrize(
+    ("gains", "learns", "gate", "reason"),
+    [
+        ({"chat": 0.3}, True, "passed", ""),
+        ({"chat": 0.0}, True, "undecided", "learning: gain +0.000 tokens a step, at least -0."),
+        ({"chat": 0.6, "code": -0.2}, True, "undecided", "learning: gain +0.200 tokens a step, at least +0."),
+        ({"chat": -0.35}, True, "refused", "a loss is shown"),
+        ({"chat": 0.0}, False, "refused", "no gain shown"),
+        ({"chat": 0.6, "code": -0.2}, False, "refused", 'domain "code" may lose'),
+    ],
+)
+def test_only_what_is_shown_worse_or_can_not_learn_is_refused(gains, learns, gate, reason):
+    judged = judge(gains).model_copy(update={"learns": learns})
+    assert judged.gate == gate
+    assert "; ".join(judged.reasons).startswith(reason)
+    assert ('domain "code" may lose' in "; ".join(judged.reasons)) == ("code" in gains)
