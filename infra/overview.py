@@ -8,6 +8,9 @@ from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import Running, read_state
+from infra.watches import Watch, Watches
+
+QUARANTINED = "quarantined"
 
 
 class DraftOverview(BaseModel):
@@ -42,6 +45,7 @@ class Overview(BaseModel):
         last_refresh: the newest draft that was trained on served requests.
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
+        watch: of the champion against the draft before it; None without one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +55,7 @@ class Overview(BaseModel):
     log: LogStats
     service: RunningService | None
     programs: tuple[Running, ...]
+    watch: Watch | None = None
 
 
 def overview(settings: Settings) -> Overview:
@@ -64,12 +69,14 @@ def overview(settings: Settings) -> Overview:
     champion, versions = registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window]
     state = read_state(settings.home)
+    watch = None if champion is None else Watches(settings).of_draft(champion.number)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
         log=QueryLog(settings.querylog).stats(),
         service=last_status(settings),
         programs=() if state is None else state.programs,
+        watch=None if watch is None else watch.model_copy(update={"secret": ""}),
     )
 
 
@@ -80,7 +87,7 @@ def _draft(version: Version, champion: Version | None) -> DraftOverview:
         champion=champion is not None and version.number == champion.number,
         parent="" if lineage.parent is None else str(lineage.parent),
         rows="" if window is None else f"{window.first_seq}–{window.last_seq}",
-        verdict="quarantined" if version.quarantined else lineage.gate or "",
+        verdict=QUARANTINED if version.quarantined else lineage.gate or "",
         reasons=version.quarantined or lineage.gate_reasons,
         tau=lineage.tau,
         target_version="" if lineage.target_version is None else str(lineage.target_version),

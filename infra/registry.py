@@ -323,7 +323,7 @@ class Registry:
         """
         with self.alone():
             champion = self.champion(kind)
-            previous = None if champion is None else self._previous_good(champion)
+            previous = None if champion is None else self.previous_good(champion)
             if champion is None or previous is None:
                 was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
                 raise NotFound(f"there is no good {kind} to go back to: {was}")
@@ -385,11 +385,11 @@ class Registry:
 
     def _last_good(self, version: Version) -> Version | None:
         """Return the version itself or, if it is quarantined, the last good one before it."""
-        return self._previous_good(version) if is_quarantined(version) else version
+        return self.previous_good(version) if is_quarantined(version) else version
 
-    def _previous_good(self, version: Version) -> Version | None:
-        """Follow `previous` past quarantined versions; going back and forth between two can make it a circle."""
-        seen = {version.number}
+    def previous_good(self, version: Version) -> Version | None:
+        """Return the last good champion before a version, None if there was none."""
+        seen = {version.number}  # going back and forth between two can make it a circle
         while (previous := version.previous) is not None and previous not in seen:
             version = self.get(version.kind, previous)
             if not is_quarantined(version):

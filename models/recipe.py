@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from models import catalog
 from models.engines import EngineParams
 from models.gate import Params as GateParams
+from models.lookback import Params as WatchParams
 from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_text
@@ -159,6 +160,7 @@ class Recipe(Frozen):
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
     refresh: Refresh = Refresh()
     gate: GateParams = GateParams()
+    watch: WatchParams = WatchParams()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     demo: Demo | None = None
@@ -257,6 +259,7 @@ def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
         "generate": Generate,
         "refresh": Refresh,
         "gate": GateParams,
+        "watch": WatchParams,
         "serve": Serve,
         "schedule": Schedule,
         "demo": Demo,

@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
-from infra.overview import Overview
+from infra.overview import QUARANTINED, Overview
 from infra.querylog import MAX_ATTEMPTS, LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
+from infra.watches import WATCHING, Watch
 
 
 def show_overview(seen: Overview, out: Console) -> None:
@@ -20,6 +21,11 @@ def show_overview(seen: Overview, out: Console) -> None:
         out.print("no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
         out.print(f"last refresh: draft {last.version}, {last.verdict} {last.reasons}".rstrip(), markup=False)
+    for draft in seen.drafts:
+        if draft.verdict == QUARANTINED:
+            out.print(f"draft {draft.version} is quarantined: {draft.reasons}", markup=False)
+    if seen.watch is not None:
+        out.print(f"watch: {_watched(seen.watch)}", markup=False)
     by_domain = counts(seen.log.per_domain)
     out.print(
         f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "
@@ -60,6 +66,13 @@ def _show_windows(log: LogStats, out: Console) -> None:
 def counts(numbers: Mapping[str, int]) -> str:
     """Return names with their numbers, one after the other."""
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
+
+
+def _watched(watch: Watch) -> str:
+    if watch.blind:
+        return f"blind, none of the last {watch.num_unreadable} requests of draft {watch.draft} may be read"
+    how_far = f", {len(watch.compared)} of {watch.num_wanted} requests" if watch.outcome == WATCHING else ""
+    return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
 
 
 def _how(program: Running) -> str:
