@@ -68,14 +68,14 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
         wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
         with Child.start(watch, environment, home / "watch.log", "watch") as watching:
             cli.run("promote", str(worse))
-            wait_until(lambda: status()["service"]["draft_version"] == worse, 60, serving, "the swap")
+            wait_until(lambda: status()["service"]["draft_version"] == worse, 120, serving, "the swap")
             cli.run("traffic", "--recipe", str(recipe), "--domain", "chat")
-            wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 60, watching, "a look")
+            wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, watching, "a look")
             os.kill(watching.pid, signal.SIGKILL)
         with Child.start(watch, environment, home / "watch.log", "watch") as watching:
             cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
-            wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 120, watching, "the end")
-            wait_until(lambda: status()["service"]["draft_version"] == 1, 60, serving, "the swap back")
+            wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
+            wait_until(lambda: status()["service"]["draft_version"] == 1, 120, serving, "the swap back")
         told = status()
     seen = found()
     assert seen is not None
