@@ -38,8 +38,8 @@ def main() -> int:
     with ExitStack() as held:
         try:
             open_home(settings)
-            recipe = load_recipe(name)
             held.enter_context(Watches(settings).alone())
+            recipe = load_recipe(name)
         except ValueError as error:
             print(error, flush=True)
             return 2

@@ -71,10 +71,9 @@ class Watch(_Kept):
         outcome: "watching"; "lost", to be taken back; "taken back"; "left", because somebody replaced it before that;
             "settled" without a loss.
         secret: hashes the clusters' names, in hexadecimal.
-        looked_seq: the last row of the query log that was looked at.
         looked_ms: when requests were compared last, in Unix time.
         num_wanted: requests that are compared without a loss until it is settled.
-        num_unreadable: requests that the draft served since the last one that may be read.
+        num_unreadable: requests that the draft served lately, if none of them may be read.
         compared: the requests, in the order in which they were compared.
         found: domain to what its requests say; "" stands for all.
         evidence: the run in MLflow that keeps what it was taken back for.
@@ -84,7 +83,6 @@ class Watch(_Kept):
     previous: int
     outcome: Literal["watching", "lost", "taken back", "left", "settled"] = WATCHING
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    looked_seq: int = 0
     looked_ms: int = 0
     num_wanted: int
     num_unreadable: int = 0

@@ -28,13 +28,13 @@ from models.scoring import score
 from tasks.stages.reporting import run_logger
 from tasks.stages.samples import usable
 
-MAX_ROWS = 1024  # of the log that a look reads, the newest: a busy service writes more than can be sampled
+MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared
 EVIDENCE = "watch.json"
 
 
 @task(cache_policy=NO_CACHE)
 def watch_draft(recipe: Recipe) -> Watch | None:
-    """Look once at what the champion has served since the last look, and act on what all looks together say.
+    """Look once at what the champion has served, and act on what all looks together say.
 
     Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
     cluster only one request ever counts. A loss moves the alias back and quarantines the draft, unless somebody moved
@@ -72,24 +72,22 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
     log = QueryLog(settings.querylog)
     newest = log.latest(1)
     last_seq = newest[0].seq or 0 if newest else 0
-    first_seq = max(watch.looked_seq + 1, last_seq - MAX_ROWS + 1)
+    first_seq = max(1, last_seq - MAX_ROWS + 1)
     rows = _served(log, champion, first_seq, last_seq, "full")
-    if not rows:
-        unreadable = len(_served(log, champion, first_seq, last_seq, "metadata"))
-        seen = {"looked_seq": max(watch.looked_seq, last_seq), "num_unreadable": watch.num_unreadable + unreadable}
-        watch = watch.model_copy(update=seen)
+    num_unreadable = 0 if rows else len(_served(log, champion, first_seq, last_seq, "metadata"))
+    if num_unreadable != watch.num_unreadable:
+        watch = watch.model_copy(update={"num_unreadable": num_unreadable})
         watches.save(watch)
+    if not rows:
         return watch
     samples = _drawn(recipe, watch, rows, champion.lineage.target_version)
     now_ms = int(time.time() * 1000)
-    if len(samples) < params.per_look and now_ms - watch.looked_ms < 1000 * params.patience_s and watch.looked_ms:
+    waited_ms = now_ms - watch.looked_ms
+    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.patience_s):
         return watch
     compared = list(watch.compared)
-    if samples:
-        compared += _compare(recipe, watches, watch, samples, champion, previous, rows)
-    watch = _judged(recipe, watch, compared).model_copy(
-        update={"looked_seq": last_seq, "looked_ms": now_ms, "num_unreadable": 0}
-    )
+    compared += _compare(recipe, watches, watch, samples, champion, previous, rows)
+    watch = _judged(recipe, watch, compared).model_copy(update={"looked_ms": now_ms})
     watches.save(watch)
     run_logger().info("draft %d, held against draft %d: %s", watch.draft, watch.previous, watch.told())
     return watch
@@ -146,8 +144,6 @@ def _compare(
 
 
 def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch:
-    if not compared:
-        return watch
     costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
     domains = [one.domain for one in compared]
     found = lookback.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha)

@@ -12,7 +12,7 @@ from infra.watches import LOST, WORK, Compared, Watch, Watches
 from tests.infra.rows import ROOT
 
 COMPARED = Compared(seq=7, domain="chat", cluster="c", tau=1.5, previous_tau=1.6)
-WATCH = Watch(draft=3, previous=2, num_wanted=500, looked_seq=9, compared=(COMPARED,))
+WATCH = Watch(draft=3, previous=2, num_wanted=500, compared=(COMPARED,))
 
 
 @pytest.fixture
