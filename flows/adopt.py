@@ -10,12 +10,13 @@ from infra.registry import Version
 from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft
 from tasks.claim_window import hold_out_past
+from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
 from tasks.promote import find_champions, find_judged, promote_build, promote_candidate
 from tasks.register import first_samples, register_adopted, register_judged, register_target
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained", "registered"]
+Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval", "registered"]
 
 
 @flow(name="adopt")
@@ -34,8 +35,9 @@ def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[Outcome,
     if pair is not None and promote:
         candidate = find_judged(pair, version, adopted.draft)
         if candidate is None:
-            held_out = hold_out_past(recipe, pair, first_samples(pair.draft))
-            judged = gate_draft(recipe, pair, adopted.draft, held_out)
+            parts = hold_out_past(recipe, pair, first_samples(pair.draft))
+            test = start_test(recipe, pair)
+            judged = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
             candidate = register_judged(recipe, pair, adopted, samples, judged)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)

@@ -109,6 +109,35 @@ def trainer(
     _run("trainer", recipe, output, **options, pause_s=pause_s, quiet_s=quiet_s, most_s=most_s)
 
 
+@command
+def gate(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    num_runs: Annotated[int, typer.Option("--runs", min=10, help="Champions of each kind of challenger.")] = 500,
+    num_windows: Annotated[
+        int, typer.Option("--windows", min=4, help="Windows that a champion is challenged for.")
+    ] = 1000,
+) -> None:
+    """How often the gate promotes a draft without gain, and how soon one with a gain; by simulation.
+
+    Example: redraft bench gate --runs 200
+    """
+    _run("gate", recipe, output, num_runs=num_runs, num_windows=num_windows)
+
+
+@command
+def watch(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    num_runs: Annotated[int, typer.Option("--runs", min=1, help="How often each case is simulated.")] = 1000,
+) -> None:
+    """B10: how soon a draft that does worse is taken back, and how often one that does not, by simulation.
+
+    Example: redraft bench watch --runs 200
+    """
+    _run("watch", recipe, output, num_runs=num_runs)
+
+
 def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     """Measure and report; RuntimeError if the report says that something is wrong."""
     settings = load_settings()

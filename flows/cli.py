@@ -241,7 +241,7 @@ def _taus(version: "Version") -> str:
 
 def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
-    if outcome == "refused":
+    if outcome in ("refused", "undecided"):
         out.print(version.quarantined or version.lineage.gate_reasons, markup=False)
     if outcome == "outdated":
         out.print("the champion that it was compared with was replaced or quarantined meanwhile; run it again")

@@ -2,24 +2,28 @@
 
     python -m flows.deployments --recipe FILE
 
-serves both on this machine, which needs a Prefect server (`redraft up` starts one). On a cluster the same deployments
-are applied to a work pool: call `deployments(recipe, work_pool="…")` and `apply()` each.
+serves both on this machine, which needs a Prefect server (`redraft up` starts one), and asks it for a refresh for as
+long as one is due. On a cluster the same deployments are applied to a work pool: call `deployments(recipe,
+work_pool="…")` and `apply()` each, and run this with `--only-ask` where the query log is.
 """
 
 import argparse
+import threading
 from datetime import timedelta
 from typing import Any
 
 from prefect import serve
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-from prefect.events import DeploymentEventTrigger
 from prefect.types.entrypoint import EntrypointType
 
 from flows.build import build
 from flows.refresh import refresh
-from infra.events import ACCEPTANCE_FELL, RESOURCE
 from infra.priority import lower_session
+from infra.querylog import QueryLog
+from infra.settings import load_settings
+from infra.triggerfile import TriggerFile
 from models.recipe import Recipe, load_recipe
+from tasks.trigger.ask import Asker, prefect_server
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
@@ -41,16 +45,11 @@ def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
         # A recipe's methods are open to new files: the flow checks them by name, a schema on the server would not.
         "enforce_parameter_schema": False,
     }
-    fell = DeploymentEventTrigger(
-        name=f"{recipe.name}: acceptance fell",
-        expect={ACCEPTANCE_FELL},
-        match={"prefect.resource.id": f"{RESOURCE}.*"},
-    )
     schedule = recipe.schedule
     interval = None if schedule.refresh_interval_s is None else timedelta(seconds=schedule.refresh_interval_s)
     return [
         build.to_deployment(NAME, cron=schedule.build_cron, **common),
-        refresh.to_deployment(NAME, interval=interval, triggers=[fell], **common),
+        refresh.to_deployment(NAME, interval=interval, **common),
     ]
 
 
@@ -59,7 +58,16 @@ def main() -> None:
     lower_session()
     parser = argparse.ArgumentParser(prog="python -m flows.deployments", description="Run flows when they are due.")
     parser.add_argument("--recipe", required=True)
-    serve(*deployments(load_recipe(parser.parse_args().recipe)), print_starting_message=False)
+    parser.add_argument("--only-ask", action="store_true", help="serve nothing: workers of a pool run the flows")
+    options = parser.parse_args()
+    recipe, stop = load_recipe(options.recipe), threading.Event()
+    querylog = load_settings().querylog
+    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), prefect_server(f"{refresh.name}/{NAME}"))
+    if options.only_ask:
+        asker.run(stop)
+    else:
+        threading.Thread(target=asker.run, args=(stop,), name="asker", daemon=True).start()
+        serve(*deployments(recipe), print_starting_message=False)
 
 
 if __name__ == "__main__":

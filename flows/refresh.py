@@ -4,22 +4,30 @@ from typing import Literal
 
 from prefect import flow
 
-from infra.querylog import Window
 from infra.registry import Pair, Version
+from infra.windows import Window
 from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
-from tasks.distill_draft import distill_draft
+from tasks.distill_draft import train_challenger
+from tasks.find_challenger import find_challenger
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
 from tasks.register import first_samples, register_candidate
+from tasks.trigger.acknowledge import acknowledged
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained", "nothing to do"]
+Outcome = Literal[
+    "promoted", "undecided", "refused", "outdated", "already trained", "waits for approval", "nothing to do"
+]
 
 
 @flow(name="refresh")
+@acknowledged
 def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
-    """Train on the next window and promote what passes the gate; returns what came of it, and the candidate.
+    """Let the champion's challenger learn from the next window, and promote it once the gate passes it.
+
+    Returns what came of it, and the snapshot. One that is "undecided" is gone on with in the next window; one that is
+    "refused" was shown worse, and the next challenger starts from the champion.
 
     Each step leaves something that the next run finds, and the cursor moves last, so it may be killed anywhere. A
     window that three runs failed on is set aside, so that no window stops the ones after it. One whose candidate is
@@ -32,7 +40,7 @@ def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
         return "nothing to do", None
     with hold_window(window):
         candidate = find_candidate(pair, window) or _train(recipe, pair, window)
-        outcome = promote_candidate(pair, candidate)
+        outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
         if outcome == "outdated":
             leave_window(window)
         else:
@@ -41,7 +49,8 @@ def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
 
 
 def _train(recipe: Recipe, pair: Pair, window: Window) -> Version:
-    samples = hold_out(recipe, pair, window, first_samples(pair.draft))
-    draft = distill_draft(recipe, pair.target_files, samples, pair.draft_files)
-    judged = gate_draft(recipe, pair, draft, samples)
-    return register_candidate(recipe, pair, draft, window, samples, judged)
+    start = find_challenger(recipe, pair, window)
+    parts = hold_out(recipe, pair, window, first_samples(pair.draft))
+    trained = train_challenger(recipe, pair, start, parts.samples)
+    judged = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
+    return register_candidate(recipe, pair, start, trained, window, parts.samples, judged)

@@ -74,7 +74,7 @@ def traffic(
 
 
 def up(recipe: RecipeName = DEFAULT_RECIPE) -> None:
-    """Start Prefect, MLflow, the service and the runner of flows in the background. Crashed processes are restarted.
+    """Start Prefect, MLflow, the service, flows and watch in the background. Crashed processes are restarted.
 
     Example: redraft up --recipe tiny
     """

@@ -1,4 +1,5 @@
-"""All that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows.
+"""All that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows,
+and the watch over promoted drafts.
 
     python -m flows.up --recipe FILE
 
@@ -22,7 +23,8 @@ from infra.settings import Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import load_recipe
 
-PREFECT, MLFLOW, SERVICE, RUNNER, SUPERVISOR = "prefect", "mlflow", "service", "runner", "supervisor"
+PREFECT, MLFLOW, SERVICE, RUNNER, WATCH = "prefect", "mlflow", "service", "runner", "watch"
+SUPERVISOR = "supervisor"
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
 
@@ -130,6 +132,8 @@ def _programs(recipe: str, settings: Settings) -> list[Program]:
     )
     argv = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
     programs.append(Program(RUNNER, argv, env=orchestrated))
+    argv = [sys.executable, "-m", "flows.watch", "--recipe", recipe]
+    programs.append(Program(WATCH, argv, env=orchestrated))
     return programs
 
 

@@ -18,6 +18,7 @@ DOMAIN = r"^[a-z0-9_-]{1,32}$"  # a recipe's tables are named by the same words
 DEFAULT_DOMAIN = "default"  # of a request that names none
 CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids")
 
+OTHER_DOMAINS = "other"  # where there are too many to be told apart
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 Count = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

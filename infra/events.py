@@ -16,7 +16,13 @@ from typing import Any
 from infra.status import EventCounts
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
-RESOURCE = "redraft.domain"
+DRAFT_TAKEN_BACK = "redraft.draft.taken_back"
+APPROVAL_WANTED = "redraft.approval.wanted"
+PAIR_BROKE = "redraft.pair.broke"
+TARGET_DIFFERS = "redraft.target.differs"
+# What an event is about that is not one domain's.
+EVERY_DOMAIN = "all"
+RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
 TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)
@@ -44,13 +50,16 @@ class Emitter:
         self._thread = threading.Thread(target=self._drain, name="events", daemon=True)
         self._thread.start()
 
-    def emit(self, event: str, domain: str, payload: dict[str, Any]) -> bool:
-        """Queue an event about a domain and return True, or drop and count it and return False; never blocks."""
+    def emit(self, event: str, name: str, payload: dict[str, Any], resource: str = RESOURCE) -> bool:
+        """Queue an event about a domain, or another resource of that name, and return True.
+
+        Where that can't be done it is dropped and counted, and the answer is False; never blocks.
+        """
         body = {
             "id": str(uuid.uuid4()),
             "occurred": datetime.now(UTC).isoformat(),
             "event": event,
-            "resource": {"prefect.resource.id": f"{RESOURCE}.{domain}", "prefect.resource.name": domain},
+            "resource": {"prefect.resource.id": f"{resource}.{name}", "prefect.resource.name": name},
             "payload": payload,
         }
         if not self._url:

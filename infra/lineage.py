@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-GateVerdict = Literal["passed", "refused"]
+GateVerdict = Literal["passed", "undecided", "refused"]
 NESTED = ("target", "window")
 
 
@@ -98,22 +98,26 @@ class Lineage(_Tags):
     Attributes:
         target: what it drafts for.
         target_version: the target's number in the registry.
-        parent: the version that it was trained from, None if from nothing or elsewhere.
+        parent: the champion that it was trained from, None if from nothing or elsewhere.
+        continues: the snapshot that it went on from, which the gate had left undecided against the same champion; None
+            where it started from the champion itself.
         window: what it was trained on beyond its first samples.
         sampling: how the target answered the first samples.
         quantization: method that stored the target in fewer bits.
         git_commit: the code that made it, "" outside a checkout.
         flow_run: Prefect's.
         gate: None if it was never judged.
-        gate_reasons: why it was refused.
-        gate_test: which test of its line it was; the first draft of a line is none, 0.
+        gate_reasons: why it was not passed.
+        gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
         gated_against: the champion that a draft from elsewhere was judged against.
-        line: names the line of drafts that share one error budget.
+        line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
         probe_tau: the same on the target's golden prompts; the service measures it again.
+        probe_sets: domain to the version of the probe set that it was held to.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         samples_uri, samples_sha256: the answers that its line started with.
+        state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
         seed: of the recipe.
     """
 
@@ -132,12 +136,21 @@ class Lineage(_Tags):
     line: str = ""
     tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
     probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
+    probe_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""
     samples_uri: str = ""
     samples_sha256: str = ""
+    state_uri: str = ""
+    state_sha256: str = ""
+    continues: Number = None
     seed: Number = None
+
+    @property
+    def judged_against(self) -> int | None:
+        """The champion that it was judged against, None if it never was."""
+        return None if self.gate is None else self.gated_against or self.parent
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:

@@ -8,6 +8,11 @@ from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import Running, read_state
+from infra.triggerfile import TriggerFile
+from infra.waiting import Queue, Waiting, waiting_for
+from infra.watches import Watch, Watches
+
+QUARANTINED = "quarantined"
 
 
 class DraftOverview(BaseModel):
@@ -17,7 +22,7 @@ class DraftOverview(BaseModel):
         parent: version that it was trained from, or "".
         rows: first and last row of the query log that it was trained on, or "".
         verdict: of its gate, or "quarantined".
-        reasons: why it was refused or quarantined.
+        reasons: why it was refused, left undecided or quarantined.
         tau: domain to τ on held-out conversations.
     """
 
@@ -42,6 +47,8 @@ class Overview(BaseModel):
         last_refresh: the newest draft that was trained on served requests.
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
+        waiting: what the loop waits for.
+        watch: of the champion against the draft before it; None without one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +58,8 @@ class Overview(BaseModel):
     log: LogStats
     service: RunningService | None
     programs: tuple[Running, ...]
+    waiting: Waiting
+    watch: Watch | None = None
 
 
 def overview(settings: Settings) -> Overview:
@@ -63,13 +72,17 @@ def overview(settings: Settings) -> Overview:
     registry = open_registry(settings)
     champion, versions = registry.champion("draft"), registry.versions("draft")
     refreshed = [version for version in versions if version.lineage.window]
-    state = read_state(settings.home)
+    state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
+    rows, first_ms = log.waiting()
+    queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.unlogged)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
-        log=QueryLog(settings.querylog).stats(),
-        service=last_status(settings),
+        log=log.stats(),
+        service=service,
         programs=() if state is None else state.programs,
+        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).snapshot()),
+        watch=None if champion is None else Watches(settings).of_draft(champion.number),
     )
 
 
@@ -80,7 +93,7 @@ def _draft(version: Version, champion: Version | None) -> DraftOverview:
         champion=champion is not None and version.number == champion.number,
         parent="" if lineage.parent is None else str(lineage.parent),
         rows="" if window is None else f"{window.first_seq}–{window.last_seq}",
-        verdict="quarantined" if version.quarantined else lineage.gate or "",
+        verdict=QUARANTINED if version.quarantined else lineage.gate or "",
         reasons=version.quarantined or lineage.gate_reasons,
         tau=lineage.tau,
         target_version="" if lineage.target_version is None else str(lineage.target_version),

@@ -323,7 +323,7 @@ class Registry:
         """
         with self.alone():
             champion = self.champion(kind)
-            previous = None if champion is None else self._previous_good(champion)
+            previous = None if champion is None else self.previous_good(champion)
             if champion is None or previous is None:
                 was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
                 raise NotFound(f"there is no good {kind} to go back to: {was}")
@@ -385,11 +385,11 @@ class Registry:
 
     def _last_good(self, version: Version) -> Version | None:
         """Return the version itself or, if it is quarantined, the last good one before it."""
-        return self._previous_good(version) if is_quarantined(version) else version
+        return self.previous_good(version) if is_quarantined(version) else version
 
-    def _previous_good(self, version: Version) -> Version | None:
-        """Follow `previous` past quarantined versions; going back and forth between two can make it a circle."""
-        seen = {version.number}
+    def previous_good(self, version: Version) -> Version | None:
+        """Return the last good champion before a version, None if there was none."""
+        seen = {version.number}  # going back and forth between two can make it a circle
         while (previous := version.previous) is not None and previous not in seen:
             version = self.get(version.kind, previous)
             if not is_quarantined(version):
@@ -416,6 +416,11 @@ def open_registry(settings: Settings | None = None) -> Registry:
 def is_quarantined(version: Version) -> bool:
     """Return whether the version was found bad and must never be served."""
     return "quarantined" in version.tags
+
+
+def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
+    """Return the versions that hold an artifact's files and may be served, in the order given."""
+    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
 
 
 def _version(version: "ModelVersion") -> Version:

@@ -21,6 +21,7 @@ class Phase(StrEnum):
         UNPROVEN: its draft is used and has not passed probation since the start.
         PROVING: that draft is on probation.
         SERVING: its draft has passed probation.
+        CHECKING: it is asked the canary prompts.
         TRYING: another draft is being swapped in and put on probation.
         REVERTING: the last good draft is being put back.
         OFF: no good draft is left, and speculation is off until one comes.
@@ -30,6 +31,7 @@ class Phase(StrEnum):
     UNPROVEN = "unproven"
     PROVING = "proving"
     SERVING = "serving"
+    CHECKING = "checking"
     TRYING = "trying"
     REVERTING = "reverting"
     OFF = "off"
@@ -81,6 +83,7 @@ class ServiceStatus(_Told):
     draft_version: int | None = Field(description="draft in the engine; null without one")
     speculating: bool = Field(description="whether the draft is used")
     fallback: str | None = Field(description="why speculation must be off; null while it may be on")
+    fault: str | None = Field(description="what the canary prompts showed of a broken draft or engine; null if nothing")
     replacement: str | None = Field(description="why another replica must take over; null while none must")
     swaps: int = Field(description="drafts swapped in since the start")
     swap_ms: float | None = Field(description="milliseconds that the last swap took")
@@ -105,6 +108,12 @@ class ServiceStatus(_Told):
     def has_proven(self, number: int) -> bool:
         """Whether it drafts with a version that has passed its probation."""
         return self.speculating and self.proof is not None and self.drafts_with(number)
+
+    @property
+    def unlogged(self) -> int:
+        """How many of the last requests may not be logged at all."""
+        answered = sum(figures.requests for figures in self.acceptance.values())
+        return max(0, answered - self.log.written - self.log.dropped)
 
     @property
     def untried(self) -> dict[str, str]:

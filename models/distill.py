@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from models import catalog
@@ -21,7 +22,7 @@ from models.drafts import Draft, Rows, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.losses import Drafted, forward_kl
 from models.params import BaseParams
-from models.resume import load_progress, save_progress
+from models.resume import load_progress, load_state, save_progress, save_state
 
 __all__ = ["Params", "Progress", "Report", "Sample", "hidden_states", "train"]
 
@@ -31,7 +32,12 @@ class Params(BaseParams):
 
     Attributes:
         learning_rate: of AdamW, at its highest.
-        warmup: share of the steps in which the learning rate rises.
+        warmup: share of the steps in which the learning rate rises; none of a run that goes on from another one's
+            state.
+        schedule: how the learning rate goes on after that: "cosine" falls to 2% at the end of the run; "constant"
+            stays, for runs that others go on from.
+        average: share of the steps, the last ones, whose mean the draft's weights are in the end; 0 takes the last.
+            The mean does what a falling learning rate does, and the next run goes on from the weights themselves.
         weight_decay: of AdamW.
         num_epochs: passes over the answers.
         max_grad_norm: gradients are clipped to this norm.
@@ -47,6 +53,8 @@ class Params(BaseParams):
     name: Literal["distill"] = "distill"
     learning_rate: float = 1.5e-3
     warmup: float = 0.05
+    schedule: Literal["cosine", "constant"] = "cosine"
+    average: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = 0.0
     num_epochs: int = 6
     batch_tokens: int = 1536
@@ -107,6 +115,8 @@ def train(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
     device: str = "cpu",
+    state: Path | None = None,
+    state_out: Path | None = None,
 ) -> Report:
     """Train `draft` in place.
 
@@ -121,9 +131,11 @@ def train(
         seed: of the order of batches.
         on_progress: called a few times a second at most.
         device: where target and draft run; the draft is moved there.
+        state: the end of the run to go on from, as `state_out` of that run; its weights replace the draft's.
+        state_out: file to write this run's end to.
 
     Raises:
-        ValueError: no sample has anything to learn from, or K is 0.
+        ValueError: no sample has anything to learn from, K is 0, or `state` is of a draft of another shape.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
@@ -138,7 +150,10 @@ def train(
         draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r)), device
     )
     draft.to(device)
-    return _Loop(draft, target_dir, states, params, num_draft_tokens, work_dir, seed).run(report)
+    loop = _Loop(draft, target_dir, states, params, num_draft_tokens, work_dir, seed)
+    if state is not None:
+        loop.go_on_from(state)
+    return loop.run(report, state_out)
 
 
 def hidden_states(
@@ -186,8 +201,16 @@ class _Loop:
         self.total = params.num_epochs * len(self.buckets)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.losses: list[tuple[int, float]] = []
+        self.warmup = params.warmup
+        self.mean = {name: torch.zeros_like(p) for name, p in self.trained.items()} if params.average else {}
+        self.num_averaged = 0
 
-    def run(self, report: Callable[[Progress], None]) -> Report:
+    def go_on_from(self, state: Path) -> None:
+        """Take weights and moments over; with moments there is nothing to warm up."""
+        load_state(state, self.trained, self.optimizer)
+        self.warmup = 0.0
+
+    def run(self, report: Callable[[Progress], None], state_out: Path | None = None) -> Report:
         self._resume()
         epoch_tokens = sum(len(s.token_ids) for s in self.states.samples)
         saved = shown = time.perf_counter()
@@ -202,6 +225,7 @@ class _Loop:
             value = self._optimize(batch, done)
             mean = value if mean is None else 0.95 * mean + 0.05 * value
             self.step += 1
+            self._average()
             self.tokens += sum(len(s.token_ids) for s in batch)
             self.losses.append((self.step, mean))
             now = time.perf_counter()
@@ -216,6 +240,12 @@ class _Loop:
             if now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()
+        if state_out is not None:
+            save_state(state_out, self.trained, self.optimizer)
+        if self.num_averaged:
+            with torch.no_grad():
+                for name, parameter in self.trained.items():
+                    parameter.copy_(self.mean[name])
         self.draft.eval()
         return Report(
             tokens_per_s=self.tokens / max(self.seconds, 1e-9),
@@ -233,10 +263,12 @@ class _Loop:
         return max(self.step / self.total, by_time)
 
     def _optimize(self, batch: list[Sample], done: float) -> float:
-        warm = min(1.0, (done + 1 / self.total) / max(self.params.warmup, 1e-9))
-        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item()
+        warm = min(1.0, (done + 1 / self.total) / max(self.warmup, 1e-9))
+        after = 1.0
+        if self.params.schedule == "cosine":
+            after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.params.learning_rate * warm * max(cosine, 0.02)
+            group["lr"] = self.params.learning_rate * warm * after
         loss, first = self._loss(batch)
         if not torch.isfinite(loss):
             value = float(loss.detach())
@@ -313,19 +345,31 @@ class _Loop:
             columns["draft_hidden"] = unrolled.hidden
         return Drafted(step, unrolled.logits, **{name: columns[name] for name in self.loss.NEEDS})
 
+    def _average(self) -> None:
+        """Take the step that was done into the mean, if it is one of the last."""
+        if not self.mean or self._done() < 1 - self.params.average:
+            return
+        self.num_averaged += 1
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                self.mean[name] += (parameter - self.mean[name]) / self.num_averaged
+
     def _save(self) -> None:
         progress = {
             "step": self.step,
             "seconds": self.seconds,
             "tokens": self.tokens,
             "losses": self.losses,
+            "num_averaged": self.num_averaged,
             "key": self._key(),
         }
-        save_progress(self.work_dir, self.trained, self.optimizer, progress)
+        save_progress(self.work_dir, self.trained, self.optimizer, progress, self.mean)
 
     def _resume(self) -> None:
-        if (progress := load_progress(self.work_dir, self.trained, self.optimizer, self._key())) is not None:
+        progress = load_progress(self.work_dir, self.trained, self.optimizer, self._key(), self.mean)
+        if progress is not None:
             self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
+            self.num_averaged = progress["num_averaged"]
             self.losses = [(step, loss) for step, loss in progress["losses"]]
 
     def _key(self) -> str:

@@ -1,201 +1,242 @@
-"""Whether a candidate draft may replace its parent: pure statistics, no model.
+"""Whether a challenger may replace its champion: pure statistics, no model.
 
-Parent and candidate were scored on the same target tokens of the same held-out conversations. Two questions:
+Both are scored by the same offline rule on the same target tokens, at the largest K of the recipe and without look-up,
+so that what counts is the head alone. Two questions:
 
-- Is it better? The lower bound of the gain in τ over all conversations must be above 0. A scheduler asks this of one
-  candidate after another, and at a fixed level some would get through by luck; so the k-th test of a line of champions
-  is held to alpha_k = alpha_total × 6 / (π² k²), which sums to alpha_total however many tests there are.
-- Did a domain pay for it? In each domain the lower bound of (τ candidate − reference) / reference must be at least
-  −floor, the reference being the better of the parent here and the best τ that the domain ever had. Against the parent
-  alone, ten promotions could lose ten floors.
-
-Conversations are resampled in pairs and within their domain. A bound is estimate − t × the resamples' standard
-deviation: 2,000 resamples have no quantile as far out as alpha_k soon lies.
+- Is it better? Each window of traffic has conversations that the challenger was not trained on. Those that resemble
+  each other are one cluster. Each cluster's difference in accepted tokens a step, weighted by its share of the traffic,
+  goes into one test that is looked at after every window (see `models.betting`). It starts anew with each champion. A
+  challenger shown worse is given up; the champion's error is shared out among its challengers, the j-th gets
+  alpha_total × 6 / (π² j²), which sums to alpha_total however many there are.
+- Did a domain pay for it? Each domain's floor is taken on conversations of its own that no draft was trained on: the
+  lower bound of (τ challenger − τ best) / τ best must be at least −floor, the best being the past draft that was best
+  there. Both are scored on the same conversations, and resampled together. A domain with few of them is reported and
+  blocks nothing.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field
 
 from models.acceptance import Estimate, Floats, resample_sums
+from models.betting import MeanTest
+from models.paired import Score, cluster_of, clusters, gain, paired, within
 from models.params import BaseParams, Frozen
 
-
-class Score(Frozen):
-    """One conversation as one draft would have served it.
-
-    Attributes:
-        steps: verification steps.
-        accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q)
-            (sampled).
-    """
-
-    id: str
-    domain: str
-    steps: int = Field(ge=1)
-    accepted: float = Field(ge=0, allow_inf_nan=False)
+Outcome = Literal["passed", "undecided", "refused"]
 
 
 class Params(BaseParams):
-    """What a candidate is held to."""
+    """What a challenger is held to."""
 
     name: Literal["gate"] = "gate"
     floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of each one-sided bound")
-    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each bound")
-    min_conversations: int = Field(20, ge=2, description="in each domain")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
+    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")
+    floor_conversations: int = Field(
+        100, ge=2, description="of a domain, from which on its floor holds; below, it is reported only"
+    )
     alpha_total: float = Field(
-        0.05, gt=0, lt=0.5, description="chance that a line of tests promotes a draft without gain"
+        0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
     )
 
 
-class DomainVerdict(Frozen):
-    """One domain's part of the verdict.
+class Evidence(Frozen):
+    """What all windows so far say of a challenger, a value that survives between them.
 
     Attributes:
-        num_conversations: how many it was judged on; below the minimum there are no figures.
-        gain: τ of the candidate minus τ of the parent.
-        relative: (τ of the candidate − best) / best; its `low` is held against −floor.
-        best: the reference, max(τ of the parent here, best τ before).
+        challenger: which one of its champion it is, from 1; each is held to a smaller error.
+        test: of the mean difference in accepted tokens a step; its bound is K.
+        num_windows, num_conversations, num_clusters: that went into it.
+        last: the last window's own gain, with a 95% interval over clusters.
+    """
+
+    challenger: int = Field(1, ge=1)
+    test: MeanTest
+    num_windows: int = 0
+    num_conversations: int = 0
+    num_clusters: int = 0
+    last: Estimate | None = None
+
+    @classmethod
+    def start(cls, num_draft_tokens: int, challenger: int = 1) -> Self:
+        """Return what is known before the first window.
+
+        Args:
+            num_draft_tokens: K, the most tokens that a step accepts.
+            challenger: which one of its champion it is, from 1.
+        """
+        return cls(challenger=challenger, test=MeanTest(bound=num_draft_tokens))
+
+    def after(
+        self, champion: Sequence[Score], challenger: Sequence[Score], shares: Mapping[str, float] | None = None
+    ) -> Self:
+        """Return the evidence with one window more.
+
+        Args:
+            champion: its scores of the conversations that the window held out.
+            challenger: its scores of the same conversations, in any order.
+            shares: domain to its share of current traffic; None if the conversations at hand are a fair sample of it.
+
+        Raises:
+            ValueError: the two don't score the same conversations, a domain has no share, or more tokens than K were
+                accepted in a step.
+        """
+        found = clusters(champion, challenger, shares)
+        return self.model_copy(
+            update={
+                "test": self.test.after(found.differences.tolist(), found.weights.tolist()),
+                "num_windows": self.num_windows + 1,
+                "num_conversations": self.num_conversations + len(champion),
+                "num_clusters": self.num_clusters + len(found.differences),
+                "last": gain(found),
+            }
+        )
+
+    def another(self) -> Self:
+        """Return what is known of the champion's next challenger: nothing."""
+        return self.start(int(self.test.bound), self.challenger + 1)
+
+    def alpha(self, params: Params) -> float:
+        """Return the error that each of this challenger's bounds is allowed."""
+        return allowed_error(self.challenger, params.alpha_total)
+
+    def bounds(self, params: Params) -> Estimate:
+        """Return the mean gain over all windows; low and high hold at any look, each wrong with a chance of alpha."""
+        alpha = self.alpha(params)
+        return Estimate(value=self.test.mean, low=self.test.lower(alpha), high=self.test.upper(alpha))
+
+
+class Floor(Frozen):
+    """What one domain pays.
+
+    Attributes:
+        num_conversations: that both drafts were scored on.
+        best: τ of the domain's best past draft on them.
+        tau: the challenger's.
+        relative: (τ − best) / best; its `low` is held against −floor.
+        binding: whether there are enough conversations for a loss to block.
     """
 
     num_conversations: int
-    gain: Estimate | None = None
-    relative: Estimate | None = None
-    best: float | None = None
+    best: float
+    tau: float
+    relative: Estimate
+    binding: bool
 
 
 class Verdict(Frozen):
     """The decision, and everything that led to it.
 
     Attributes:
-        reasons: why not; empty when promoted.
-        overall: τ of the candidate minus τ of the parent over all conversations; bounds at `alpha`.
-        alpha: one-sided error that this test was allowed.
+        outcome: "passed": it may replace the champion; "refused": it is shown worse, overall or in a domain;
+            "undecided": neither is shown.
+        reasons: why not; empty when it passed.
+        give_up: whether its champion's next challenger starts anew; otherwise this one learns on.
+        gain: over all windows; bounds at `alpha`.
+        alpha: error that each bound was allowed.
+        evidence: for the next window.
+        floors: domain to what it pays; a domain without conversations is not judged.
     """
 
-    promote: bool
+    outcome: Outcome
     reasons: tuple[str, ...]
-    overall: Estimate
+    give_up: bool
+    gain: Estimate
     alpha: float
-    domains: dict[str, DomainVerdict]
+    evidence: Evidence
+    floors: dict[str, Floor]
 
 
-def allowed_error(test_index: int, alpha_total: float) -> float:
-    """Return alpha of the k-th test of a line of champions, k from 1.
+def allowed_error(challenger: int, alpha_total: float) -> float:
+    """Return alpha of a champion's j-th challenger, j from 1.
 
     Raises:
-        ValueError: `test_index` is below 1.
+        ValueError: `challenger` is below 1.
     """
-    if test_index < 1:
-        raise ValueError(f"test_index counts from 1, got {test_index}")
-    return alpha_total * 6 / (math.pi * test_index) ** 2
+    if challenger < 1:
+        raise ValueError(f"challengers count from 1, got {challenger}")
+    return alpha_total * 6 / (math.pi * challenger) ** 2
 
 
-def decide(
-    parent: Sequence[Score],
-    candidate: Sequence[Score],
-    best: Mapping[str, float],
-    params: Params,
-    test_index: int,
-    seed: int,
-) -> Verdict:
-    """Decide whether the candidate is promoted.
+def decide(evidence: Evidence, floors: Mapping[str, Floor], params: Params) -> Verdict:
+    """Decide what becomes of the challenger that was scored last.
+
+    It passes if a gain is shown, the last window alone does not speak against it, and no domain may pay more than its
+    floor. A snapshot that gains but fails a floor is refused, and learns on; a challenger that is shown worse is given
+    up. Otherwise it is undecided, and learns on.
 
     Args:
-        parent: the serving draft's scores.
-        candidate: the candidate's, of the same conversations in any order.
-        best: domain to the best τ that a champion ever had there. A domain of `best` without conversations here is
-            not judged.
-        params: what the candidate is held to.
-        test_index: how many candidates of this line of champions were tested, this one included.
-        seed: of the resampling.
+        evidence: of all its windows, this one included.
+        floors: domain to what this snapshot pays there.
+        params: what the challenger is held to.
 
     Raises:
-        ValueError: no scores, an id twice, ids or domains that differ between the two, a `best` that is no τ, or
-            `test_index` below 1.
+        ValueError: there was no window yet.
     """
-    rows = _paired_rows(parent, candidate)
-    for domain, tau in best.items():
-        if not (math.isfinite(tau) and tau >= 1):
-            raise ValueError(f'best of domain "{domain}" must be a finite τ from 1 on, got {tau}')
-    alpha = min(1 - params.confidence, allowed_error(test_index, params.alpha_total))
-    rng = np.random.default_rng(seed)
-    sums = {domain: _sums(rows[domain], rng, params.num_resamples) for domain in sorted(rows)}
-    parent_tau, candidate_tau = _taus(np.sum(list(sums.values()), axis=0))
-    # Each domain's mean is estimated apart, which costs a degree of freedom each; lone conversations show no spread.
-    degrees = max(1, len(parent) - len(rows))
-    overall = _estimate(candidate_tau - parent_tau, degrees, alpha)
-    domains = {domain: _judge(domain, sums, rows, best, params) for domain in sums}
-    reasons = [] if overall.low > 0 else [f"no gain shown: τ {overall.value:+.4f}, lower bound {overall.low:+.4f}"]
-    reasons += [reason for domain, verdict in domains.items() for reason in refusals(domain, verdict, params)]
-    return Verdict(promote=not reasons, reasons=tuple(reasons), overall=overall, alpha=alpha, domains=domains)
-
-
-def _paired_rows(parent: Sequence[Score], candidate: Sequence[Score]) -> dict[str, Floats]:
-    """Return domain → [N, 4]: steps and accepted of the parent, then of the candidate."""
-    by_id = {score.id: score for score in candidate}
-    if not parent or len(by_id) < len(candidate) or len({score.id for score in parent}) < len(parent):
-        raise ValueError("wanted at least one conversation, and each id once in a list")
-    if unmatched := sorted({score.id for score in parent} ^ by_id.keys()):
-        raise ValueError(
-            f"parent and candidate must score the same conversations; unmatched: {', '.join(unmatched[:5])}"
-        )
-    rows: dict[str, list[tuple[float, ...]]] = {}
-    for before in parent:
-        after = by_id[before.id]
-        if before.domain != after.domain:
-            raise ValueError(f'conversation "{before.id}" has domains "{before.domain}" and "{after.domain}"')
-        rows.setdefault(before.domain, []).append((before.steps, before.accepted, after.steps, after.accepted))
-    return {domain: np.array(values, dtype=np.float64) for domain, values in rows.items()}
-
-
-def _sums(rows: Floats, rng: np.random.Generator, num_resamples: int) -> Floats:
-    """Return [1 + R, 4]: the sums of the rows, then of each resample."""
-    return np.vstack([rows.sum(axis=0), resample_sums(rows, rng, num_resamples)])
-
-
-def _taus(sums: Floats) -> tuple[Floats, Floats]:
-    """Return [1 + R] τ of the parent and of the candidate."""
-    return 1 + sums[:, 1] / sums[:, 0], 1 + sums[:, 3] / sums[:, 2]
-
-
-def _judge(
-    domain: str, sums: Mapping[str, Floats], rows: Mapping[str, Floats], best: Mapping[str, float], params: Params
-) -> DomainVerdict:
-    num_conversations = len(rows[domain])
-    if num_conversations < params.min_conversations:
-        return DomainVerdict(num_conversations=num_conversations)
-    parent_tau, candidate_tau = _taus(sums[domain])
-    reference = np.maximum(parent_tau, best.get(domain, 1.0))
-    degrees, alpha = num_conversations - 1, 1 - params.confidence
-    return DomainVerdict(
-        num_conversations=num_conversations,
-        gain=_estimate(candidate_tau - parent_tau, degrees, alpha),
-        relative=_estimate(candidate_tau / reference - 1, degrees, alpha),
-        best=float(reference[0]),
+    if evidence.last is None:
+        raise ValueError("there is nothing to decide on before the first window")
+    found = evidence.bounds(params)
+    reasons = [reason for domain, floor in floors.items() for reason in refusals(domain, floor, params)]
+    outcome: Outcome = "refused" if reasons else "passed"
+    if found.high < 0:
+        outcome, said = "refused", f"a loss is shown: {found.value:+.4f} tokens a step, upper bound {found.high:+.4f}"
+    elif found.low <= 0:
+        outcome, said = "undecided", f"no gain shown: {found.value:+.4f} tokens a step, lower bound {found.low:+.4f}"
+    elif evidence.last.value < 0:
+        outcome, said = "undecided", f"the last window shows a loss: {evidence.last.value:+.4f} tokens a step"
+    else:
+        said = ""
+    return Verdict(
+        outcome=outcome,
+        reasons=(said, *reasons) if said else tuple(reasons),
+        give_up=found.high < 0,
+        gain=found,
+        alpha=evidence.alpha(params),
+        evidence=evidence,
+        floors=dict(floors),
     )
 
 
-def refusals(domain: str, verdict: DomainVerdict, params: Params) -> list[str]:
+def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: Params, seed: int) -> Floor:
+    """Hold a challenger against the best past draft of one domain, on the same conversations.
+
+    Args:
+        best: that draft's scores.
+        challenger: its own, in any order.
+        params: what it is held to.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: the two don't score the same conversations.
+    """
+    sums: dict[str, Floats] = {}
+    for before, after in paired(best, challenger):
+        row = np.array([before.steps, before.accepted, after.steps, after.accepted], dtype=np.float64)
+        name = cluster_of(before)
+        sums[name] = sums[name] + row if name in sums else row
+    rows = np.array([sums[name] for name in sorted(sums)])
+    drawn = np.vstack([rows.sum(axis=0), resample_sums(rows, np.random.default_rng(seed), params.num_resamples)])
+    best_tau, tau = 1 + drawn[:, 1] / drawn[:, 0], 1 + drawn[:, 3] / drawn[:, 2]
+    relative = tau / best_tau - 1
+    # Resampling C clusters shows a spread smaller by the root of (C − 1) / C, so it is put back.
+    degrees = max(1, len(rows) - 1)
+    error = float(relative[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
+    return Floor(
+        num_conversations=len(best),
+        best=float(best_tau[0]),
+        tau=float(tau[0]),
+        relative=within(float(relative[0]), error, degrees, 1 - params.confidence),
+        binding=len(best) >= params.floor_conversations,
+    )
+
+
+def refusals(domain: str, floor: Floor, params: Params) -> list[str]:
     """Return why a domain stands against promotion; empty if it does not."""
-    if verdict.relative is None:
-        wanted = params.min_conversations
-        return [f'domain "{domain}" has too few conversations: {verdict.num_conversations}, wanted {wanted}']
-    if verdict.relative.low < -params.floor:
-        bound = f"lower bound {verdict.relative.low:+.2%} is below the floor of {-params.floor:.2%}"
-        return [f'domain "{domain}" may lose: τ {verdict.relative.value:+.2%} of {verdict.best:.3f}, {bound}']
+    if floor.binding and floor.relative.low < -params.floor:
+        bound = f"lower bound {floor.relative.low:+.2%} is below the floor of {-params.floor:.2%}"
+        return [f'domain "{domain}" may lose: τ {floor.relative.value:+.2%} of {floor.best:.3f}, {bound}']
     return []
-
-
-def _estimate(values: Floats, degrees: int, alpha: float) -> Estimate:
-    """Make an estimate of [1 + R] values: the figure, then its resamples; each end is wrong with chance alpha."""
-    from scipy.special import stdtrit  # slow to import, and recipes are read by commands that judge nothing
-
-    # Resampling N rows shows a spread smaller by the root of (N − 1) / N, so it is put back.
-    spread = float(stdtrit(degrees, 1 - alpha)) * float(values[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
-    value = float(values[0])
-    return Estimate(value=value, low=value - spread, high=value + spread)

@@ -24,13 +24,18 @@ from models.precision import fast_dtype
 
 
 class Sample(NamedTuple):
-    """One served answer: what was asked, what the target said, and how it was sampled."""
+    """One served answer: what was asked, what the target said, and how it was sampled.
+
+    Attributes:
+        cluster: names the conversations that it belongs with (`models.clusters`); "" where nobody looked.
+    """
 
     id: str
     domain: str
     prompt_ids: list[int]
     completion_ids: list[int]
     temperature: float = 0.0
+    cluster: str = ""
 
     @property
     def token_ids(self) -> list[int]:

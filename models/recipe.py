@@ -10,13 +10,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.engines import EngineParams
 from models.gate import Params as GateParams
+from models.lookback import Params as WatchParams
 from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_text
@@ -25,6 +26,8 @@ ParsedT = TypeVar("ParsedT")
 
 DEFAULT_RECIPE = "smollm2-cpu"
 _FOLDER = Path(__file__).parent / "recipes"
+# Of a run that another one goes on from.
+GOES_ON = {"schedule": "constant", "average": 0.3}
 
 DOMAIN = r"^[a-z0-9_-]{1,32}$"  # what requests name, and the query log takes
 Domain = Annotated[str, Field(pattern=DOMAIN)]
@@ -81,17 +84,19 @@ class Refresh(Frozen):
     Attributes:
         min_rows: with fewer rows waiting there is nothing to do.
         max_rows: the most rows of one refresh; the others wait for the next.
-        held_out_fraction: share of the conversations that is kept for gates and never trained on.
+        held_out_fraction: share of a window's conversations that is held out of its training, to judge by, and trained
+            on by the next refresh; what probe sets take comes off first.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
         max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
             requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally
             more until so many are kept.
-        distill: keys of [distill] that differ in a refresh.
+        distill: keys of [distill] that differ in a refresh, in which the learning rate does not fall unless one of them
+            says so: its `schedule` is "constant" and its `average` 0.3.
     """
 
     min_rows: int = Field(200, ge=1)
     max_rows: int = Field(4000, ge=1)
-    held_out_fraction: float = Field(0.15, gt=0, lt=1)
+    held_out_fraction: float = Field(0.25, gt=0, lt=1)
     replay_per_domain: int = Field(200, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     distill: dict[str, Any] = Field(default_factory=dict)
@@ -103,6 +108,14 @@ class Refresh(Frozen):
         return self
 
 
+class Gate(GateParams):
+    """What a candidate is held to, and who has the last word on one that passed."""
+
+    promote: Literal["auto", "approve"] = Field(
+        "auto", description='"approve": a draft that passed waits until somebody promotes it'
+    )
+
+
 class Schedule(Frozen):
     """When flows run by themselves, under `redraft up` or on a cluster.
 
@@ -110,10 +123,23 @@ class Schedule(Frozen):
         build_cron: of flow `build`, None for never.
         refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does
             nothing.
+        retry_s: seconds that a domain whose acceptance fell waits for the next refresh after one that promoted
+            nothing; twice as long after each further one.
+        max_retry_s: the longest such wait.
+        min_free_memory_gib: with less memory free, no refresh is started for a domain that fell.
     """
 
     build_cron: str | None = None
     refresh_interval_s: float | None = Field(3600.0, gt=0)
+    retry_s: float = Field(300.0, gt=0)
+    max_retry_s: float = Field(21600.0, gt=0)
+    min_free_memory_gib: float = Field(0.5, ge=0)
+
+    @model_validator(mode="after")
+    def _waits_fit(self) -> Self:
+        if self.retry_s > self.max_retry_s:
+            raise ValueError(f"retry_s {self.retry_s:g} is above max_retry_s {self.max_retry_s:g}")
+        return self
 
 
 class Demo(Frozen):
@@ -158,7 +184,8 @@ class Recipe(Frozen):
     draft: Annotated[BaseParams, catalog.Method("drafts")]
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
     refresh: Refresh = Refresh()
-    gate: GateParams = GateParams()
+    gate: Gate = Gate()
+    watch: WatchParams = WatchParams()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     demo: Demo | None = None
@@ -170,7 +197,7 @@ class Recipe(Frozen):
 
     @property
     def num_draft_tokens(self) -> int:
-        """K, for which drafts are trained, at which they are gated and served."""
+        """K, for which drafts are trained, at which they are gated: the most that a step of serving drafts."""
         return self.engine.num_draft_tokens
 
     @property
@@ -180,7 +207,7 @@ class Recipe(Frozen):
 
     def refresh_distill(self) -> BaseParams:
         """Return the settings of training in a refresh."""
-        return _distill_params({**self.distill.model_dump(), **self.refresh.distill})
+        return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
@@ -194,12 +221,6 @@ class Recipe(Frozen):
             )
         if self.serve.tool_parser:
             catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
-        expected = int(self.refresh.min_rows * self.refresh.held_out_fraction)
-        if expected < self.gate.min_conversations:
-            raise ValueError(
-                f"refresh.min_rows × refresh.held_out_fraction holds out some {expected} conversations, "
-                f"but the gate wants gate.min_conversations = {self.gate.min_conversations}"
-            )
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
             if domain not in self.traffic:
                 raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')
@@ -262,7 +283,8 @@ def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
     plain: dict[str, type[Frozen]] = {
         "generate": Generate,
         "refresh": Refresh,
-        "gate": GateParams,
+        "gate": Gate,
+        "watch": WatchParams,
         "serve": Serve,
         "schedule": Schedule,
         "demo": Demo,

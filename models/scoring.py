@@ -18,8 +18,8 @@ from models import catalog
 from models.checkpoint import output_embedding, read_tensor
 from models.distill import hidden_states, pack
 from models.drafts import Draft, Rows
-from models.gate import Score
 from models.hidden import HiddenStates, Sample, length_buckets
+from models.paired import Score
 from models.params import BaseParams
 from models.verify import Rules, greedy, rejection
 
@@ -104,7 +104,7 @@ def _walk(sample: Sample, matches: list[int]) -> Score:
         kept = min(matches[position], remaining) if position < len(matches) else 0
         steps, accepted = steps + 1, accepted + kept
         position, remaining = position + kept + 1, remaining - kept - 1
-    return Score(id=sample.id, domain=sample.domain, steps=steps, accepted=accepted)
+    return Score(id=sample.id, domain=sample.domain, cluster=sample.cluster, steps=steps, accepted=accepted)
 
 
 def _sampled_scores(
@@ -141,5 +141,7 @@ def _sampled_scores(
                 of_places.unfold(0, num_steps, 1).movedim(-1, 1) for of_places in (laws, rows.token_ids[0, places + 1])
             )
             expected += float(expected_accepted(said, q, p, rule).sum())
-        scores[sample.id] = Score(id=sample.id, domain=sample.domain, steps=len(rows.index), accepted=expected)
+        scores[sample.id] = Score(
+            id=sample.id, domain=sample.domain, cluster=sample.cluster, steps=len(rows.index), accepted=expected
+        )
     return scores

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from models.canary import Params as CanaryParams
 from models.params import Frozen
 from models.watch import Params as WatchParams
 
@@ -33,11 +34,13 @@ class Probation(Frozen):
         num_prompts: how many golden prompts are generated, from the first.
         tolerance: share of the promised gain over 1.0 (τ on these prompts before registration) that may be missing.
         timeout_s: a draft that takes longer is put back, and retried after as long, then twice as long, and so on.
+        put_back_s: seconds that the last good draft may take to be put back; after that speculation is off until it is.
     """
 
     num_prompts: int = Field(default=8, ge=1)
     tolerance: float = Field(default=0.5, ge=0, lt=1)
     timeout_s: Positive = 300.0
+    put_back_s: Positive = 20.0
 
 
 class Serving(Frozen):
@@ -50,6 +53,7 @@ class Serving(Frozen):
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
         probation: the checks after a draft was loaded.
+        canary: the checks of the served draft and its engine now and then.
         watch: when falling acceptance starts a refresh.
     """
 
@@ -59,6 +63,7 @@ class Serving(Frozen):
     tool_parser: str = ""
     limits: Limits = Limits()
     probation: Probation = Probation()
+    canary: CanaryParams = CanaryParams()
     watch: WatchParams = WatchParams()
 
 

@@ -4,19 +4,22 @@ services/reconciler.py sees events and executes actions; services/transitions.py
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infra.registry import Version
 from infra.status import Proof
-from services.states import Loaded
+from models.canary import Answer, Finding
+from services.states import DraftState, Loaded
 
 # Events: what the loop saw. Times are on the monotonic clock.
 
 
 @dataclass(frozen=True)
 class Ticked:
-    """It is time for a look."""
+    """It is time for a look, while so many requests are being answered."""
 
     now_s: float
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,10 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Passed:
-    """The draft on probation showed what it had to."""
+    """The draft on probation showed what it had to, in these answers."""
 
     proof: Proof
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Failed:
 
     version: Version
     reason: str
+    now_s: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,20 @@ class Undecided:
     """The draft on probation could not be judged."""
 
     reason: str
+    now_s: float
+
+
+@dataclass(frozen=True)
+class CalledOff:
+    """A probation or a canary was ended, because an operator wants speculation off."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The canary prompts were answered by the draft that serves."""
+
+    finding: Finding
+    text: str
     now_s: float
 
 
@@ -97,6 +116,11 @@ class Restored:
 @dataclass(frozen=True)
 class Exhausted:
     """No good draft could be put back."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """The last good draft was not put back in time."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +139,8 @@ class Reported:
 
 
 Event = (
-    Ticked | Switched | Named | Fetched | MadeForAnother | NeedsReplica | Swapped
-    | Passed | Failed | Undecided | Restored | Exhausted | Quarantined | Reported
+    Ticked | Switched | Named | Fetched | MadeForAnother | NeedsReplica | Swapped | Passed | Failed | Undecided
+    | CalledOff | Checked | Restored | Exhausted | Late | Quarantined | Reported
 )  # fmt: skip
 
 
@@ -135,6 +159,14 @@ class Count:
 class Say:
     """Tell the log of good news."""
 
+    text: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the orchestrator, by event."""
+
+    event: str
     text: str
 
 
@@ -164,7 +196,7 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Prove:
-    """Put the served draft on probation; brings `Passed`, `Failed` or `Undecided`."""
+    """Put the served draft on probation; brings `Passed`, `Failed`, `Undecided` or `CalledOff`."""
 
     draft: Loaded
 
@@ -177,8 +209,20 @@ class Try:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Ask the served draft the canary prompts; brings `Checked`, `Undecided` or `CalledOff`."""
+
+    draft: Loaded
+
+
+@dataclass(frozen=True)
+class CallOff:
+    """End the probation or the canary that is on its way, if there is one; brings `CalledOff`."""
+
+
+@dataclass(frozen=True)
 class PutBack:
-    """Load the first of `DraftState.fallbacks` that can be; brings `Restored` or `Exhausted`."""
+    """Load the first of `DraftState.fallbacks` that can be; brings `Restored`, `Exhausted` or `Late`."""
 
 
 @dataclass(frozen=True)
@@ -193,4 +237,14 @@ class Remember:
     """Write the memory to the disk."""
 
 
-Action = Count | Say | Report | Ask | Fetch | Inspect | Prove | Try | PutBack | SetSpeculation | Remember
+Action = (
+    Count | Say | Tell | Report | Ask | Fetch | Inspect | Prove | Try | Check | CallOff | PutBack | SetSpeculation
+    | Remember
+)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What follows from an event: the next state, and what is to be done."""
+
+    state: DraftState
+    actions: tuple[Action, ...] = ()

@@ -40,6 +40,11 @@ class StatusCollector(Collector):
         yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status.tokens)
         yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
         yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
+        yield GaugeMetricFamily(
+            "redraft_fault",
+            "1 while the canary prompts show a broken draft or engine.",
+            value=float(bool(status.fault)),
+        )
         yield GaugeMetricFamily("redraft_draft_version", "Served draft, 0 if none.", value=status.draft_version or 0)
         yield GaugeMetricFamily("redraft_champion", "The registry's draft, 0 if none.", value=status.champion or 0)
         yield GaugeMetricFamily("redraft_uptime_seconds", "Seconds since the start.", value=status.uptime_s)

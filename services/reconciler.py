@@ -3,21 +3,27 @@
 What follows from what is decided in services/transitions.py; here it is done. The loop runs as a task beside the
 requests: what blocks (registry, disk) goes to a thread, what touches the engine is one call between two steps. Requests
 never wait for it and never fail by it. The ladder on failure: candidate, last good, no speculation.
+
+An operator's switch does not wait for the loop: its event is fed in between, where the loop awaits something. So what
+an action reads of the state it reads when it needs it, and the engine takes calls in the order in which they were made.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from infra.registry import Version, is_quarantined
-from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
+from models.acceptance import Trace
+from models.canary import lost_on_traffic
 from models.engines import Engine
 from models.golden import Golden
 from services import events, transitions
+from services.canaries import look
 from services.config import ServiceConfig
 from services.drafts import DraftSource, OtherReplica, Unfit, remember
 from services.events import Action, Event
@@ -27,12 +33,28 @@ from services.states import DraftState, Loaded, Memory, Patience, label
 log = logging.getLogger(__name__)
 
 
+class Surroundings(NamedTuple):
+    """What the loop asks of the service around it.
+
+    Attributes:
+        num_in_flight: returns how many requests are being answered.
+        recent: returns the last requests that began with a draft, the oldest first.
+        tell: takes an event for the orchestrator, and a line about it.
+    """
+
+    num_in_flight: Callable[[], int] = lambda: 0
+    recent: Callable[[str], Sequence[Trace]] = lambda draft: ()
+    tell: Callable[[str, str], None] = lambda event, text: None
+
+
 class Reconciler:
     """Follows the registry for one engine.
 
     Attributes:
-        counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, registry_unavailable,
-            errors.
+        counts: what happened so often: swaps, reverts, refused, unfit, postponed, deferred, called_off, late,
+            registry_unavailable, errors; canaries, and of these canaries_fell, canaries_undecided, target_differs and
+            broken_pairs.
+        surroundings: the service that it runs in.
     """
 
     def __init__(
@@ -47,11 +69,12 @@ class Reconciler:
         counts: Counter[str],
     ) -> None:
         self.counts = counts
+        self.surroundings = Surroundings()
         self._engine, self._source, self._goldens, self._threshold = engine, source, goldens, threshold
         self._config = config
         postponed = memory.postponed(self._patience(), time.monotonic())
         self._state = replace(DraftState.started(boot, memory), postponed=postponed)
-        self._turn = asyncio.Lock()
+        self._trial: asyncio.Task[Event] | None = None
 
     @property
     def state(self) -> DraftState:
@@ -77,14 +100,12 @@ class Reconciler:
         Raises:
             StoreUnavailable: nothing was changed, the last good draft serves.
         """
-        async with self._turn:
-            await self._feed(events.Ticked(time.monotonic()))
+        await self._feed(events.Ticked(time.monotonic(), self.surroundings.num_in_flight()))
 
     async def set_speculation(self, on: bool) -> bool:
-        """Do what an operator wants and return whether the engine speculates; it never does without a good draft."""
-        async with self._turn:
-            await self._feed(events.Switched(on))
-            return self._state.speculates
+        """Do what an operator wants, at once; return whether there is speculation, never without a good draft."""
+        await self._feed(events.Switched(on))
+        return self._state.speculates
 
     async def _feed(self, event: Event) -> None:
         """Take the step that an event asks for, and all that follows from it."""
@@ -93,7 +114,10 @@ class Reconciler:
             await self._do(action)
 
     def _patience(self) -> Patience:
-        return Patience(self._config.serve.probation.timeout_s, self._config.serve.min_swap_interval_s)
+        serve = self._config.serve
+        return Patience(
+            serve.probation.timeout_s, serve.min_swap_interval_s, serve.canary.period_s, serve.canary.max_in_flight
+        )
 
     async def _do(self, action: Action) -> None:
         match action:
@@ -103,6 +127,8 @@ class Reconciler:
                     log.warning("%s", text)
             case events.Say(text):
                 log.info("%s", text)
+            case events.Tell(event, text):
+                self.surroundings.tell(event, text)
             case events.Report():
                 await self._report()
             case events.Ask():
@@ -115,9 +141,14 @@ class Reconciler:
                 if is_quarantined(entry):
                     await self._feed(events.Quarantined(entry, entry.quarantined))
             case events.Prove(draft):
-                await self._judge(draft, lambda: self._prove(draft))
+                await self._await(draft, self._config.serve.probation.timeout_s, self._prove(draft))
             case events.Try(draft):
-                await self._judge(draft, lambda: self._try(draft))
+                await self._await(draft, self._config.serve.probation.timeout_s, self._try(draft))
+            case events.Check(draft):
+                await self._await(draft, self._config.serve.canary.timeout_s, self._check(draft))
+            case events.CallOff():
+                if self._trial is not None:
+                    self._trial.cancel()
             case events.PutBack():
                 await self._put_back()
             case events.SetSpeculation(on):
@@ -133,7 +164,7 @@ class Reconciler:
         except OtherReplica as error:
             return events.NeedsReplica(str(error))
         except ValueError as error:
-            return events.Failed(version, str(error))
+            return events.Failed(version, str(error), time.monotonic())
         return events.Fetched(draft, time.monotonic())
 
     async def _ready(self, version: Version) -> Loaded:
@@ -142,37 +173,67 @@ class Reconciler:
         await asyncio.to_thread(self._source.require_swappable, draft, self._state.boot)
         return draft
 
-    async def _judge(self, draft: Loaded, probation: Callable[[], Awaitable[Proof]]) -> None:
-        """Feed back how a probation ended; what it raises besides a fault of the draft is raised again."""
-        timeout_s = self._config.serve.probation.timeout_s
+    async def _await(self, draft: Loaded, timeout_s: float, trial: Coroutine[Any, Any, Event]) -> None:
+        """Feed back how a trial of a draft ended; what it raises besides a fault of the draft is raised again."""
+        self._trial = asyncio.create_task(trial)
         try:
             async with asyncio.timeout(timeout_s):
-                proof = await probation()
+                ended: Event = await self._trial
+        except asyncio.CancelledError:
+            if self._is_cancelled():
+                raise  # the loop itself is to end
+            ended = events.CalledOff()
         except ValueError as error:
-            await self._feed(events.Failed(draft.version, str(error)))
+            ended = events.Failed(draft.version, str(error), time.monotonic())
         except TimeoutError:
-            await self._feed(events.Undecided(f"more than {timeout_s:g} s on probation", time.monotonic()))
+            ended = events.Undecided(f"took more than {timeout_s:g} s", time.monotonic())
         except TargetDiffers as error:
-            await self._feed(events.Undecided(str(error), time.monotonic()))
+            ended = events.Undecided(str(error), time.monotonic())
         except Exception as error:
+            self._trial = None
             await self._feed(events.Undecided(type(error).__name__, time.monotonic()))
             raise
-        else:
-            await self._feed(events.Passed(proof))
+        self._trial = None
+        await self._feed(ended)
 
-    async def _try(self, draft: Loaded) -> Proof:
+    @staticmethod
+    def _is_cancelled() -> bool:
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+    async def _try(self, draft: Loaded) -> Event:
         swap_ms = await self._engine.swap_draft(draft.directory, str(draft.version.number))
         await self._feed(events.Swapped(swap_ms))
         return await self._prove(draft)
 
-    async def _prove(self, draft: Loaded) -> Proof:
+    async def _prove(self, draft: Loaded) -> Event:
         await self._engine.set_speculation(True)
-        return await prove(
-            self._engine, draft.directory, draft.version, self._goldens, self._threshold, self._config.serve.probation
+        settings = self._config.serve.probation
+        return events.Passed(
+            *await prove(self._engine, draft.directory, draft.version, self._goldens, self._threshold, settings)
         )
+
+    async def _check(self, draft: Loaded) -> Event:
+        params, version = self._config.serve.canary, draft.version
+
+        def lost() -> float | None:
+            return lost_on_traffic(version.lineage.tau, self.surroundings.recent(str(version.number)), params)
+
+        found = await look(self._engine, version, self._goldens, self._threshold, self._state.answers, lost, params)
+        return events.Checked(*found, time.monotonic())
 
     async def _put_back(self) -> None:
         """Load the last good draft again; the engine keeps serving meanwhile."""
+        try:
+            async with asyncio.timeout(self._config.serve.probation.put_back_s):
+                draft = await self._load_good()
+        except TimeoutError:
+            await self._feed(events.Late())
+        else:
+            await self._feed(events.Exhausted() if draft is None else events.Restored(draft))
+
+    async def _load_good(self) -> Loaded | None:
+        """Return the first good draft that could be loaded."""
         for good in self._state.fallbacks():
             number = good.version.number if isinstance(good, Loaded) else good.number
             try:
@@ -188,9 +249,8 @@ class Reconciler:
                 self.counts["errors"] += 1
                 log.exception("draft %s could not be put back", number)
             else:
-                await self._feed(events.Restored(draft))
-                return
-        await self._feed(events.Exhausted())
+                return draft
+        return None
 
     async def _report(self) -> None:
         registry = self._source.registry

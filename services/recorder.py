@@ -4,6 +4,9 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
+Acceptance is kept by the draft that a request began with: another draft's says nothing of this one, and a stream that
+outlasts a swap counts for its own.
+
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped.
 """
@@ -18,7 +21,7 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
-from infra.consent import QueryRow, redact
+from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.acceptance import Trace, acceptance_rate, mean_accepted_length
@@ -36,8 +39,8 @@ SAMPLING = (
 )  # fmt: skip
 ROLLING = 256
 MAX_DOMAINS = 64
+MAX_DRAFTS = 4
 MAX_LEFT = 256
-OTHER_DOMAINS = "other"
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +88,7 @@ class Recorder:
         self._running: dict[str, Origin] = {}
         self._finished: dict[str, list[Completion]] = {}
         self._left: OrderedDict[str, Origin] = OrderedDict()
-        self._rolling: dict[str, deque[Trace]] = {}
-        self._rolling_draft = ""
+        self._rolling: OrderedDict[str, dict[str, deque[Trace]]] = OrderedDict()  # by draft, then by domain
         self._serial = itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
@@ -141,10 +143,10 @@ class Recorder:
             accepted_per_step=[count for completion in completions for count in completion.accepted],
         ).model_dump()
 
-    def acceptance(self) -> dict[str, DomainAcceptance]:
-        """Return the acceptance of each domain's last requests that the present draft drafted for."""
+    def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
+        """Return the acceptance of each domain's last requests that began with a draft."""
         figures: dict[str, DomainAcceptance] = {}
-        for domain, traces in sorted(self._rolling.items()):
+        for domain, traces in sorted(self._rolling.get(draft_version, {}).items()):
             kept = list(traces)
             figures[domain] = DomainAcceptance(
                 requests=len(kept),
@@ -152,6 +154,11 @@ class Recorder:
                 mean_accepted_length=mean_accepted_length(kept),
             )
         return figures
+
+    def recent(self, draft_version: str) -> list[Trace]:
+        """Return the last requests that began with a draft, the oldest first, at most so many of each domain."""
+        traces = (trace for window in self._rolling.get(draft_version, {}).values() for trace in window)
+        return sorted(traces, key=lambda trace: int(trace.request_id))
 
     def counts(self) -> LogCounts:
         """Return rows written and dropped, and the last error."""
@@ -174,10 +181,11 @@ class Recorder:
     def _watch(self, completion: "Completion", domain: str) -> None:
         if not completion.speculating or not completion.drafted:
             return
-        if completion.draft_version != self._rolling_draft:  # another draft's acceptance says nothing of this one
-            self._rolling.clear()
-            self._rolling_draft = completion.draft_version
-        if domain not in self._rolling and len(self._rolling) >= MAX_DOMAINS:
+        if completion.draft_version not in self._rolling and len(self._rolling) >= MAX_DRAFTS:
+            self._rolling.popitem(last=False)
+        windows = self._rolling.setdefault(completion.draft_version, {})
+        self._rolling.move_to_end(completion.draft_version)
+        if domain not in windows and len(windows) >= MAX_DOMAINS:
             domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
         trace = Trace(
             request_id=str(next(self._serial)),
@@ -186,7 +194,7 @@ class Recorder:
             accepted=completion.accepted,
             domain=domain,
         )
-        self._rolling.setdefault(domain, deque(maxlen=ROLLING)).append(trace)
+        windows.setdefault(domain, deque(maxlen=ROLLING)).append(trace)
 
     def _drain(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -29,7 +29,8 @@ class Replica:
     async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
         from services.service import Service
 
-        logging.getLogger("services").setLevel(logging.INFO)
+        for name in ("services", "models.engines"):
+            logging.getLogger(name).setLevel(logging.INFO)
         self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":

@@ -3,26 +3,29 @@
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.events import ACCEPTANCE_FELL, EVERY_DOMAIN, Emitter
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.status import ServiceStatus
+from infra.triggerfile import TriggerFile, now_ms
+from infra.triggers import Fallen, Fell, Recovered
+from models import watch
 from models.engines.vllm import VllmEngine
 from models.engines.vllm.openai import Handlers
 from models.golden import load_golden
 from models.targets import describe
-from models.watch import AcceptanceWatch
 from services.access import Admission
 from services.boot import start_engine
 from services.config import ServiceConfig
 from services.drafts import DraftSource
-from services.reconciler import Reconciler
+from services.reconciler import Reconciler, Surroundings
 from services.recorder import Recorder
 from services.states import DraftState, Loaded, Memory
 
@@ -46,6 +49,7 @@ class Service:
         self._events = Emitter(config.orchestrator)
         self._tasks = [asyncio.create_task(self._watch(), name="watch")]
         if reconciler is not None:
+            reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, self.recorder.recent, self._tell)
             self._tasks.append(asyncio.create_task(reconciler.run(), name="reconciler"))
 
     @classmethod
@@ -101,6 +105,7 @@ class Service:
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
             fallback=state.fallback,
+            fault=state.fault,
             replacement=state.replacement,
             swaps=counts["swaps"],
             swap_ms=state.swap_ms,
@@ -108,7 +113,7 @@ class Service:
             refused=state.refused,
             postponed={name: one.describe(now_s) for name, one in state.postponed.items()},
             reconciler=counts,
-            acceptance=self.recorder.acceptance(),
+            acceptance=self.recorder.acceptance(self.engine.draft_version),
             log=self.recorder.counts(),
             events=self._events.counts(),
             tokens=self.recorder.tokens,
@@ -137,18 +142,41 @@ class Service:
         await asyncio.to_thread(self._events.close)
         await self.engine.close()
 
+    def _tell(self, event: str, text: str) -> None:
+        self._events.emit(event, EVERY_DOMAIN, {"text": text})
+
     async def _watch(self) -> None:
-        """Tell the orchestrator when a domain's acceptance fell short of what its draft was promoted for."""
-        watch = AcceptanceWatch(self.config.serve.watch)
+        """Keep for the trigger which domains fell short of what the champion was promoted for, and which did not.
+
+        It is told anew at every look, so nothing is lost if the file can't be written now.
+        """
+        params, trigger = self.config.serve.watch, TriggerFile(self.config.querylog)
         while True:
-            await asyncio.sleep(self.config.serve.watch.period_s)
-            serving = self.reconciler.state.serving if self.reconciler is not None else None
-            if serving is None:
+            await asyncio.sleep(params.period_s)
+            state = self.reconciler.state if self.reconciler is not None else None
+            if state is None or state.serving is None or state.serving.version.number != state.champion:
+                continue  # of a draft that is being replaced nothing needs to be told
+            draft = str(state.serving.version.number)
+            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance(draft).items()}
+            events = {
+                domain: _event(state.serving.version.number, standing)
+                for domain, standing in watch.look(state.serving.version.lineage.tau, served, params).items()
+            }
+            try:
+                changed = await asyncio.to_thread(trigger.tell, events)
+            except (sqlite3.Error, OSError, ValueError) as error:
+                log.warning("the trigger's state can't be written: %s", error)
                 continue
-            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance().items()}
-            fallen = watch.see(str(serving.version.number), serving.version.lineage.tau, served, time.monotonic())
-            for domain, figures in fallen.items():
-                self._events.emit(ACCEPTANCE_FELL, domain, {"draft": serving.version.number, **figures})
+            for domain, now in changed.items():
+                if isinstance(now, Fallen):
+                    figures = now.fall.model_dump(include={"draft", "promised", "served"})
+                    self._events.emit(ACCEPTANCE_FELL, domain, figures)
+
+
+def _event(draft: int, standing: watch.Standing) -> Fell | Recovered:
+    if not standing.fallen:
+        return Recovered()
+    return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())
 
 
 async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | None) -> VllmEngine:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from infra.registry import Version, is_quarantined
 from infra.status import Phase, Proof
+from models.canary import Answer
 from models.params import Frozen
 
 KEPT_GOOD = 3
@@ -131,10 +132,14 @@ class Patience(NamedTuple):
     Attributes:
         probation_s: how long a probation may take; a postponed draft first waits as long.
         min_swap_interval_s: seconds that a swap is kept from the one before.
+        canary_period_s: seconds between two looks at the canary prompts.
+        canary_max_in_flight: requests above which such a look waits for another period at most.
     """
 
     probation_s: float
     min_swap_interval_s: float
+    canary_period_s: float
+    canary_max_in_flight: int
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,10 @@ class DraftState:
         champion: the number that the registry named last.
         wanted: whether the operator wants speculation.
         fallback: why speculation is off, None while it may be on.
+        fault: what the canary prompts showed of a broken draft or engine, None if nothing or if a draft passed since.
+        reloaded: label of the draft that was loaded again since, because it and the engine were found broken.
+        answers: what `serving` answered on probation, which the canary prompts are held against.
+        check_s: when the canary prompts are asked next, on the monotonic clock; None before that is known.
         replacement: why this replica must be replaced, None while it need not.
         memory: good and refused versions, as they are written to the disk.
         unfit: why versions are left alone that are not this target's, by label.
@@ -168,6 +177,10 @@ class DraftState:
     candidate: Loaded | None = None
     champion: int | None = None
     wanted: bool = True
+    fault: str | None = None
+    reloaded: str | None = None
+    answers: tuple[Answer, ...] = ()
+    check_s: float | None = None
     replacement: str | None = None
     unfit: dict[str, str] = field(default_factory=dict)
     postponed: Mapping[str, Postponed] = field(default_factory=dict)
@@ -207,9 +220,9 @@ class DraftState:
 
     def fallbacks(self) -> tuple[Loaded | Version, ...]:
         """Return what may be put back, the best first; a version must be fetched before."""
-        serving = self.serving
-        others = (good for good in self.memory.good if serving is None or label(good) != label(serving.version))
-        return (*others,) if serving is None else (serving, *others)
+        passed_over = {*self.postponed} | ({label(self.serving.version)} if self.serving else set())
+        others = (good for good in self.memory.good if label(good) not in passed_over)
+        return (*others,) if self.serving is None else (self.serving, *others)
 
 
 def label(version: Version) -> str:

@@ -1,7 +1,9 @@
 """What a replica does about what happens to its drafts: one table.
 
 `step` takes the state and an event and returns the next state and the actions that follow; it touches nothing.
-services/reconciler.py executes the actions, each of which may bring the next event:
+services/reconciler.py executes the actions, each of which may bring the next event. What follows from how a trial ended
+is in services/trials.py.
+
 
     started with a draft ──► UNPROVEN ──its probation is due──► PROVING ──passed──► SERVING
                                 ▲  ▲                               │ │
@@ -9,9 +11,11 @@ services/reconciler.py executes the actions, each of which may bring the next ev
                                 │
                                 └──another draft restored──┐
     UNPROVEN, SERVING, OFF ──a champion was fetched──► TRYING ──passed──► SERVING
-                                                           └──failed, undecided──► REVERTING
+                                                           └──failed, undecided, called off──► REVERTING
+    SERVING ──the canary prompts are due──► CHECKING ──the pair is broken──► REVERTING
+                                                └──anything else──► SERVING
     REVERTING ──the last good draft restored──► SERVING, or UNPROVEN if it was not proven here
-    REVERTING ──none can be──► OFF
+    REVERTING ──none can be──► OFF; not in time ──► REVERTING, with speculation off
     UNPROVEN, SERVING ──the draft was quarantined elsewhere, and there is no champion──► OFF
     started without a draft ──► EMPTY: a champion that comes needs another replica
 
@@ -21,22 +25,32 @@ too: it is postponed, and tried again after a wait that doubles each time. The d
 serving meanwhile, and another champion is followed at once. A draft that the engine did not start with waits in the
 same way (see `services.states.Memory.after_start`).
 
+A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
+one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
+again (`fault`) none is refused for what it shows on probation.
+
 A refusal is reported once. A version whose quarantine somebody cleared after that is tried like any other when it is
 promoted again.
 
 Two things are no phases, since they hold in several of them. While an operator has speculation switched off (`wanted`)
-nothing is proven or swapped: a probation would have nothing to measure. A champion that can't be swapped in, of another
-family, shape or K, makes the replica ask for its own `replacement`; it goes on with what it has, and follows nothing.
+nothing is proven or swapped: a probation would have nothing to measure, and one that is on its way is called off. It is
+the one event that comes at any time, also between the actions of another. A champion that can't be swapped in, of
+another family, shape or K, makes the replica ask for its own `replacement`; it goes on with what it has, and follows
+nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from infra.status import Phase
+from services import trials
 from services.events import (
     Action,
     Ask,
+    CalledOff,
+    CallOff,
+    Check,
+    Checked,
     Count,
     Event,
     Exhausted,
@@ -44,6 +58,7 @@ from services.events import (
     Fetch,
     Fetched,
     Inspect,
+    Late,
     MadeForAnother,
     Named,
     NeedsReplica,
@@ -57,20 +72,15 @@ from services.events import (
     Restored,
     Say,
     SetSpeculation,
+    Step,
     Swapped,
     Switched,
     Ticked,
     Try,
     Undecided,
 )  # fmt: skip
-from services.states import DraftState, Loaded, Patience, Postponed, label, without
-
-
-class Step(NamedTuple):
-    """The next state, and what is to be done."""
-
-    state: DraftState
-    actions: tuple[Action, ...] = ()
+from services.states import DraftState, Patience, label
+from services.trials import Rule, check_later, off, present
 
 
 def step(state: DraftState, event: Event, patience: Patience) -> Step:
@@ -90,19 +100,34 @@ def _look(state: DraftState, event: Ticked, patience: Patience) -> Step:
 
 
 def _judge(state: DraftState, event: Ticked, patience: Patience) -> Step:
-    serving = _present(state.serving)
+    serving = present(state.serving)
     if not state.wanted or not state.is_due(serving.version, event.now_s):
         return Step(state, (Report(), Ask()))
     return Step(replace(state, phase=Phase.PROVING), (Prove(serving), Report(), Ask()))
 
 
+def _watch(state: DraftState, event: Ticked, patience: Patience) -> Step:
+    if state.check_s is None:
+        return Step(check_later(state, event.now_s, patience), (Report(), Ask()))
+    busy = event.in_flight > patience.canary_max_in_flight and event.now_s < state.check_s + patience.canary_period_s
+    if not state.wanted or not state.answers or event.now_s < state.check_s or busy:
+        return Step(state, (Report(), Ask()))
+    return Step(replace(state, phase=Phase.CHECKING), (Check(present(state.serving)), Report(), Ask()))
+
+
 def _put_back_again(state: DraftState, event: Ticked, patience: Patience) -> Step:
-    return Step(state, (PutBack(), Report(), Ask()))
+    return Step(state, (PutBack(), Report()))
 
 
 def _switch(state: DraftState, event: Switched, patience: Patience) -> Step:
     state = replace(state, wanted=event.on)
     return Step(state, (SetSpeculation(state.speculates),))
+
+
+def _switch_on_trial(state: DraftState, event: Switched, patience: Patience) -> Step:
+    """Call a trial off; switched on again, it decides itself when is drafted, and `CalledOff` does once it ended."""
+    state = replace(state, wanted=event.on)
+    return Step(state, () if event.on else (CallOff(), SetSpeculation(False)))
 
 
 def _consider(state: DraftState, event: Named, patience: Patience) -> Step:
@@ -128,7 +153,13 @@ def _consider(state: DraftState, event: Named, patience: Patience) -> Step:
     return Step(state, (*cleared, Fetch(champion)) if state.is_due(champion, event.now_s) else cleared)
 
 
+def _wait(state: DraftState, event: Named, patience: Patience) -> Step:
+    return Step(state)  # first the last good draft
+
+
 def _try(state: DraftState, event: Fetched, patience: Patience) -> Step:
+    if not state.wanted:  # it was switched off meanwhile
+        return Step(state)
     return Step(replace(state, phase=Phase.TRYING, candidate=event.draft, swapped_s=event.now_s), (Try(event.draft),))
 
 
@@ -146,80 +177,9 @@ def _note_swap(state: DraftState, event: Swapped, patience: Patience) -> Step:
     return Step(replace(state, swap_ms=event.swap_ms), (Count("swaps"),))
 
 
-def _accept(state: DraftState, event: Passed, patience: Patience) -> Step:
-    version = (draft := _present(state.candidate or state.serving)).version
-    state = replace(
-        state,
-        phase=Phase.SERVING,
-        serving=draft,
-        proof=event.proof,
-        candidate=None,
-        fallback=None,
-        memory=state.memory.with_good(version),
-        postponed=without(state.postponed, version),
-    )
-    text = f"draft {version.number} serves, mean accepted length {event.proof.tau:.3f} on probation"
-    return Step(state, (Remember(), Say(text)))
-
-
-def _refuse(state: DraftState, event: Failed, patience: Patience) -> Step:
-    """Note that a version is bad; the registry is told now or at a later tick."""
-    state = replace(
-        state,
-        memory=state.memory.with_refused(event.version, event.reason),
-        postponed=without(state.postponed, event.version),
-    )
-    text = f"draft {event.version.number} is refused: {event.reason}"
-    return Step(state, (Count("refused", text), Remember(), Report()))
-
-
-def _refuse_candidate(state: DraftState, event: Failed, patience: Patience) -> Step:
-    state, actions = _refuse(state, event, patience)
-    return Step(
-        replace(state, phase=Phase.REVERTING, candidate=None), (Count("reverts"), PutBack(), *actions)
-    )  # the engine comes before the books
-
-
-def _refuse_serving(state: DraftState, event: Failed, patience: Patience) -> Step:
-    return _refuse_candidate(replace(state, serving=None), event, patience)
-
-
-def _postpone(state: DraftState, event: Undecided, patience: Patience) -> Step:
-    """Note that a version could not be judged."""
-    version = _present(state.candidate or state.serving).version
-    before = state.postponed.get(label(version))
-    num_attempts = 1 if before is None else before.num_attempts + 1
-    postponed = Postponed.after(num_attempts, event.reason, patience, event.now_s)
-    state = replace(state, postponed={**state.postponed, label(version): postponed})
-    text = f"draft {version.number} is postponed: {postponed.describe(event.now_s)}"
-    return Step(state, (Count("postponed", text),))
-
-
-def _postpone_serving(state: DraftState, event: Undecided, patience: Patience) -> Step:
-    state, actions = _postpone(state, event, patience)
-    state = replace(state, phase=Phase.UNPROVEN)
-    return Step(state, (SetSpeculation(state.speculates), *actions))  # the probation may have ended with it off
-
-
-def _postpone_candidate(state: DraftState, event: Undecided, patience: Patience) -> Step:
-    state, actions = _postpone(state, event, patience)
-    return Step(replace(state, phase=Phase.REVERTING, candidate=None), (*actions, Count("reverts"), PutBack()))
-
-
-def _restore(state: DraftState, event: Restored, patience: Patience) -> Step:
-    same = state.serving is not None and label(state.serving.version) == label(event.draft.version)
-    proof = state.proof if same else None
-    phase = Phase.UNPROVEN if proof is None else Phase.SERVING
-    return Step(replace(state, phase=phase, serving=event.draft, proof=proof, fallback=None))
-
-
-def _give_up(state: DraftState, event: Exhausted, patience: Patience) -> Step:
-    return Step(_off(state, "no good draft"), (SetSpeculation(False),))
-
-
 def _retire(state: DraftState, event: Quarantined, patience: Patience) -> Step:
     memory = state.memory.with_refused(event.version, event.reason).with_reported(label(event.version))
-    state = replace(_off(state, f"draft {event.version.number} was quarantined"), memory=memory)
+    state = replace(off(state, f"draft {event.version.number} was quarantined"), memory=memory)
     return Step(state, (SetSpeculation(False), Remember()))
 
 
@@ -227,32 +187,30 @@ def _note_report(state: DraftState, event: Reported, patience: Patience) -> Step
     return Step(replace(state, memory=state.memory.with_reported(event.name)), (Remember(),))
 
 
-def _off(state: DraftState, reason: str) -> DraftState:
-    return replace(state, phase=Phase.OFF, serving=None, proof=None, fallback=reason)
-
-
-def _present(draft: Loaded | None) -> Loaded:
-    assert draft is not None, "this phase has a draft"
-    return draft
-
-
-Rule = Callable[[DraftState, Any, Patience], Step]
 PHASES = tuple(Phase)
 # A row for each event, a column for each phase; None is what can't happen.
 TABLE: Mapping[type[Event], tuple[Rule | None, ...]] = {
-    # in:            EMPTY, UNPROVEN, PROVING, SERVING, TRYING, REVERTING, OFF
-    Ticked: (_look, _judge, None, _look, None, _put_back_again, _look),
-    Switched: (_switch, _switch, None, _switch, None, _switch, _switch),
-    Named: (_consider, _consider, None, _consider, None, None, _consider),
-    Fetched: (None, _try, None, _try, None, None, _try),
-    MadeForAnother: (_leave_alone, _leave_alone, None, _leave_alone, None, None, _leave_alone),
-    NeedsReplica: (_hand_over, _hand_over, None, _hand_over, None, None, _hand_over),
-    Swapped: (None, None, None, None, _note_swap, None, None),
-    Passed: (None, None, _accept, None, _accept, None, None),
-    Failed: (_refuse, _refuse, _refuse_serving, _refuse, _refuse_candidate, None, _refuse),
-    Undecided: (None, None, _postpone_serving, None, _postpone_candidate, None, None),
-    Restored: (None, None, None, None, None, _restore, None),
-    Exhausted: (None, None, None, None, None, _give_up, None),
-    Quarantined: (None, _retire, None, _retire, None, None, None),
-    Reported: (_note_report, _note_report, None, _note_report, None, None, _note_report),
-}
+    # in:          EMPTY, UNPROVEN, PROVING, SERVING, CHECKING, TRYING, REVERTING, OFF
+    Ticked: (_look, _judge, None, _watch, None, None, _put_back_again, _look),
+    Switched: (_switch, _switch, _switch_on_trial, _switch, _switch_on_trial, _switch_on_trial, _switch, _switch),
+    Named: (_consider, _consider, None, _consider, None, None, _wait, _consider),
+    Fetched: (None, _try, None, _try, None, None, None, _try),
+    MadeForAnother: (_leave_alone, _leave_alone, None, _leave_alone, None, None, None, _leave_alone),
+    NeedsReplica: (_hand_over, _hand_over, None, _hand_over, None, None, None, _hand_over),
+    Swapped: (None, None, None, None, None, _note_swap, None, None),
+    Passed: (None, None, trials.accept, None, None, trials.accept, None, None),
+    Failed: (
+        trials.refuse, trials.refuse, trials.refuse_serving, trials.refuse, None, trials.refuse_candidate, None,
+        trials.refuse,
+    ),
+    Undecided: (
+        None, None, trials.postpone_serving, None, trials.leave_unchecked, trials.postpone_candidate, None, None,
+    ),
+    CalledOff: (None, None, trials.resume_unproven, None, trials.resume_serving, trials.give_back, None, None),
+    Checked: (None, None, None, None, trials.conclude, None, None, None),
+    Restored: (None, None, None, None, None, None, trials.restore, None),
+    Exhausted: (None, None, None, None, None, None, trials.give_up, None),
+    Late: (None, None, None, None, None, None, trials.be_late, None),
+    Quarantined: (None, _retire, None, _retire, None, None, None, None),
+    Reported: (_note_report, _note_report, None, _note_report, None, None, _note_report, _note_report),
+}  # fmt: skip

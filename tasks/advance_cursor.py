@@ -6,8 +6,9 @@ It comes last: until then, a crash only makes the same window be claimed again. 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.querylog import QueryLog, Window
+from infra.querylog import QueryLog
 from infra.settings import load_settings
+from infra.windows import Window
 from tasks.stages.reporting import run_logger
 
 

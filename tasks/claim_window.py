@@ -4,9 +4,10 @@ import hashlib
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -14,15 +15,20 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
 from infra.manifest import canonical_json
+from infra.probes import SIZE, Conversation, ProbeSets, judged_as, plan
 from infra.processes import process_identity
-from infra.querylog import QueryLog, Window
+from infra.querylog import QueryLog
 from infra.registry import Pair
+from infra.secret import home_secret
 from infra.settings import load_settings
+from infra.windows import Window
 from models.hidden import Sample
+from models.params import Frozen
 from models.recipe import Recipe, Refresh
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Part, draw_per_domain, part_of, read_samples, usable, write_samples
+from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.split import Side, cluster_log, drawn_by, sides, unseen_and_large
 
 
 @task(cache_policy=NO_CACHE)
@@ -78,43 +84,152 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-@task(cache_policy=NO_CACHE)
-def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Artifact:
-    """Write what a refresh trains on and is held to; an artifact of kind "samples".
+class Parts(Frozen):
+    """What a draft is trained on and held to.
 
-    Training: the window and, so that nothing is forgotten, older rows of each domain and some of the first draft's
-    samples. Held out: the same sources' other side.
+    Attributes:
+        samples: of kind "samples", with probes.
+        shares: domain to its share of the traffic, what its keys' shares leave of it.
+        fresh: probe conversations that came with this traffic, which no draft has been judged by: id to domain.
+    """
+
+    samples: Artifact
+    shares: dict[str, float]
+    fresh: dict[str, str]
+
+
+@task(cache_policy=NO_CACHE)
+def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Parts:
+    """Write what a refresh trains on and is held to.
+
+    Training: one side of the window, what the window before held out and, so that nothing is forgotten, older rows of
+    each domain and some of the first draft's samples. Held out: the window's other side. Probes: each domain's set, to
+    which the window gives some of its rows before anything is trained on them.
+    """
+    refresh, settings = recipe.refresh, load_settings()
+    log, traffic = QueryLog(settings.querylog), _read_traffic(pair, first_samples, window.last_seq)
+    older = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
+    if (before := log.last()) is not None:
+        side_of = sides(traffic.secret, before, refresh.held_out_fraction)
+        earlier = [row for row in traffic.rows if row.seq <= before.last_seq]
+        large = unseen_and_large(earlier, before, {sample.cluster for sample in traffic.first["train"]})
+        held_out = [
+            row.seq for row in traffic.within(before) if row.cluster in large or side_of(row.cluster) == "held_out"
+        ]
+        older = list({row.seq: row for row in [*older, *log.rows_of(held_out)] if row.consent == "full"}.values())
+    fresh = log.rows(window.first_seq, window.last_seq)
+    samples = _samples(recipe, pair, [*older, *fresh], traffic)
+
+    seqs = {row.id: row.seq for row in fresh if row.seq is not None}
+    usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs}
+    sets, trained = ProbeSets(settings.querylog), {sample.cluster for sample in traffic.first["train"]}
+    draw = drawn_by(traffic.secret)
+    sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
+    members = sets.members()
+    probes, reserved = _probes(pair, log, members, traffic)
+
+    side_of = sides(traffic.secret, window, refresh.held_out_fraction)
+    large = unseen_and_large(traffic.rows, window, trained)
+    tested = [
+        sample
+        for sample in samples
+        if sample.id in seqs and (sample.cluster in large or side_of(sample.cluster) == "held_out")
+    ]
+    left_out = reserved | {sample.cluster for sample in tested}
+    learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
+    return _write_parts(
+        {
+            "train": [sample for sample in learned if sample.cluster not in left_out],
+            "held_out": [sample for sample in tested if sample.cluster not in reserved],
+            "probe": probes,
+        },
+        [sample for sample in samples if sample.id in seqs],
+        {sample.id for sample in samples if seqs.get(sample.id) in members},
+    )
+
+
+@task(cache_policy=NO_CACHE)
+def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
+    """Write what a draft from elsewhere is held to: the probe sets, and the rows that the champion's line hasn't seen.
+
+    It is judged by all of them in one look, so that the probes are fresh to it. The training part is empty.
     """
     log = QueryLog(load_settings().querylog)
-    rows = log.replay(recipe.refresh.replay_per_domain, window.first_seq, recipe.seed)
-    rows += log.rows(window.first_seq, window.last_seq)
-    return _write_parts(recipe, pair, rows, first_samples)
+    cursor = log.cursor()
+    rows = log.rows(cursor + 1, cursor + recipe.refresh.max_rows)
+    traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
+    probes, reserved = _probes(pair, log, ProbeSets(log.path).members(), traffic)
+    seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
+    seen |= {sample.cluster for sample in traffic.first["train"]}
+    fresh = [sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen]
+    parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
+    return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
 
 
-@task(cache_policy=NO_CACHE)
-def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Artifact:
-    """Write what a draft from elsewhere is held to: the held-out part of all that the champion's line was trained on.
+class _Traffic(NamedTuple):
+    """The log's rows up to a window's last one, and the first draft's samples, with their clusters."""
 
-    Returns:
-        an artifact of kind "samples".
-    """
-    log = QueryLog(load_settings().querylog)
-    rows = log.replay(recipe.refresh.max_rows, log.cursor() + 1, recipe.seed)
-    return _write_parts(recipe, pair, rows, first_samples)
+    rows: list[Conversation]
+    first: dict[Side, list[Sample]]
+    secret: bytes
+
+    def within(self, window: Window) -> list[Conversation]:
+        return [row for row in self.rows if window.first_seq <= row.seq <= window.last_seq]
 
 
-def _write_parts(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], first_samples: Artifact) -> Artifact:
+def _read_traffic(pair: Pair, first_samples: Artifact, last_seq: int) -> _Traffic:
+    settings = load_settings()
+    secret = home_secret(settings.home)
+    first: dict[Side, list[Sample]] = {
+        "train": read_samples(first_samples, "train"),
+        "held_out": read_samples(first_samples, "held_out"),
+    }
+    both = first["train"] + first["held_out"]
+    clustered = cluster_log(settings.querylog, secret, pair.target_files.path, both, last_seq)
+    named = {
+        side: [one._replace(cluster=clustered.first[one.id]) for one in samples] for side, samples in first.items()
+    }
+    return _Traffic(clustered.rows, named, secret)
+
+
+def _samples(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], traffic: _Traffic) -> list[Sample]:
+    """Return what can be trained on or scored, with clusters, within each key's share."""
     refresh = recipe.refresh
-    traffic, left_out = usable(rows, pair.target.number, refresh.max_share_per_key, refresh.min_rows)
+    samples, left_out = usable(rows, pair.target.number, refresh.max_share_per_key, refresh.min_rows)
     if left_out:
         run_logger().info("left out: %s", ", ".join(f"{count} {reason}" for reason, count in left_out.items()))
-    parts: dict[Part, list[Sample]] = {"train": [], "held_out": []}
-    for sample in traffic:
-        parts[part_of(sample.prompt_ids, refresh.held_out_fraction)].append(sample)
-    first_train = draw_per_domain(read_samples(first_samples, "train"), refresh.replay_per_domain, recipe.seed)
-    parts["train"] += _not_asked_in(parts["held_out"], first_train)
-    parts["held_out"] += _not_asked_in(parts["train"], read_samples(first_samples, "held_out"))
+    return _named(samples, rows, traffic)
 
+
+def _named(samples: Sequence[Sample], rows: Sequence[QueryRow], traffic: _Traffic) -> list[Sample]:
+    cluster_of = {row.seq: row.cluster for row in traffic.rows}
+    seqs = {row.id: row.seq for row in rows if row.seq is not None}
+    return [sample._replace(cluster=cluster_of[seqs[sample.id]]) for sample in samples]
+
+
+def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic) -> tuple[list[Sample], set[str]]:
+    """Return what drafts are held to in each domain, and the clusters that are therefore never trained on.
+
+    The first draft's held-out conversations fill up the sets that traffic has not filled, as far as no row is alike.
+    """
+    wanted = set(members)
+    inside = {row.seq: row for row in traffic.rows if row.seq in wanted}
+    rows = log.rows_of(inside)
+    samples = _named(usable(rows, pair.target.number, 1.0, len(rows))[0], rows, traffic) if rows else []
+    known = {row.cluster for row in traffic.rows} | {sample.cluster for sample in traffic.first["train"]}
+    filling = [sample for sample in traffic.first["held_out"] if sample.cluster not in known]
+    probes: list[Sample] = []
+    for domain in sorted({sample.domain for sample in samples + filling}):
+        of_traffic = [sample for sample in samples if sample.domain == domain]
+        of_first = [sample for sample in filling if sample.domain == domain]
+        probes += of_traffic + draw_per_domain(of_first, max(0, SIZE - len(of_traffic)), seed=0)
+    names = judged_as(sample.domain for sample in probes)
+    return [sample._replace(domain=names[sample.domain]) for sample in probes], {row.cluster for row in inside.values()}
+
+
+def _write_parts(
+    parts: Mapping[Part, Sequence[Sample]], traffic: Sequence[Sample], reserved: Collection[str] = ()
+) -> Parts:
     def make(directory: Path, _: Path) -> None:
         for part, samples in parts.items():
             write_samples(directory, part, samples)
@@ -129,12 +244,12 @@ def _write_parts(recipe: Recipe, pair: Pair, rows: Sequence[QueryRow], first_sam
         make=make,
     )
     _show(parts)
-    return artifact
-
-
-def _not_asked_in(others: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
-    asked = {tuple(other.prompt_ids) for other in others}
-    return [sample for sample in samples if tuple(sample.prompt_ids) not in asked]
+    counts = Counter(sample.domain for sample in traffic)
+    return Parts(
+        samples=artifact,
+        shares={name: count / len(traffic) for name, count in sorted(counts.items())},
+        fresh={sample.id: sample.domain for sample in traffic if sample.id in reserved},
+    )
 
 
 def _show(parts: Mapping[Part, Sequence[Sample]]) -> None:

@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.client import SERVED_NAME
 from infra.settings import load_settings
 from models.recipe import Recipe
 from tasks.promote import open_champions
+from tasks.stages.task import task
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def configure_service(
     recipe: Recipe, orchestrator: str = "", changed: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -1,79 +1,138 @@
-"""Train a draft: a new one, or one that goes on from its parent."""
+"""Train a draft: a new one, or a challenger that goes on from where it was."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.artifacts import Artifact, open_artifact
+from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.priority import gently
-from infra.registry import open_registry
+from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_losses
 from models import distill
 from models.drafts import family_named, family_of, name_of
 from models.hidden import Sample
+from models.params import Frozen
 from models.recipe import Recipe
 from models.targets import describe
-from tasks.stages import produce
+from tasks.find_challenger import Start
+from tasks.stages import produce, stage_key
 from tasks.stages.reporting import progress
 from tasks.stages.samples import read_samples
 
+STATE, STATE_FILE = "state", "state.safetensors"
+
+
+class Trained(Frozen):
+    """What a training run left.
+
+    Attributes:
+        draft: as the engine loads it.
+        state: what the next run goes on from beside that, None if nothing.
+    """
+
+    draft: Artifact
+    state: Artifact | None
+
 
 @task(cache_policy=NO_CACHE)
-def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact, parent: Artifact | None = None) -> Artifact:
-    """Train on the samples' training part; an artifact of kind "draft", as the engine loads it.
+def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifact:
+    """Train a new draft on the samples' training part; an artifact of kind "draft", as the engine loads it.
 
     Args:
-        recipe: which draft, and how it is trained; a refresh has settings of its own, and stays with its parent's
-            family.
+        recipe: which draft, and how it is trained.
         target: what the draft is for.
         samples: the target's answers.
-        parent: what to start from; None starts a new draft.
     """
-    params = recipe.distill if parent is None else recipe.refresh_distill()
-    assert isinstance(params, distill.Params)  # which a recipe's fields can't say without importing torch
-    family = family_named(recipe.draft.name) if parent is None else family_of(open_artifact(parent))
+    assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
+    return _train(recipe, recipe.distill, target, samples, None).draft
+
+
+@task(cache_policy=NO_CACHE)
+def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact) -> Trained:
+    """Go on training on the samples' training part, with the settings of a refresh.
+
+    Args:
+        recipe: how it is trained; the family is that of what it starts from.
+        pair: the champions.
+        start: what to go on from.
+        samples: of the window.
+    """
+    params = recipe.refresh_distill()
+    assert isinstance(params, distill.Params)
+    return _train(recipe, params, pair.target_files, samples, start)
+
+
+def forget_states(kept: Collection[str]) -> None:
+    """Remove the states that no run will go on from.
+
+    Args:
+        kept: addresses of the others. A draft whose state is gone is gone on from with a fresh optimizer.
+    """
+    folder = load_settings().artifacts / STATE
+    for directory in folder.glob("[!.]*"):
+        if directory.resolve().as_uri() not in kept:
+            shutil.rmtree(directory)
+
+
+def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Artifact, start: Start | None) -> Trained:
+    family = family_named(recipe.draft.name) if start is None else family_of(open_artifact(start.files))
+    inputs = {"target": target, "samples": samples}
+    if start is not None:
+        inputs |= {"parent": start.files} | ({} if start.state is None else {STATE: start.state})
+    settings = {
+        "draft": recipe.draft.model_dump(mode="json"),
+        # Neither changes what is learnt.
+        "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s"}),
+        "num_draft_tokens": recipe.num_draft_tokens,
+        "seed": recipe.seed,
+    }
+    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", f"models.losses.{params.loss.name}")
+    end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:
         target_dir, rows = open_artifact(target), read_samples(samples, "train")
         counts = _count_tokens(rows, describe(target_dir).vocab_size)
-        if parent is None:
+        if start is None:
             draft = family.create(recipe.draft, target_dir, counts)
         else:
-            draft = family.renew(family.load(open_artifact(parent), target_dir), target_dir, counts)
+            draft = family.renew(family.load(open_artifact(start.files), target_dir), target_dir, counts)
         if not family.TRAINED:
             family.save(draft, directory)
             return
+        before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE
+        after = work / STATE_FILE if params.schedule == "constant" else None
         with progress("distill the draft") as show:
 
             def on_progress(now: distill.Progress) -> None:
                 loss = "" if now.loss is None else f", loss {now.loss:.3f}"
                 show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}")
 
-            device = load_settings().device
             report = distill.train(
-                draft, target_dir, rows, params, recipe.num_draft_tokens, work, recipe.seed, on_progress, device
+                draft,
+                target_dir,
+                rows,
+                params,
+                recipe.num_draft_tokens,
+                work,
+                recipe.seed,
+                on_progress,
+                load_settings().device,
+                state=before,
+                state_out=after,
             )
+        if after is not None:
+            with staged(end) as kept:
+                after.replace(kept / STATE_FILE)
         family.save(draft, directory)
         _record(report, params, work)
 
-    return produce(
-        stage="draft",
-        kind="draft",
-        params={
-            "draft": recipe.draft.model_dump(mode="json"),
-            # Neither changes what is learnt.
-            "distill": params.model_dump(mode="json", exclude={"num_threads", "checkpoint_s"}),
-            "num_draft_tokens": recipe.num_draft_tokens,
-            "seed": recipe.seed,
-        },
-        inputs={"target": target, "samples": samples, **({} if parent is None else {"parent": parent})},
-        code=(__name__, "models.distill", f"models.drafts.{name_of(family)}", f"models.losses.{params.loss.name}"),
-        make=gently(make),
-    )
+    draft = produce(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=gently(make))
+    return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
 
 
 def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:

@@ -1,214 +1,328 @@
-"""Hold a candidate against its parent, and against the best that each domain ever had."""
+"""Hold a draft against the champion on what a window held out, and against each domain's best on its probe set."""
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
-from infra.lines import ancestors, best_versions, next_test_index
+from infra.lineage import GateVerdict
+from infra.lines import ancestors, best_versions
+from infra.manifest import canonical_json
 from infra.priority import gently
-from infra.querylog import Window
-from infra.registry import Pair, Version, open_registry
+from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
-from infra.views.gate import PASSED, REFUSED, DomainEvidence, GateReport, GateTest, Limits
+from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
+from infra.windows import Window
 from models import gate
 from models.acceptance import Estimate
-from models.drafts import open_draft
-from models.gate import Score, Verdict
+from models.drafts import Draft, open_draft
+from models.gate import Evidence, Floor, Verdict
 from models.hidden import Sample
+from models.paired import Score
 from models.params import Frozen
 from models.recipe import Recipe
 from models.scoring import score
+from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import probe_versions, read_samples
 
-JUDGED = "judged.json"
+CHAMPION, CANDIDATE = "champion", "candidate"
+FILE = "scores.json"
 
 
 class Judged(Frozen):
     """A verdict and what it rests on.
 
     Attributes:
-        verdict: whether the candidate may be promoted, and why not.
-        measured: the candidate's τ.
-        parent_tau: domain to the parent's τ on the same conversations.
-        test_index: which test of its line of drafts this was; each test is held to a smaller error.
-        unjudged: domains with too few conversations to say anything about: new small ones, and known ones with none.
+        verdict: whether the draft may be promoted, and why not.
+        measured: its τ, on each domain's probe set or, without one, on what the window held out.
+        parent_tau: domain to the champion's τ on the same conversations.
+        unjudged: domains that the champion was measured on, without any conversation here.
+        learns: whether it may go on learning; a draft from elsewhere does not.
+        probe_sets: domain to the version of the probe set that it was held to.
     """
 
     verdict: Verdict
     measured: Measured
     parent_tau: dict[str, float]
-    test_index: int
     unjudged: tuple[str, ...]
+    learns: bool = True
+    probe_sets: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def gate(self) -> GateVerdict:
+        """What becomes of the draft: a challenger that did not pass learns on, unless it is given up."""
+        if self.verdict.outcome == PASSED:
+            return PASSED
+        return UNDECIDED if self.learns and not self.verdict.give_up else REFUSED
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it did not pass, or how far it has come."""
+        if self.gate != UNDECIDED:
+            return self.verdict.reasons
+        gain, windows = self.verdict.gain, self.verdict.evidence.num_windows
+        standing = f"gain {gain.value:+.3f} tokens a step, at least {gain.low:+.3f}"
+        others = self.verdict.reasons[gain.low <= 0 :]  # the first one says what the standing says
+        return (f"learning: {standing} after {windows} window{'' if windows == 1 else 's'}", *others)
 
 
 @task(cache_policy=NO_CACHE)
-def gate_draft(recipe: Recipe, pair: Pair, candidate: Artifact, samples: Artifact) -> Judged:
-    """Score the candidate, the champion and each domain's best past draft on the same held-out conversations.
+def gate_draft(
+    recipe: Recipe, pair: Pair, before: Evidence, candidate: Artifact, parts: Parts, learns: bool = True
+) -> Judged:
+    """Judge a draft by what was held out and by what each domain pays.
 
     The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
     that, traffic that got harder would look like a loss.
+
+    Args:
+        recipe: with the gate's settings.
+        pair: the champions.
+        before: what the windows before this one said of the challenger.
+        candidate: its snapshot, or a draft from elsewhere.
+        parts: what it is held to.
+        learns: whether it goes on learning where nothing is shown.
     """
-    registry = open_registry()
-    test_index = next_test_index(registry.versions("draft"), pair.draft.lineage.line)
-    best = {
-        domain: version
-        for domain, version in best_versions(ancestors(registry, pair.draft)).items()
-        if version.number != pair.draft.number
-    }
-    past = {
-        version.number: publish(registry.download(version, load_settings().cache), "draft") for version in best.values()
-    }
-
-    def make(directory: Path, work: Path) -> None:
-        target_dir, device = open_artifact(pair.target_files), load_settings().device
-        held_out, unjudged = judgeable(
-            read_samples(samples, "held_out"), pair.draft.lineage.tau, recipe.gate.min_conversations
-        )
-
-        def scored(draft: Artifact) -> list[Score]:
-            opened = open_draft(open_artifact(draft), target_dir)
-            return score(
-                opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device, recipe.engine.rules
-            )
-
-        parent, after = scored(pair.draft_files), scored(candidate)
-        past_scores = {number: scored(draft) for number, draft in past.items()}
-        probe_tau = measure_probe(
-            open_draft(open_artifact(candidate), target_dir),
-            target_dir,
-            recipe.num_draft_tokens,
-            work / "golden",
-            recipe.engine.rules,
-        )
-        judged = Judged(
-            verdict=gate.decide(parent, after, best_taus(best, past_scores), recipe.gate, test_index, recipe.seed),
-            measured=summarise(after, probe_tau, recipe.seed),
-            parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, recipe.seed).tau.items()},
-            test_index=test_index,
-            unjudged=unjudged,
-        )
-        (directory / JUDGED).write_text(judged.model_dump_json())
-
-    artifact = produce(
-        stage="judged",
-        kind="judged",
-        params={
-            "gate": recipe.gate.model_dump(),
-            "num_draft_tokens": recipe.num_draft_tokens,
-            "rules": [rule.model_dump() for rule in recipe.engine.rules],
-            "test_index": test_index,
-            "best": {domain: version.sha256 for domain, version in best.items()},
-            "seed": recipe.seed,
-        },
-        inputs={
-            "target": pair.target_files,
-            "parent": pair.draft_files,
-            "candidate": candidate,
-            "samples": samples,
-        },
-        code=(__name__, "tasks.measure_draft", "models.scoring", "models.gate", *rule_modules(recipe)),
-        make=gently(make),
-    )
-    judged = Judged.model_validate_json((open_artifact(artifact) / JUDGED).read_text())
+    judged = _Bench(recipe, pair).judge(before, candidate, parts).model_copy(update={"learns": learns})
     _show(judged)
     return judged
 
 
-def judgeable(
-    samples: Sequence[Sample], known: Collection[str], min_conversations: int
-) -> tuple[list[Sample], tuple[str, ...]]:
-    """Leave out the domains that are new and too small to judge; a few stray requests must not stop every refresh.
+class _Bench:
+    """Scores drafts by the recipe's rules; what was scored before is not scored again."""
 
-    A domain that a champion was measured on stays in, however small: the gate then refuses. Without any sample there is
-    nothing of it to judge.
+    def __init__(self, recipe: Recipe, pair: Pair) -> None:
+        self.recipe, self.pair = recipe, pair
+        self.target_dir = open_artifact(pair.target_files)
 
-    Returns:
-        The other samples, and the domains that are not judged.
+    def judge(self, before: Evidence, candidate: Artifact, parts: Parts) -> Judged:
+        """Return the verdict, with what it rests on."""
+        params, seed = self.recipe.gate, self.recipe.seed
+        drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
+        past = best_past(self.pair)
+        held_out, probe = (read_samples(parts.samples, part) for part in ("held_out", "probe"))
+        window = self.scores(drafts, held_out)
+        probes = self.scores(drafts | {one.sha256: one for one in past.values()}, probe)
+        champion, candidates = (window[name] + _fresh(probes[name], parts.fresh) for name in drafts)
+        evidence = before.after(champion, candidates, parts.shares) if champion else before
+        of_past = {domain: probes[files.sha256] for domain, files in past.items()}
+        best = {name: better(name, probes[CHAMPION], of_past.get(name, [])) for name in domains_of(probes[CHAMPION])}
+        floors = judge_floors(best, probes[CANDIDATE], params, seed)
+        verdict = decide(evidence, floors, params)
+        parent, measured = (self.measure(probes[name], window[name]) for name in drafts)
+        known = self.pair.draft.lineage.tau.keys()
+        return Judged(
+            verdict=verdict,
+            measured=measured.model_copy(update={"probe_tau": self.probe_tau(candidate)}),
+            parent_tau={domain: found.value for domain, found in parent.tau.items()},
+            unjudged=tuple(sorted(known - measured.tau.keys())),
+            probe_sets=probe_versions(probe),
+        )
+
+    def measure(self, probes: Sequence[Score], window: Sequence[Score]) -> Measured:
+        """Sum up a draft's scores: of each domain those on its probe set or, without one, those of the window."""
+        probed = {one.domain for one in probes}
+        return summarise([*probes, *(one for one in window if one.domain not in probed)], 1.0, self.recipe.seed)
+
+    def scores(self, drafts: Mapping[str, Artifact], samples: Sequence[Sample]) -> dict[str, list[Score]]:
+        """Return each draft's scores."""
+        if not samples:
+            return {name: [] for name in drafts}
+        sha256 = hashlib.sha256(canonical_json([list(sample) for sample in samples])).hexdigest()
+        work = load_settings().artifacts / "work" / f"scores-{sha256[:16]}"
+        found = {name: self._scores(files, samples, sha256, work) for name, files in drafts.items()}
+        shutil.rmtree(work, ignore_errors=True)  # it holds hidden states, which are large and count as text
+        return found
+
+    def probe_tau(self, draft: Artifact) -> float:
+        """Return τ on the golden prompts."""
+        return float(self._produce("probe_tau", draft, self._golden))
+
+    def _golden(self, opened: Draft, work: Path) -> float:
+        return measure_probe(opened, self.target_dir, self.recipe.num_draft_tokens, work, self.recipe.engine.rules)
+
+    def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
+        def scored(opened: Draft, _: Path) -> list[object]:
+            num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
+            device = load_settings().device
+            return [s.model_dump() for s in score(opened, self.target_dir, samples, num, work, device, rules)]
+
+        return [Score.model_validate(row) for row in self._produce("scores", draft, scored, sha256)]
+
+    def _produce(self, stage: str, draft: Artifact, measure: Callable[[Draft, Path], Any], samples: str = "") -> Any:
+        """Return what `measure` says of a draft, as JSON keeps it."""
+
+        def make(directory: Path, work: Path) -> None:
+            opened = open_draft(open_artifact(draft), self.target_dir)
+            (directory / FILE).write_text(json.dumps(measure(opened, work)))
+
+        made = produce(
+            stage=stage,
+            kind="scores",
+            params={
+                "num_draft_tokens": self.recipe.num_draft_tokens,
+                "rules": [rule.model_dump() for rule in self.recipe.engine.rules],
+                "samples": samples,
+            },
+            inputs={"target": self.pair.target_files, "draft": draft},
+            code=(__name__, "tasks.measure_draft", "models.scoring", *rule_modules(self.recipe)),
+            make=gently(make),
+        )
+        return json.loads((open_artifact(made) / FILE).read_text())
+
+
+def best_past(pair: Pair) -> dict[str, Artifact]:
+    """Return domain to the draft of the champion's line that was best there, where that is not the champion."""
+    registry = open_registry()
+    best = best_versions(ancestors(registry, pair.draft))
+    return {
+        domain: publish(registry.download(version, load_settings().cache), "draft")
+        for domain, version in best.items()
+        if version.number != pair.draft.number
+    }
+
+
+def decide(evidence: Evidence, floors: Mapping[str, Floor], params: gate.Params) -> Verdict:
+    """Decide as `gate.decide`; a window of which nothing was held out shows nothing."""
+    if evidence.last is not None:
+        return gate.decide(evidence, floors, params)
+    bound = evidence.test.bound
+    return Verdict(
+        outcome=UNDECIDED,
+        reasons=("no conversation was held out",),
+        give_up=False,
+        gain=Estimate(value=0.0, low=-bound, high=bound),
+        alpha=evidence.alpha(params),
+        evidence=evidence,
+        floors=dict(floors),
+    )
+
+
+def _fresh(probes: Sequence[Score], domains: Mapping[str, str]) -> list[Score]:
+    """Return the scores of what the window gave to the probe sets: held out as well, and never looked at before."""
+    return [one.model_copy(update={"domain": domains[one.id]}) for one in probes if one.id in domains]
+
+
+def domains_of(scores: Sequence[Score]) -> tuple[str, ...]:
+    """Return the domains of scores, by name."""
+    return tuple(sorted({one.domain for one in scores}))
+
+
+def better(domain: str, champion: Sequence[Score], past: Sequence[Score]) -> Sequence[Score]:
+    """Return the scores of the draft that has the higher τ in a domain, both on the same conversations.
+
+    It is the champion if they are equal, or if there is no other.
     """
-    sizes = {domain: sum(sample.domain == domain for sample in samples) for domain in {one.domain for one in samples}}
-    small = {domain for domain, size in sizes.items() if size < min_conversations and domain not in known}
-    silent = set(known) - sizes.keys()
-    return [sample for sample in samples if sample.domain not in small], tuple(sorted(small | silent))
+    here, before = ([one for one in scores if one.domain == domain] for scores in (champion, past))
+    return past if before and tau_of(before) > tau_of(here) else champion
 
 
-def best_taus(best: Mapping[str, Version], scores: Mapping[int, Sequence[Score]]) -> dict[str, float]:
-    """Return domain to the τ of the draft that was best there, on the conversations at hand.
+def judge_floors(
+    best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: gate.Params, seed: int
+) -> dict[str, Floor]:
+    """Return domain to what the challenger pays there.
 
     Args:
-        best: domain to that draft's version.
-        scores: version to its scores. A domain without any has no τ.
+        best: domain to the scores of its best past draft, of other domains too. A domain that it has no score of is
+            not judged.
+        challenger: its scores of the same conversations.
+        params: what it is held to.
+        seed: of the resampling.
     """
-    found = ((name, [one for one in scores[version.number] if one.domain == name]) for name, version in best.items())
-    return {name: tau_of(of_domain) for name, of_domain in found if of_domain}
+    floors = {}
+    for domain, scores in sorted(best.items()):
+        before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
+        if before:
+            floors[domain] = gate.judge_floor(before, after, params, seed)
+    return floors
 
 
 def judged_report(
-    judged: Judged, params: gate.Params, parent: int, window: Window | None, num_draft_tokens: int
+    judged: Judged,
+    params: gate.Params,
+    parent: int,
+    window: Window | None,
+    num_draft_tokens: int,
+    continues: int | None = None,
 ) -> GateReport:
-    """Report on a candidate that was held against its parent.
+    """Report on a candidate that was held against the champion.
 
     Args:
         judged: the verdict and what it rests on.
         params: what the candidate was held to.
-        parent: the parent's version.
-        window: what it was trained on; None for a draft from elsewhere.
+        parent: the champion's version.
+        window: what it was trained on last; None for a draft from elsewhere.
         num_draft_tokens: K.
+        continues: the snapshot that it went on from, if any.
     """
-    verdict, after = judged.verdict, judged.measured.tau
+    verdict, evidence = judged.verdict, judged.verdict.evidence
     return GateReport(
-        verdict=PASSED if verdict.promote else REFUSED,
-        reasons=verdict.reasons,
+        verdict=judged.gate,
+        reasons=judged.reasons,
         num_draft_tokens=num_draft_tokens,
-        domains={
-            domain: DomainEvidence(
-                num_conversations=found.num_conversations,
-                tau_before=judged.parent_tau.get(domain),
-                tau_after=after[domain].value if domain in after else None,
-                reference=found.best,
-                change=None if found.relative is None else Interval.of(found.relative),
-                refusals=tuple(gate.refusals(domain, found, params)),
-            )
-            for domain, found in verdict.domains.items()
-        },
+        domains={domain: _domain(domain, judged, params) for domain in judged.measured.tau},
         test=GateTest(
             parent=parent,
+            continues=continues,
             rows=None if window is None else (window.first_seq, window.last_seq),
-            gain=Interval.of(verdict.overall),
+            gain=Interval.of(verdict.gain),
+            last=None if evidence.last is None else Interval.of(evidence.last),
+            num_windows=evidence.num_windows,
+            num_conversations=evidence.num_conversations,
+            num_clusters=evidence.num_clusters,
             alpha=verdict.alpha,
-            test_index=judged.test_index,
+            test_index=evidence.challenger,
             params=Limits.model_validate(params.model_dump()),
             left_out=judged.unjudged,
         ),
     )
 
 
+def _domain(domain: str, judged: Judged, params: gate.Params) -> DomainEvidence:
+    floor = judged.verdict.floors.get(domain)
+    return DomainEvidence(
+        num_conversations=judged.measured.num_conversations[domain],
+        tau_before=judged.parent_tau.get(domain),
+        tau_after=judged.measured.tau[domain].value,
+        reference=None if floor is None else floor.best,
+        change=None if floor is None else Interval.of(floor.relative),
+        refusals=() if floor is None else tuple(gate.refusals(domain, floor, params)),
+        binding=floor is not None and floor.binding,
+    )
+
+
 def _show(judged: Judged) -> None:
+    verdict, evidence = judged.verdict, judged.verdict.evidence
     rows = [
         {
             "domain": domain,
-            "parent τ": round(judged.parent_tau[domain], 3),
-            "candidate τ": round(judged.measured.tau[domain].value, 3),
-            **_bounds(verdict.gain),
-            "conversations": verdict.num_conversations,
+            "champion τ": round(judged.parent_tau[domain], 3),
+            "challenger τ": round(tau.value, 3),
+            **_paid(verdict.floors.get(domain)),
+            "conversations": judged.measured.num_conversations[domain],
         }
-        for domain, verdict in judged.verdict.domains.items()
-        if domain in judged.parent_tau
+        for domain, tau in judged.measured.tau.items()
     ]
-    overall = judged.verdict.overall
-    rows.append({"domain": "all", "parent τ": "", "candidate τ": "", **_bounds(overall), "conversations": ""})
-    table("gate", rows, "promoted" if judged.verdict.promote else "refused: " + "; ".join(judged.verdict.reasons))
+    gain = f"gain {verdict.gain.value:+.3f} tokens a step, at least {verdict.gain.low:+.3f}"
+    counted = f"{evidence.num_clusters} clusters held out in {evidence.num_windows} windows"
+    table("gate", rows, "; ".join([judged.gate, gain, counted, *verdict.reasons]))
     if judged.unjudged:
-        run_logger().info("too few conversations to judge: %s", ", ".join(judged.unjudged))
+        run_logger().info("no conversation to judge: %s", ", ".join(judged.unjudged))
 
 
-def _bounds(gain: Estimate | None) -> dict[str, object]:
-    return (
-        {"gain": "", "at least": ""} if gain is None else {"gain": round(gain.value, 3), "at least": round(gain.low, 3)}
-    )
+def _paid(floor: Floor | None) -> dict[str, object]:
+    if floor is None:
+        return {"best τ": "", "change": "", "at least": ""}
+    change, low = floor.relative.value, floor.relative.low
+    return {"best τ": round(floor.best, 3), "change": f"{change:+.1%}", "at least": f"{low:+.1%}"}

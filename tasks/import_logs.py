@@ -21,8 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra import scrub
@@ -37,6 +35,7 @@ from models.sources import parse_chat
 from models.targets import describe
 from models.tokens import encode_chat, rewrite
 from tasks.stages.reporting import progress
+from tasks.stages.task import task
 
 BATCH_ROWS = 256
 NUM_EXAMPLES = 5
@@ -191,7 +190,7 @@ class _Reader:
         return prompt_ids, answer if end is None else [*answer, end]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def import_logs(files: Sequence[Path], max_len: int, domain: str = "", strict: bool = False) -> ImportReport:
     """Add rows of files to the query log.
 

@@ -13,9 +13,9 @@ from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.drafts import Draft, open_draft
-from models.gate import Score
 from models.golden import load_golden
 from models.hidden import Sample
+from models.paired import Score
 from models.params import Frozen
 from models.recipe import Recipe
 from models.scoring import STANDARD, score

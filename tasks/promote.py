@@ -2,23 +2,21 @@
 
 from typing import Literal
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact, publish
+from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
 from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
-from infra.querylog import Window
-from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry
+from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry, same_files
 from infra.settings import load_settings
-from infra.views.gate import PASSED
-from tasks.register import same_files
-from tasks.stages.reporting import run_logger
+from infra.views.gate import PASSED, UNDECIDED
+from infra.windows import Window
+from tasks.stages.reporting import flow_run_id, run_logger
+from tasks.stages.task import task
 
-Outcome = Literal["promoted", "refused", "outdated", "already trained"]
+Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval"]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def open_champions() -> Pair:
     """Fetch the target and the draft that are to be served.
 
@@ -31,7 +29,7 @@ def open_champions() -> Pair:
     return pair
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_champions() -> Pair | None:
     """Fetch the target and the draft that are to be served, None if there are none yet.
 
@@ -55,7 +53,7 @@ def find_champions() -> Pair | None:
     )
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def promote_build(target: Version, draft: Version) -> None:
     """Make a target and its first draft the champions, unless the champion goes on from that draft.
 
@@ -74,7 +72,7 @@ def promote_build(target: Version, draft: Version) -> None:
             run_logger().info("promoted target %d and draft %d", target.number, draft.number)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_candidate(pair: Pair, window: Window) -> Version | None:
     """Return the version that a run before this one trained on the window, if a crash kept it from ending.
 
@@ -87,7 +85,7 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
     return next((one for one in found if one.number in line or one.lineage.parent == pair.draft.number), None)
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     """Return the version of a draft from elsewhere that a run before this one compared with the champion, if any.
 
@@ -107,12 +105,15 @@ def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     return next((one for one in versions if one.lineage.gated_against == pair.draft.number), None)
 
 
-@task(cache_policy=NO_CACHE)
-def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
+@task
+def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> Outcome:
     """Promote a candidate that passed its gate against the champion; say what came of it.
 
-    It is "outdated" if that champion was replaced, rolled back or quarantined since: then the verdict, a refusal too,
-    says nothing of what is served now. The candidate stays registered, and the alias where somebody put it.
+    With `approve`, one that passed stays registered until a person promotes it (`promote_version`), and an event tells.
+
+    One that the gate left undecided stays registered, for the next window to go on from. It is "outdated" if that
+    champion was replaced, rolled back or quarantined since: then the verdict, a refusal too, says nothing of what is
+    served now. The candidate stays registered, and the alias where somebody put it.
     """
     registry = open_registry()
     if candidate.number in [one.number for one in ancestors(registry, pair.draft)]:
@@ -121,7 +122,12 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
         if candidate.lineage.gate != PASSED or is_quarantined(candidate):
             registry.require_champion("draft", pair.draft.number)
             run_logger().info("draft %d is not promoted: %s", candidate.number, _reason(candidate))
-            return "refused"
+            undecided = candidate.lineage.gate == UNDECIDED and not is_quarantined(candidate)
+            return "undecided" if undecided else "refused"
+        if approve:
+            registry.require_champion("draft", pair.draft.number)
+            _ask_for_approval(candidate, pair.draft)
+            return "waits for approval"
         registry.promote("draft", candidate.number, judged_against=pair.draft.number)
     except Outdated as error:
         run_logger().info("draft %d is not promoted: %s", candidate.number, error)
@@ -130,7 +136,7 @@ def promote_candidate(pair: Pair, candidate: Version) -> Outcome:
     return "promoted"
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def promote_version(number: int, forced: str = "") -> Version:
     """Promote a draft because somebody wants it, and return it.
 
@@ -140,8 +146,9 @@ def promote_version(number: int, forced: str = "") -> Version:
             version.
 
     Raises:
-        ValueError: no gate passed it or its parent is quarantined, and `forced` is empty; it is quarantined itself, or
-            was made for another target.
+        ValueError: no gate passed it, it was never the champion and passed against another draft than the present one,
+            or its parent is quarantined, and `forced` is empty; it is quarantined itself, or was made for another
+            target.
     """
     registry = open_registry()
     version, target = registry.get("draft", number), registry.champion("target")
@@ -162,12 +169,17 @@ def promote_version(number: int, forced: str = "") -> Version:
             f"draft {number} was trained from draft {parent.number}, which is quarantined: {parent.quarantined}; "
             "to promote it anyway, give a reason: --force REASON"
         )
-    registry.promote("draft", number, forced)
+    judged_against = None if forced or version.was_champion else lineage.gated_against or lineage.parent
+    try:
+        registry.promote("draft", number, forced, judged_against)
+    except Outdated as error:
+        told = f"draft {number} passed its gate, but {error}; to promote it anyway, give a reason: --force REASON"
+        raise ValueError(told) from error
     run_logger().info("promoted draft %d%s", number, f", forced: {forced}" if forced else "")
     return version
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def roll_back(quarantine: str = "") -> Version:
     """Go back to the last good champion before this one, and return it.
 
@@ -187,6 +199,20 @@ def differences(first: Version, second: Version) -> list[tuple[str, str, str]]:
     names = [*Lineage.tag_names(), *sorted((first.tags.keys() | second.tags.keys()) - {*Lineage.tag_names()})]
     pairs = ((name, first.tags.get(name, ""), second.tags.get(name, "")) for name in names)
     return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _ask_for_approval(candidate: Version, champion: Version) -> None:
+    number = candidate.number
+    run_logger().info("draft %d passed its gate and waits for approval: redraft promote %d", number, number)
+    if not flow_run_id():
+        return  # Prefect would start a server to take the event
+    from prefect.events import emit_event
+
+    emit_event(
+        APPROVAL_WANTED,
+        {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"},
+        payload={"draft": number, "champion": champion.number, "tau": candidate.lineage.tau},
+    )
 
 
 def _reason(candidate: Version) -> str:

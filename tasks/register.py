@@ -1,7 +1,7 @@
 """Put targets and drafts into the registry, with all that is known of them. Nothing is served by that alone."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from prefect import task
@@ -11,14 +11,16 @@ from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
-from infra.querylog import Window
-from infra.registry import Kind, Pair, Registry, Version, is_quarantined, open_registry
+from infra.registry import Kind, Pair, Registry, Version, open_registry, same_files
 from infra.views.figures import draw_tau
-from infra.views.gate import PASSED, REFUSED, GateReport, headline, write_files
+from infra.views.gate import GateReport, headline, write_files
+from infra.windows import Window
 from models.drafts import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from tasks.adopt_draft import Adopted
+from tasks.distill_draft import Trained, forget_states
+from tasks.find_challenger import EVIDENCE, Start
 from tasks.gate_draft import Judged, judged_report
 from tasks.measure_draft import Measured, first_report
 from tasks.stages.reporting import flow_run_id, run_logger
@@ -53,8 +55,7 @@ def register_adopted(
 def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: Judged) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
-    It has no parent, but it is of the champion's line, because the test was one of those that share that line's error
-    budget.
+    It has no parent, but it is of the champion's line, because it was one of that champion's challengers.
     """
     registry, card = open_registry(), describe(pair.target_files.path)
     check_draft(open_artifact(adopted.draft), None, card)
@@ -71,16 +72,20 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
         gated_against=champion.number,
     )
     report = judged_report(judged, recipe.gate, champion.number, None, recipe.num_draft_tokens)
-    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report)
+    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
 
 
 @task(cache_policy=NO_CACHE)
 def register_candidate(
-    recipe: Recipe, pair: Pair, candidate: Artifact, window: Window, window_samples: Artifact, judged: Judged
+    recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, judged: Judged
 ) -> Version:
-    """Register what a refresh trained, with the gate's verdict; a refused one too: it was a test of its line."""
+    """Register what a refresh trained, with the gate's verdict; a refused one too: it was one of the challengers.
+
+    This is the commit of weights, optimizer state and evidence at once: what a run before this one left beside it is
+    found by no one.
+    """
     registry, card = open_registry(), describe(pair.target_files.path)
-    check_draft(open_artifact(candidate), pair.draft_files.path, card)
+    check_draft(open_artifact(trained.draft), pair.draft_files.path, card)
     parent = pair.draft
     lineage = _lineage(
         recipe,
@@ -92,23 +97,22 @@ def register_candidate(
         judged=judged,
         parent=parent.number,
         window=TrainedWindow(
-            first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=window_samples.uri
+            first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=samples.uri
         ),
+        start=start,
+        state=trained.state,
     )
-    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens)
-    version = _register(registry, "draft", candidate, lineage.to_tags(), _verdict_metrics(judged), report)
+    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens, lineage.continues)
+    version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
     _record_curve(registry, version)
+    before = None if parent.previous is None else registry.get("draft", parent.previous)
+    forget_states({one.lineage.state_uri for one in (version, parent, before) if one is not None})
     return version
 
 
 def first_samples(version: Version) -> Artifact:
     """Return the samples that a draft's line started with."""
     return Artifact(uri=version.lineage.samples_uri, sha256=version.lineage.samples_sha256, kind="samples")
-
-
-def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
-    """Return the versions that hold an artifact's files and may be served, in the order given."""
-    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
 
 
 def identity(card: TargetCard) -> Target:
@@ -155,9 +159,10 @@ def _lineage(
     parent: int | None = None,
     window: TrainedWindow | None = None,
     gated_against: int | None = None,
+    start: Start | None = None,
+    state: Artifact | None = None,
 ) -> Lineage:
     """Return the lineage of a draft of this run; without a verdict it is the first of its line."""
-    verdict = None if judged is None else judged.verdict
     return Lineage(
         target=identity(card),
         target_version=target.number,
@@ -167,26 +172,30 @@ def _lineage(
         quantization=recipe.quantize.method.name if recipe.quantize else "",
         git_commit=git_commit(),
         flow_run=flow_run_id(),
-        gate=None if verdict is None else PASSED if verdict.promote else REFUSED,
-        gate_reasons="" if verdict is None else "; ".join(verdict.reasons),
-        gate_test=0 if judged is None else judged.test_index,
+        gate=None if judged is None else judged.gate,
+        gate_reasons="" if judged is None else "; ".join(judged.reasons),
+        gate_test=0 if judged is None else judged.verdict.evidence.challenger,
         gated_against=gated_against,
         line=line,
         tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
         probe_tau=round(measured.probe_tau, 4),
+        probe_sets={} if judged is None else judged.probe_sets,
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
         samples_uri=samples.uri,
         samples_sha256=samples.sha256,
+        state_uri="" if state is None else state.uri,
+        state_sha256="" if state is None else state.sha256,
+        continues=start.version.number if start is not None and start.going_on else None,
         seed=recipe.seed,
     )
 
 
 def _verdict_metrics(judged: Judged) -> dict[str, float]:
     return judged.measured.metrics() | {
-        "gate/gain": judged.verdict.overall.value,
-        "gate/gain_low": judged.verdict.overall.low,
+        "gate/gain": judged.verdict.gain.value,
+        "gate/gain_low": judged.verdict.gain.low,
         **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
     }
 
@@ -198,9 +207,13 @@ def _register(
     tags: Mapping[str, str],
     metrics: Mapping[str, float],
     report: GateReport | None = None,
+    judged: Judged | None = None,
 ) -> Version:
     with tempfile.TemporaryDirectory() as folder:
         files = [] if report is None else write_files(report, Path(folder))
+        if judged is not None:
+            files.append(Path(folder) / EVIDENCE)
+            files[-1].write_text(judged.verdict.evidence.model_dump_json(), encoding="utf-8")
         description = "" if report is None else headline(report)
         version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description)
     run_logger().info("registered %s %d", kind, version.number)

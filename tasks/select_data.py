@@ -3,20 +3,18 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import Artifact
 from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
 from models.sources import Prompt, draw_parts
 from tasks.stages import local_content, produce
+from tasks.stages.task import task
 
 PARTS = ("train", "held_out", "requests")
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
     """Write each part's prompts of all domains to `<part>.jsonl`; an artifact of kind "prompts"."""
 

@@ -5,14 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.client import Answer, Client
 from models.params import Frozen
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.select_data import as_chats, choose_prompts
+from tasks.stages.task import task
 
 
 class TrafficReport(Frozen):
@@ -49,7 +47,7 @@ def choose_requests(recipe: Recipe, domain: str, num_requests: int) -> list[Prom
     return prompts[: num_requests or None]
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def send_traffic(
     client: Client,
     prompts: Sequence[Prompt],

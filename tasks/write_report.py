@@ -6,9 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra.artifacts import write_whole
 from infra.machine import git_commit
 from infra.overview import overview
@@ -21,12 +18,13 @@ from infra.views.gate import DATA, GateReport
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
 from models.acceptance import Trace, summarise
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
+from tasks.stages.task import task
 
 REPORT = "report.html"
 MAX_ROWS = 5000
 
 
-@task(cache_policy=NO_CACHE)
+@task
 def write_report(settings: Settings, output: Path | None = None) -> Path:
     """Write the page and return its file.
 

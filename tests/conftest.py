@@ -108,31 +108,33 @@ def shake(draft: "torch.nn.Module", scale: float, seed: int) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=rng)
 
 
-def judge(gains: dict[str, float], test_index: int = 1, unjudged: tuple[str, ...] = ()) -> "Judged":
-    """Let the gate judge a candidate on made-up scores of 30 conversations a domain.
+def judge(gains: dict[str, float], challenger: int = 1, unjudged: tuple[str, ...] = ()) -> "Judged":
+    """Let the gate judge a challenger on made-up scores of 120 conversations a domain.
 
     Args:
-        gains: domain to the tokens a step by which the candidate's τ differs; the parent's is 1.5.
-        test_index: which test of its line this is.
+        gains: domain to the tokens a step by which the challenger's τ differs; the champion's is 1.5.
+        challenger: which one of its champion it is.
         unjudged: domains to name as left out.
     """
-    from models.gate import Params, Score, decide
-    from tasks.gate_draft import Judged
+    from models.gate import Evidence, Params, decide
+    from models.paired import Score
+    from tasks.gate_draft import Judged, judge_floors
     from tasks.measure_draft import summarise
 
     def scores(added: dict[str, float]) -> list[Score]:
         return [
             Score(id=f"{domain}{number}", domain=domain, steps=20, accepted=20 * (0.4 + 0.02 * (number % 11) + gain))
             for domain, gain in added.items()
-            for number in range(30)
+            for number in range(120)
         ]
 
-    parent, candidate = scores(dict.fromkeys(gains, 0.0)), scores(gains)
+    params = Params(num_resamples=200)
+    before, after = scores(dict.fromkeys(gains, 0.0)), scores(gains)
+    floors = judge_floors(dict.fromkeys(gains, before), after, params, seed=0)
     return Judged(
-        verdict=decide(parent, candidate, {}, Params(num_resamples=200), test_index, seed=0),
-        measured=summarise(candidate, probe_tau=1.5, seed=0),
-        parent_tau={domain: tau.value for domain, tau in summarise(parent, 1.0, seed=0).tau.items()},
-        test_index=test_index,
+        verdict=decide(Evidence.start(2, challenger).after(before, after), floors, params),
+        measured=summarise(after, probe_tau=1.5, seed=0),
+        parent_tau={domain: tau.value for domain, tau in summarise(before, 1.0, seed=0).tau.items()},
         unjudged=unjudged,
     )
 
@@ -178,7 +180,8 @@ def engine(tiny_target: Path, tiny_draft: Path, loop: asyncio.AbstractEventLoop)
     from models.engines.vllm import Params
     from models.engines.vllm.engine import VllmEngine
 
-    params = Params(num_draft_tokens=3, max_model_len=256, max_num_seqs=64, extra={"enable_prefix_caching": False})
+    # Blocks of the prefix cache that prompts of a test fill; the default is 128 tokens.
+    params = Params(num_draft_tokens=3, max_model_len=256, max_num_seqs=64, extra={"block_size": 32})
     engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, draft_version="1"))
     yield engine
     loop.run_until_complete(engine.close())

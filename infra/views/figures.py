@@ -180,3 +180,26 @@ def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path)
     axes.legend()
     figure.savefig(file, dpi=150)
     return file
+
+
+def draw_promotions(shares: Mapping[str, Sequence[tuple[float, float]]], limit: float, file: Path) -> Path:
+    """Draw which share of champions was replaced by each window, on logarithmic axes.
+
+    Args:
+        shares: kind of challenger to (window, share in [0, 1]), ascending.
+        limit: share that challengers without gain may have.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    width, height = SIZE_INCHES
+    figure = Figure((width, height + 1.4), layout="constrained")
+    axes = figure.add_subplot(xlabel="windows", ylabel="share of champions replaced", xscale="log", yscale="log")
+    axes.axhline(limit, color="black", linestyle="--", label=f"limit without gain: {limit:.0%}")
+    for name, points in shares.items():
+        windows, replaced = zip(*points, strict=True)
+        axes.step(windows, replaced, where="post", label=name)
+    axes.set_ylim(1e-3, 1.5)
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    figure.savefig(file, dpi=150)
+    return file

@@ -13,13 +13,15 @@ from pydantic import ConfigDict
 from infra.views import Interval, Shown
 from infra.views.figures import draw_gate
 
-Outcome = Literal["passed", "refused", "unjudged"]
-PASSED: Outcome = "passed"
-REFUSED: Outcome = "refused"
-UNJUDGED: Outcome = "unjudged"
+Outcome = Literal["passed", "undecided", "refused", "unjudged"]
+PASSED: Literal["passed"] = "passed"
+UNDECIDED: Literal["undecided"] = "undecided"
+REFUSED: Literal["refused"] = "refused"
+UNJUDGED: Literal["unjudged"] = "unjudged"
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.png"
 TITLES = {
     PASSED: "Gate passed",
+    UNDECIDED: "Gate undecided",
     REFUSED: "Gate refused",
     UNJUDGED: "No gate: the first draft of its line",
 }
@@ -30,12 +32,13 @@ class DomainEvidence(Shown):
     """What was found in one domain.
 
     Attributes:
-        num_conversations: held-out conversations that both drafts were scored on.
-        tau_before: the parent's τ on them; None without a parent or a conversation.
+        num_conversations: that the draft and the domain's best past one were scored on.
+        tau_before: the champion's τ; None without a champion or a conversation.
         tau_after: the draft's own τ; None without a conversation.
-        reference: the larger of `tau_before` and of what the domain's best past draft has here.
-        change: (τ after − reference) / reference; its `low` is held against −floor. None with too few conversations.
+        reference: τ of the domain's best past draft.
+        change: (τ after − reference) / reference on the same conversations; its `low` is held against −floor.
         refusals: why the domain stands against promotion; empty if it does not.
+        binding: whether there are enough conversations for a loss to block.
     """
 
     num_conversations: int
@@ -44,6 +47,7 @@ class DomainEvidence(Shown):
     reference: float | None
     change: Interval | None
     refusals: tuple[str, ...]
+    binding: bool = True
 
 
 class Limits(Shown):
@@ -52,9 +56,9 @@ class Limits(Shown):
     Attributes:
         floor: share of τ that a domain may lose.
         confidence: of each domain's one-sided bound.
-        num_resamples: that the bounds are from.
-        min_conversations: in each domain.
-        alpha_total: chance that a line of tests passes a draft without gain.
+        num_resamples: that the domains' bounds are from.
+        floor_conversations: of a domain, from which on its floor holds.
+        alpha_total: chance that a champion is ever replaced by a draft without gain.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -62,7 +66,7 @@ class Limits(Shown):
     floor: float
     confidence: float
     num_resamples: int
-    min_conversations: int
+    floor_conversations: int = 0
     alpha_total: float
 
 
@@ -70,22 +74,31 @@ class GateTest(Shown):
     """The test over all conversations, and what it was held to.
 
     Attributes:
-        parent: version that the candidate was compared with; also the one that it was trained from, if it was trained
-            here.
-        rows: first and last of the query log that it was trained on; None for a draft from elsewhere.
-        gain: τ of the candidate minus τ of the parent; each end is wrong with chance `alpha`.
-        test_index: which test of its line of drafts this was, from 1.
+        parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
+            trained here.
+        continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
+        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere.
+        gain: difference in accepted tokens a step over all its windows; each end is wrong with chance `alpha`, however
+            often it is looked at.
+        last: the last window's own, with a 95% interval for this one look.
+        num_windows, num_conversations, num_clusters: that the gain is from.
+        test_index: which challenger of its champion this was, from 1.
         params: floor, confidence and error budget.
-        left_out: domains with too few conversations to judge: new small ones, and known ones with none.
+        left_out: domains without a conversation to judge.
     """
 
     parent: int
+    continues: int | None = None
     rows: tuple[int, int] | None
     gain: Interval
     alpha: float
     test_index: int
     params: Limits
     left_out: tuple[str, ...]
+    last: Interval | None = None
+    num_windows: int = 1
+    num_conversations: int = 0
+    num_clusters: int = 0
 
 
 class GateReport(Shown):
@@ -104,9 +117,10 @@ def headline(report: GateReport) -> str:
         return f"{TITLES[UNJUDGED]}; there was no champion to compare it with."
     if report.reasons:
         more = f" (and {len(report.reasons) - 1} more)" if len(report.reasons) > 1 else ""
-        return f"{TITLES[REFUSED]}: {report.reasons[0]}{more}."
+        return f"{TITLES[report.verdict]}: {report.reasons[0]}{more}."
     gain = report.test.gain
-    return f"{TITLES[PASSED]}: τ {gain.value:+.3f} against draft {report.test.parent}, at least {gain.low:+.3f}."
+    against = f"against draft {report.test.parent}, at least {gain.low:+.3f}"
+    return f"{TITLES[PASSED]}: {gain.value:+.3f} tokens a step {against}."
 
 
 def explain(report: GateReport) -> str:
@@ -117,15 +131,17 @@ def explain(report: GateReport) -> str:
             "This draft was not trained from another one. There was no champion to compare it with, so no gate judged "
             "it. The figures are its own, on conversations it was not trained on."
         )
-    count = sum(evidence.num_conversations for evidence in report.domains.values())
-    shown = "a gain is shown" if test.gain.low > 0 else "no gain is shown"
+    shown = "a gain is shown" if test.gain.low > 0 else "a loss is shown" if test.gain.high < 0 else "no gain is shown"
+    count = test.num_conversations or sum(evidence.num_conversations for evidence in report.domains.values())
+    windows = "its window" if test.num_windows == 1 else f"its {test.num_windows} windows"
     return " ".join(
         [
-            f"On the same {count} held-out conversations the candidate's τ differs by {test.gain.value:+.3f} from that",
-            f"of draft {test.parent}. The true difference is at least {test.gain.low:+.3f}, with a chance of",
-            f"{test.alpha:.2%} that this bound is wrong. It must be above 0, so {shown}.",
+            f"On the same {count} held-out conversations of {windows} the challenger's accepted tokens a step differ",
+            f"by {test.gain.value:+.3f} from those of draft {test.parent}. The true difference is at least",
+            f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
+            f"looked at. It must be above 0, so {shown}.",
             *_domains_in_words(report.domains, test.params),
-            "So it may serve." if report.verdict == PASSED else f"So it does not replace draft {test.parent}.",
+            _consequence(report.verdict, test.parent),
         ]
     )
 
@@ -134,14 +150,15 @@ def thresholds(test: GateTest) -> dict[str, str]:
     """Return what the candidate was held to: name to value, in words."""
     params = test.params
     return {
-        "gain over all conversations": f"lower bound above 0, wrong with a chance of {test.alpha:.2%}",
+        "gain over all windows": f"lower bound above 0, wrong with a chance of {test.alpha:.2%}",
+        "gain of the last window": "not below 0",
         "change in each domain": f"lower bound at {params.confidence:.0%} not below {-params.floor:.1%} of its best τ",
-        "conversations in each domain": f"{params.min_conversations} or more",
+        "conversations in each domain": f"{params.floor_conversations} or more for a loss to block",
         "error budget": (
-            f"this was test {test.test_index} of its line of drafts. All tests of a line together may pass a draft "
-            f"without gain with a chance of {params.alpha_total:.0%}; test k gets 6 / (π² k²) of that"
+            f"this was challenger {test.test_index} of its champion. All challengers of one may replace it without "
+            f"gain with a chance of {params.alpha_total:.0%}; the j-th gets 6 / (π² j²) of that"
         ),
-        "bounds": f"from {params.num_resamples} resamples of whole conversations, in pairs and within their domain",
+        "bounds": f"of domains from {params.num_resamples} resamples of whole clusters, in pairs",
     }
 
 
@@ -176,7 +193,7 @@ def markdown(report: GateReport) -> str:
     if (test := report.test) is not None:
         lines.append(_origin(test))
         if test.left_out:
-            lines.append(f"With too few conversations to judge: {', '.join(test.left_out)}.")
+            lines.append(f"Without a conversation to judge: {', '.join(test.left_out)}.")
         lines += ["", "## What was required", ""]
         lines += [f"- {name}: {value}" for name, value in thresholds(test).items()]
         lines.append("")
@@ -198,29 +215,37 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
 
 
 def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> list[str]:
-    against = {domain: one for domain, one in domains.items() if one.refusals}
-    losing = [f"{domain} ({one.change.low:+.1%})" for domain, one in against.items() if one.change is not None]
-    small = [f"{domain} ({one.num_conversations})" for domain, one in against.items() if one.change is None]
-    said = []
+    losing = [f"{domain} ({one.change.low:+.1%})" for domain, one in domains.items() if one.refusals and one.change]
+    loose = [f"{domain} ({one.num_conversations})" for domain, one in domains.items() if not one.binding]
+    most = f"{params.floor:.1%} of the best τ"
+    said = [f"The challenger was not found to lose more than {most} in any domain."]
     if losing:
-        most = f"{params.floor:.1%} of the best τ"
-        said.append(f"By the lower bound the candidate may lose more than {most} in {', '.join(losing)}.")
-    if small:
-        said.append(f"Too few conversations to judge: {', '.join(small)}.")
-    return said or [f"The candidate was not found to lose more than {params.floor:.1%} of the best τ in any domain."]
+        said = [f"By the lower bound the challenger may lose more than {most} in {', '.join(losing)}."]
+    if loose:
+        said.append(f"Too few conversations for a floor to hold: {', '.join(loose)}.")
+    return said
+
+
+def _consequence(verdict: Outcome, champion: int) -> str:
+    if verdict == PASSED:
+        return "So it may serve."
+    return f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."
 
 
 def _origin(test: GateTest) -> str:
     if test.rows is None:
         return f"Trained elsewhere, and compared with draft {test.parent}."
     first, last = test.rows
-    return f"Trained from draft {test.parent} on rows {first} to {last} of the query log."
+    start = f"from draft {test.parent}" if test.continues is None else f"on from draft {test.continues}"
+    return f"Trained {start} on rows {first} to {last} of the query log, and compared with draft {test.parent}."
 
 
 def _standing(evidence: DomainEvidence) -> str:
+    if not evidence.binding:
+        return "too few to block"
     if not evidence.refusals:
         return "keeps its floor"
-    return "too few conversations" if evidence.change is None else "may lose"
+    return "may lose"
 
 
 def _tau(value: float | None) -> str:

@@ -6,10 +6,13 @@ from datetime import UTC, datetime
 from rich.console import Console
 from rich.table import Table
 
-from infra.overview import Overview
-from infra.querylog import MAX_ATTEMPTS, LogStats
+from infra.overview import QUARANTINED, Overview
+from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
+from infra.triggerfile import now_ms
+from infra.watches import WATCHING, Watch
+from infra.windows import MAX_ATTEMPTS
 
 
 def show_overview(seen: Overview, out: Console) -> None:
@@ -19,13 +22,20 @@ def show_overview(seen: Overview, out: Console) -> None:
     else:
         out.print("no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
-        out.print(f"last refresh: draft {last.version}, {last.verdict} {last.reasons}".rstrip(), markup=False)
+        why = f": {last.reasons}" if last.reasons else ""
+        out.print(f"last refresh: draft {last.version}, {last.verdict}{why}", markup=False)
+    for draft in seen.drafts:
+        if draft.verdict == QUARANTINED:
+            out.print(f"draft {draft.version} is quarantined: {draft.reasons}", markup=False)
+    if seen.watch is not None:
+        out.print(f"watch: {_watched(seen.watch)}", markup=False)
     by_domain = counts(seen.log.per_domain)
     out.print(
         f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "
         f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
     )
     _show_windows(seen.log, out)
+    out.print(f"waits for {seen.waiting.line(now_ms())}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""
@@ -62,6 +72,13 @@ def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
 
 
+def _watched(watch: Watch) -> str:
+    if watch.blind:
+        return f"blind, none of the last {watch.num_unreadable} requests of draft {watch.draft} may be read"
+    how_far = f", {len(watch.compared)} of {watch.num_wanted} requests" if watch.outcome == WATCHING else ""
+    return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
+
+
 def _how(program: Running) -> str:
     return "running" if program.ready else "starting" if program.pid else "down, restarts soon"
 
@@ -75,6 +92,8 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
+    if service.fault is not None:
+        out.print(f"  broken: {service.fault}", markup=False)
     if service.replacement is not None:
         out.print(f"  another replica must take over: {service.replacement}", markup=False)
     for name, why in service.refused.items():

@@ -37,7 +37,13 @@ class EngineParams(BaseParams):
 
 
 class Sampling(Frozen):
-    """How one request is decoded; temperature 0 is greedy, `num_logprobs` from 2 on records the gaps of the top two."""
+    """How one request is decoded, and when.
+
+    Attributes:
+        temperature: 0 is greedy.
+        num_logprobs: from 2 on, the gaps of the two best tokens are recorded.
+        priority: whose turn is first where an engine is full; the lower comes first.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -46,6 +52,7 @@ class Sampling(Frozen):
     seed: int | None = None
     num_logprobs: int | None = None
     ignore_eos: bool = False
+    priority: int = 0
 
 
 class Completion(Frozen):

@@ -94,9 +94,7 @@ def _ask(run: Run, served: Served, prompts: Sequence[Prompt], host: str, title: 
 
 
 def _endpoint(stage: Stage, changed: Mapping[str, Any], **extra: Any) -> Endpoint:
-    """Return a service without prefix caching.
-
-    Blocks that one side left behind would have no keys of another side's draft, which then accepts less.
+    """Return a service.
 
     Args:
         stage: what is served.
@@ -106,12 +104,16 @@ def _endpoint(stage: Stage, changed: Mapping[str, Any], **extra: Any) -> Endpoin
     engine = stage.run.recipe.engine.model_dump(mode="json")
     if "speculative_config" in extra:
         engine["num_draft_tokens"] = 0
-    engine["extra"] = {**engine["extra"], "enable_prefix_caching": False, **extra}
+    engine["extra"] = {**engine["extra"], **extra}
     return Endpoint(stage.run.recipe, stage.run.settings, {**changed, "engine": engine})
 
 
 def _pair(stage: Stage) -> list[Row]:
-    """Ask the served pair with and without speculation in turn, then with the first draft, if that is another."""
+    """Ask the served pair with and without speculation in turn, then with the first draft, if that is another.
+
+    Switching speculation on empties the prefix cache, so the pair always reads a prompt anew; without speculation a
+    long one may be found there, where the pair was asked first.
+    """
     stage.registry.promote("draft", stage.served.champion)
     rows: list[Row] = []
     with _endpoint(stage, {}) as endpoint:
@@ -199,7 +201,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
             if one.verdicts["different"] and side in (PAIR, OFF, FIRST, NGRAM)
         ]
     notes = [
-        f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere, no prefix caching; first token left out.",
+        f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
         "Outputs are held to those of vLLM without a draft; speeds are only of prompts whose output passed.",
         "Alone is vLLM without a draft. In brackets p10 to p90 over prompts.",

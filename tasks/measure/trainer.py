@@ -30,7 +30,7 @@ from tasks.measure.run import Run
 TITLE, QUESTION = "B9", "what does training next to serving cost?"
 QUIET, TRAINING = "no refresh", "a refresh trains"
 AIM = 1.2
-OUTCOMES = ("promoted", "refused", "nothing", "already")
+OUTCOMES = ("promoted", "undecided", "refused", "nothing", "already")
 POLL_S = 0.2
 SETTLE_S = 30.0
 

@@ -1,20 +1,17 @@
 """What a running task shows: log lines, progress and tables in Prefect's UI, a bar on a terminal.
 
-Outside a run (a task called through `.fn`) there is no UI to show anything in, and only the log is written.
+Outside a run (a task called through `.fn`) there is no UI to show anything in, and only the log is written. Prefect is
+not imported for that, which takes seconds: a process that has not imported it runs no flow.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, cast
 from uuid import UUID
 
-from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
-from prefect.context import FlowRunContext, TaskRunContext
-from prefect.exceptions import MissingContextError
-from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
 from tqdm import tqdm
 
 UPDATE_S = 2.0
@@ -29,14 +26,19 @@ class Show(Protocol):
 
 def run_logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:
     """Return the run's logger."""
-    try:
-        return get_run_logger()
-    except MissingContextError:
+    if not _in_run():
         return logging.getLogger("redraft")
+    from prefect.logging import get_run_logger
+
+    return get_run_logger()
 
 
 def flow_run_id() -> str:
     """Return the id of the flow run, empty outside one."""
+    if not _in_run():
+        return ""
+    from prefect.runtime import flow_run
+
     return str(flow_run.id or "")
 
 
@@ -47,8 +49,7 @@ def progress(description: str) -> Iterator[Show]:
     Args:
         description: what is being done; it is shown with the note.
     """
-    # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
-    artifact_id = cast("UUID", create_progress_artifact(0.0, description=description)) if _in_run() else None
+    artifact_id = _progress_artifact(description) if _in_run() else None
     shown_s, line_s = -UPDATE_S, time.monotonic()
     with tqdm(desc=description, total=0, unit_scale=True, disable=None, leave=False) as bar:
 
@@ -60,7 +61,7 @@ def progress(description: str) -> Iterator[Show]:
             now_s = time.monotonic()
             if artifact_id is not None and (now_s - shown_s >= UPDATE_S or done >= total):
                 shown_s = now_s
-                update_progress_artifact(artifact_id, 100 * done / max(total, 1), description=f"{description}: {note}")
+                _update(artifact_id, 100 * done / max(total, 1), f"{description}: {note}")
             if bar.disable and now_s - line_s >= LINE_S:
                 line_s = now_s
                 run_logger().info("%s: %d of %d%s", description, done, total, f", {note}" if note else "")
@@ -79,8 +80,27 @@ def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> N
     lines = ["  ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
     run_logger().info("%s\n  %s", description, "\n  ".join(lines))
     if _in_run():
+        from prefect.artifacts import create_table_artifact
+
         create_table_artifact([dict(row) for row in rows], key=key, description=description)
 
 
+def _progress_artifact(description: str) -> UUID:
+    from prefect.artifacts import create_progress_artifact
+
+    # Prefect's functions are typed for both worlds; called outside a loop they have done their work.
+    return cast("UUID", create_progress_artifact(0.0, description=description))
+
+
+def _update(artifact_id: UUID, percent: float, description: str) -> None:
+    from prefect.artifacts import update_progress_artifact
+
+    update_progress_artifact(artifact_id, percent, description=description)
+
+
 def _in_run() -> bool:
+    if "prefect" not in sys.modules:
+        return False
+    from prefect.context import FlowRunContext, TaskRunContext
+
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None

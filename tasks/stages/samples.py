@@ -1,10 +1,10 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
 Whoever floods the service must not write the next draft alone: an answer given twice counts once, and one API key gives
-at most its share of what is kept. The held-out side has the first draft's conversations too, which no client can write.
+at most its share of what is kept.
 
-A directory of kind "samples" holds `train.jsonl` and `held_out.jsonl`. Traffic is put on a side by a hash of the prompt
-alone, so the same question never sits on both, whenever it is asked again.
+A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
+`probe.jsonl`: what drafts are held to and never trained on. Older ones have no probes, and no clusters.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
 from models.hidden import Sample
 
-Part = Literal["train", "held_out"]
+Part = Literal["train", "held_out", "probe"]
 # A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
 MIN_COMPLETION = 3
 
@@ -33,7 +33,10 @@ def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> Non
 
 def read_samples(artifact: Artifact, part: Part) -> list[Sample]:
     """Read one part of a "samples" artifact; ValueError if its files are not those of the reference."""
-    with (open_artifact(artifact) / f"{part}.jsonl").open(encoding="utf-8") as file:
+    path = open_artifact(artifact) / f"{part}.jsonl"
+    if part == "probe" and not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
         return [Sample(**json.loads(line)) for line in file]
 
 
@@ -119,10 +122,15 @@ def _hashed(id: str, seed: int = 0) -> bytes:
     return hashlib.sha256(f"{seed} {id}".encode()).digest()
 
 
-def part_of(prompt_ids: Sequence[int], held_out_fraction: float) -> Part:
-    """Return the side that a prompt is on."""
-    digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).digest()
-    return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
+def probe_versions(probes: Iterable[Sample]) -> dict[str, str]:
+    """Return domain to the version of its probe set: a hash of its members' names and answers."""
+    members: dict[str, list[str]] = {}
+    for one in probes:
+        members.setdefault(one.domain, []).append(json.dumps([one.id, one.prompt_ids, one.completion_ids]))
+    return {
+        domain: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]
+        for domain, each in sorted(members.items())
+    }
 
 
 def draw_per_domain(samples: Sequence[Sample], per_domain: int, seed: int) -> list[Sample]:

@@ -122,3 +122,13 @@ def test_the_demonstration_is_timed_from_nothing_and_once_more(cli_in, tmp_path)
     assert first["wall_s"] > second["wall_s"]
     assert set(first["requests"]) == {"ok"}
     assert not (tmp_path / "home").joinpath("mlflow.db").exists()
+
+
+def test_the_gates_error_and_power_are_simulated(built, tmp_path):
+    found = run(built[0], "gate", tmp_path / "gate", "--runs", "40", "--windows", "12")
+    assert found["failures"] == []
+    assert found["cases"]["20% better"]["median_window"] == 1
+    assert (
+        found["former"]["no gain, clusters of 30"]["promoted"] > found["cases"]["no gain, clusters of 30"]["promoted"]
+    )
+    assert (tmp_path / "gate" / "gate.png").read_bytes().startswith(b"\x89PNG")

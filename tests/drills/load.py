@@ -3,22 +3,91 @@
 import itertools
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import httpx
 
-from tests.world import KEY, MODEL, PROMPTS, World, stream_text
+from models.golden import Golden, equal_output, first_difference, near_tie_threshold
+from models.params import Frozen
+from tests.world import KEY, MODEL, PROMPTS, World, ask
 
 MAX_TOKENS = 150
 TIMEOUT_S = 120.0
+# The target's logits, of 4 to 8, lie 1/32 apart in bfloat16: tokens as near as that are tied or neighbours.
+SPACING = 1.1 / 32
+# Share of the answers that may be near ties; a single one always may.
+MAX_NEAR_TIES = 0.05
 
 
-def quiet_answers(world: World) -> dict[str, str]:
-    """Return the answers of a service that nothing happens to."""
+class Reply(Frozen):
+    """One answer, put together again where it was streamed."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+class Wanted(Frozen):
+    """What the target says to a prompt in a quiet time, and when another answer counts as well: see `models.golden`."""
+
+    text: str
+    golden: Golden
+    threshold: float
+
+    def judge(self, reply: Reply) -> str:
+        """Return "ok", "near tie" or "wrong"; an answer that took the other turn at a near tie must be whole too."""
+        verdict = equal_output(self.golden, reply.token_ids, self.threshold)
+        if verdict == "equal":
+            return "ok" if reply.finish_reason and reply.text == self.text else "wrong"
+        whole = reply.finish_reason == ("length" if len(reply.token_ids) == MAX_TOKENS else "stop")
+        return "near tie" if verdict == "near-tie" and whole else "wrong"
+
+    def compare(self, reply: Reply) -> str:
+        """Say how an answer differs."""
+        wanted, got, gaps = self.golden.token_ids, reply.token_ids, self.golden.gaps
+        said = f"{len(got)} tokens of {len(wanted)}, finish reason {reply.finish_reason!r}"
+        at = first_difference(wanted, got)
+        if at is None:
+            return f"{said}, text {reply.text!r} of the same tokens, wanted {self.text!r}"
+        gap = f"gap {gaps[at]:.4g}, threshold {self.threshold:.4g}" if at < len(gaps) else "past the end"
+        return f"{said}, parted at token {at} ({gap}): {got[at : at + 8]}, wanted {wanted[at : at + 8]}"
+
+
+def quiet_answers(world: World) -> dict[str, Wanted]:
+    """Return what the target says alone, with a threshold of near ties from two more batch sizes, see `models.golden`.
+
+    The service is left speculating.
+    """
+    speculation = f"{world.url}/redraft/speculation"
+    httpx.post(speculation, json={"on": False}, headers=world.headers, trust_env=False).raise_for_status()
     with world.client() as client:
-        return {prompt: stream_text(client, prompt, max_tokens=MAX_TOKENS)[0] for prompt in PROMPTS}
+
+        def answer(prompt: str) -> tuple[str, Golden]:
+            options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "logprobs": True, "top_logprobs": 2}
+            told = ask(client, prompt, **options, extra_body={"return_token_ids": True}).model_dump()
+            [choice] = told["choices"]
+            best = [sorted(top["logprob"] for top in one["top_logprobs"]) for one in choice["logprobs"]["content"]]
+            gaps = tuple(more - less for less, more in best)
+            return choice["message"]["content"], Golden(
+                prompt_ids=told["prompt_token_ids"], token_ids=choice["token_ids"], gaps=gaps
+            )
+
+        alone = [answer(prompt) for prompt in PROMPTS]
+        golden, reruns = [one for _, one in alone], []
+        for batch_size in (3, len(PROMPTS)):
+            with ThreadPoolExecutor(batch_size) as pool:
+                reruns.append([one.token_ids for _, one in pool.map(answer, PROMPTS)])
+    httpx.post(speculation, json={"on": True}, headers=world.headers, trust_env=False).raise_for_status()
+    world.wait_for("speculation", lambda status: bool(status["speculating"]))
+    threshold = max(SPACING, near_tie_threshold(golden, reruns))
+    return {
+        prompt: Wanted(text=text, golden=one, threshold=threshold)
+        for prompt, (text, one) in zip(PROMPTS, alone, strict=True)
+    }
 
 
 class Load:
@@ -27,6 +96,7 @@ class Load:
     Attributes:
         outcomes: how often a request ended as
             "ok": with a finish reason and the wanted text;
+            "near tie": whole, and another text from where the two best tokens were nearly tied;
             "error frame": a stream that said that it was broken;
             "429", "503": refused in OpenAI's shape; any other status likewise;
             "cut": a body that ended without either;
@@ -36,7 +106,7 @@ class Load:
         streaming: the clients that have the first part of a stream and not its last one.
     """
 
-    def __init__(self, url: str, wanted: Mapping[str, str], num_clients: int) -> None:
+    def __init__(self, url: str, wanted: Mapping[str, Wanted], num_clients: int) -> None:
         """Make it; `with` runs it.
 
         Args:
@@ -60,6 +130,12 @@ class Load:
         for client in self._clients:
             client.join()
 
+    def ended_well(self, *also: str) -> bool:
+        """Whether all requests were answered as wanted, or ended as `also` allows, and few at a near tie."""
+        if not self.outcomes["ok"] or not {*self.outcomes} <= {"ok", "near tie", *also}:
+            return False
+        return self.outcomes["near tie"] <= max(1, MAX_NEAR_TIES * self.outcomes.total())
+
     def _work(self, number: int) -> None:
         for count in itertools.count(number):
             if self._ended.is_set():
@@ -73,7 +149,7 @@ class Load:
 
     def _ask(self, number: int, prompt: str, stream: bool) -> str:
         body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": stream}
-        body |= {"max_tokens": MAX_TOKENS, "temperature": 0}
+        body |= {"max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {KEY}", "X-Redraft-Log": "full"}
         received = bytearray()
         try:
@@ -93,24 +169,38 @@ class Load:
             return "cut"
         if answer.status_code != httpx.codes.OK:
             return str(answer.status_code) if _is_error(received) else "shapeless"
-        return self._judge_stream(prompt, received) if stream else self._judge_whole(prompt, received)
+        reply = _of_stream(received) if stream else _of_body(received)
+        if isinstance(reply, str):
+            return reply
+        outcome = self._wanted[prompt].judge(reply)
+        if outcome != "ok":
+            kind = "a stream" if stream else "a body"
+            print(f"{time.time():.3f} client {number}, {kind}: {outcome}, {self._wanted[prompt].compare(reply)}")
+        return outcome
 
-    def _judge_whole(self, prompt: str, received: bytes) -> str:
-        [choice] = json.loads(received)["choices"]
-        return "ok" if choice["finish_reason"] and choice["message"]["content"] == self._wanted[prompt] else "wrong"
 
-    def _judge_stream(self, prompt: str, received: bytes) -> str:
-        frames = [frame.removeprefix("data: ") for frame in received.decode().split("\n\n") if frame]
-        if not frames or frames.pop() != "[DONE]":
-            return "cut"
-        chunks: list[dict[str, Any]] = [json.loads(frame) for frame in frames]
-        if "error" in chunks[-1]:
-            return "error frame"
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        if not choices[-1]["finish_reason"]:
-            return "cut"
-        text = "".join(choice["delta"].get("content") or "" for choice in choices)
-        return "ok" if text == self._wanted[prompt] else "wrong"
+def _of_body(received: bytes) -> Reply:
+    [choice] = json.loads(received)["choices"]
+    return Reply(
+        text=choice["message"]["content"], token_ids=choice["token_ids"], finish_reason=choice["finish_reason"]
+    )
+
+
+def _of_stream(received: bytes) -> Reply | str:
+    frames = [frame.removeprefix("data: ") for frame in received.decode().split("\n\n") if frame]
+    if not frames or frames.pop() != "[DONE]":
+        return "cut"
+    chunks: list[dict[str, Any]] = [json.loads(frame) for frame in frames]
+    if "error" in chunks[-1]:
+        return "error frame"
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    if not choices[-1]["finish_reason"]:
+        return "cut"
+    return Reply(
+        text="".join(choice["delta"].get("content") or "" for choice in choices),
+        token_ids=[token for choice in choices for token in choice.get("token_ids") or ()],
+        finish_reason=choices[-1]["finish_reason"],
+    )
 
 
 def _is_error(received: bytes) -> bool:

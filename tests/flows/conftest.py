@@ -82,16 +82,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cli, str]:
 
 
 @pytest.fixture(scope="session")
-def rows(built, tmp_path_factory) -> list[QueryRow]:
+def target_dir(built, tmp_path_factory) -> Path:
+    """Return the build's target."""
+    registry = registry_of(built[0].home)
+    return registry.download(registry.champion("target"), tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def rows(target_dir) -> list[QueryRow]:
     """Return requests of the domain "code" as the service would have logged them: answered by the build's target."""
-    home = built[0].home
-    registry = Registry(f"sqlite:///{home / 'mlflow.db'}", home / "artifacts" / "mlflow")
-    target_dir = registry.download(registry.champion("target"), tmp_path_factory.mktemp("cache"))
-    prompts = choose_prompts("code", load_recipe("tiny").traffic["code"], seed=0)["requests"]
-    return _answered(target_dir, prompts)
+    return answered(target_dir, choose_prompts("code", load_recipe("tiny").traffic["code"], seed=0)["requests"])
 
 
-def _answered(target_dir: Path, prompts: Sequence[Prompt]) -> list[QueryRow]:
+def answered(target_dir: Path, prompts: Sequence[Prompt], key: str | None = None) -> list[QueryRow]:
+    """Return the rows that a service logs of prompts which one key asked."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     rows = []
@@ -109,7 +113,8 @@ def _answered(target_dir: Path, prompts: Sequence[Prompt]) -> list[QueryRow]:
             QueryRow(
                 id=prompt.id,
                 time_ms=0,
-                domain="code",
+                domain=prompt.domain,
+                key=key,
                 consent="full",
                 scrubber_revision=1,
                 target_version=1,

@@ -1,4 +1,4 @@
-"""The deployments on a real Prefect server: the interval schedules, the event triggers."""
+"""The deployments on a real Prefect server: the interval schedules, and the wishes."""
 
 import asyncio
 import time
@@ -11,10 +11,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelled
 
 from flows.deployments import deployments
-from infra.events import ACCEPTANCE_FELL, Emitter
+from infra.processes import free_port
+from infra.triggerfile import Wish
 from models.recipe import load_recipe
+from tasks.trigger.ask import prefect_server
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 
@@ -35,6 +38,14 @@ def runs_of(deployment: UUID) -> list[FlowRun]:
     return asyncio.run(read())
 
 
+def cancel(run: UUID) -> None:
+    async def end() -> None:
+        async with get_client() as client:
+            await client.set_flow_run_state(run, Cancelled(), force=True)
+
+    asyncio.run(end())
+
+
 def wait_for_runs(deployment: UUID, wanted: Callable[[list[FlowRun]], bool]) -> list[FlowRun]:
     deadline_s = time.monotonic() + 120
     while not wanted(found := runs_of(deployment)):
@@ -43,23 +54,29 @@ def wait_for_runs(deployment: UUID, wanted: Callable[[list[FlowRun]], bool]) -> 
     return found
 
 
-def test_the_interval_creates_a_scheduled_run_and_the_event_another(api: str) -> None:
+def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -> None:
     recipe = load_recipe("tiny")
     build, refresh = (deployment.apply() for deployment in deployments(recipe))
     scheduled = wait_for_runs(refresh, bool)
     assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
     assert all(run.auto_scheduled for run in scheduled)
     assert runs_of(build) == []  # its recipe has no cron
-    emitter = Emitter(api)
-    emitter.emit(ACCEPTANCE_FELL, "code", {"served": 1.0})
-    emitter.close()
-    assert emitter.sent == 1
-    (triggered,) = [
-        run
-        for run in wait_for_runs(refresh, lambda found: any(not r.auto_scheduled for r in found))
-        if not run.auto_scheduled
-    ]
-    assert triggered.parameters["recipe"]["name"] == "tiny"
+    ask, wish = prefect_server("refresh/online"), Wish(log="a log")
+    assert [ask(wish), ask(wish)] == [False, False]
+    (asked,) = [run for run in runs_of(refresh) if not run.auto_scheduled]
+    assert asked.parameters["recipe"]["name"] == "tiny"
+    cancel(asked.id)
+    assert ask(wish)
+    assert not ask(wish.model_copy(update={"number": 1}))
+    assert len([run for run in runs_of(refresh) if not run.auto_scheduled]) == 2
+
+
+def test_an_orchestrator_that_is_down_or_knows_no_such_deployment_can_not_be_asked(api: str) -> None:
+    with pytest.raises(ConnectionError, match="not found"):
+        prefect_server("refresh/unknown")(Wish(log="a log"))
+    away = f"http://127.0.0.1:{free_port()}/api"
+    with temporary_settings({PREFECT_API_URL: away}), pytest.raises(ConnectionError):
+        prefect_server("refresh/online")(Wish(log="a log"))
 
 
 def test_a_cron_schedules_builds_and_one_refresh_at_a_time_is_kept(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ STATUS = ServiceStatus(
     draft_version=None,
     speculating=True,
     fallback=None,
+    fault=None,
     replacement=None,
     swaps=2,
     swap_ms=31.5,

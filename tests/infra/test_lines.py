@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact, staged
-from infra.lines import ancestors, best_versions, next_test_index, trained_on
-from infra.querylog import Window
+from infra.lines import ancestors, best_versions, challenger_to_go_on, next_challenger, trained_on
 from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.waiting import wants_approval
+from infra.windows import Window
 from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back
 from tests.tags import draft_tags
 
@@ -54,12 +55,56 @@ def test_a_line_is_followed_to_its_start_and_knows_its_best(registry, tmp_path):
     assert second.number == 2
 
 
-def test_refused_candidates_count_as_tests_and_other_lines_do_not(registry, tmp_path):
+def test_all_challengers_of_a_champion_count_and_those_of_others_do_not(registry, tmp_path):
     register(registry, tmp_path)
-    assert next_test_index(registry.versions("draft"), "L") == 1
+    assert next_challenger(registry.versions("draft"), 1) == 1
     register(registry, tmp_path, parent="1", gate="refused", gate_test="1")
-    register(registry, tmp_path, line="M", gate_test="7")
-    assert next_test_index(registry.versions("draft"), "L") == 2
+    register(registry, tmp_path, gated_against="1", gate="undecided", gate_test="2")
+    register(registry, tmp_path, parent="2", gate="refused", gate_test="7")
+    assert next_challenger(registry.versions("draft"), 1) == 3
+
+
+def test_a_challenger_goes_on_from_its_last_undecided_snapshot_and_anew_with_each_champion(registry, tmp_path):
+    def snapshot(parent: int, gate: str, first_seq: int, gate_test: int = 1, **tags: str) -> int:
+        rows = {"window_first_seq": str(first_seq), "window_last_seq": str(first_seq + 8), "window_sha256": "w"}
+        judged = {"parent": str(parent), "gate": gate, "gate_test": str(gate_test)}
+        return register(registry, tmp_path, **(rows | judged | tags)).number
+
+    def start(champion: int, first_seq: int) -> tuple[int | None, int]:
+        versions = registry.versions("draft")
+        window = WINDOW.model_copy(update={"first_seq": first_seq, "last_seq": first_seq + 8})
+        found = challenger_to_go_on(versions, champion, window)
+        return None if found is None else found.number, next_challenger(versions, champion)
+
+    register(registry, tmp_path)
+    assert start(1, 1) == (None, 1)
+    assert snapshot(1, "undecided", 1) == 2
+    assert start(1, 10) == (2, 2)
+    assert start(1, 1) == (None, 2)  # of the same rows, some of which were erased: they are not counted twice
+    assert snapshot(1, "undecided", 10, continues="2") == 3
+    assert start(1, 19) == (3, 2)
+    assert register(registry, tmp_path, gated_against="1", gate="refused", gate_test="2").number == 4
+    assert start(1, 19) == (3, 3)  # a draft from elsewhere is another challenger, and ends none
+    assert snapshot(1, "refused", 19, continues="3") == 5
+    assert start(1, 28) == (None, 3)
+    assert snapshot(1, "passed", 28, gate_test=3) == 6
+    assert start(6, 37) == (None, 1)
+    assert start(1, 37) == (None, 4)  # somebody took 6 back
+    assert snapshot(1, "undecided", 37, gate_test=4) == 7
+    assert start(1, 46) == (7, 5)
+    registry.quarantine("draft", 7, "another output")
+    assert start(1, 46) == (None, 5)
+
+
+def test_an_undecided_candidate_keeps_its_window_and_the_champion_stays(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first, gate="undecided")
+    assert find_candidate.fn(pair(target, first), WINDOW) == candidate
+    assert promote_candidate.fn(pair(target, first), candidate) == "undecided"
+    assert registry.champion("draft").number == first.number
+    registry.quarantine("draft", first.number, "another output")
+    assert promote_candidate.fn(pair(target, first), candidate) == "outdated"
 
 
 def test_a_candidate_that_passed_before_a_crash_is_found_and_promoted(registry, tmp_path):
@@ -92,6 +137,25 @@ def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path
     assert registry.champion("draft").number == first.number
 
 
+def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(registry, tmp_path):
+    target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
+    promote_build.fn(target, first)
+    candidate = register_candidate(registry, tmp_path, first)
+    assert promote_candidate.fn(pair(target, first), candidate, approve=True) == "waits for approval"
+    assert registry.champion("draft").number == first.number
+    assert wants_approval(first, registry.versions("draft")) == candidate
+    refused = register_candidate(registry, tmp_path, first, gate="refused")
+    assert promote_candidate.fn(pair(target, first), refused, approve=True) == "refused"
+    newer = register_candidate(registry, tmp_path, first)
+    assert wants_approval(first, registry.versions("draft")) == newer  # learning goes on, and the newest waits
+    champion = promote_version.fn(newer.number)
+    assert wants_approval(champion, registry.versions("draft")) is None
+    with pytest.raises(ValueError, match=f"no longer the champion: that is {newer.number}; to promote it anyway"):
+        promote_version.fn(candidate.number)
+    assert promote_version.fn(first.number, "back").number == first.number
+    assert promote_version.fn(newer.number).number == newer.number  # it was the champion before
+
+
 @pytest.mark.parametrize("gate", ["passed", "refused"])
 @pytest.mark.parametrize("quarantine", ["", "slow on phones"])
 def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
@@ -118,7 +182,9 @@ def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(regis
     candidate = register_candidate(registry, tmp_path, second)
     roll_back.fn()
     assert promote_candidate.fn(pair(target, second), candidate) == "outdated"
-    now = pair(target, promote_version.fn(candidate.number))
+    with pytest.raises(ValueError, match="passed its gate, but .* draft 2, which is no longer the champion: that is 1"):
+        promote_version.fn(candidate.number)
+    now = pair(target, promote_version.fn(candidate.number, "it was looked at"))
     assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
 
 

@@ -7,8 +7,11 @@ import pytest
 
 from infra.artifacts import staged
 from infra.overview import overview
+from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
+from infra.triggerfile import LastLook, TriggerFile, now_ms
+from tests.infra.rows import row
 from tests.tags import draft_tags
 
 
@@ -46,3 +49,13 @@ def test_the_last_refresh_is_the_newest_draft_of_served_requests(settings: Setti
 def test_what_does_not_run_is_not_told(settings: Settings) -> None:
     seen = overview(settings)
     assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)
+
+
+def test_what_the_loop_waits_for_is_told(settings: Settings) -> None:
+    assert overview(settings).waiting.what == "orchestrator"
+    QueryLog(settings.querylog).append([row(f"a{number}", consent="metadata") for number in range(70)])
+    TriggerFile(settings.querylog).note(
+        LastLook(at_ms=now_ms(), min_rows=60, wanted={}, interval_s=60.0, interval_from_ms=now_ms())
+    )
+    waiting = overview(settings).waiting
+    assert (waiting.what, waiting.words) == ("consent", "consent: 70 requests may not be trained on, and 0 of 60 may")

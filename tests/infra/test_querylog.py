@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.querylog import ENDED, ERASED, QueryLog, Window, WindowBusy
+from infra.logfile import ENDED
+from infra.querylog import ERASED, QueryLog
+from infra.windows import Window, WindowBusy
 from tests.infra.rows import row, run_python
 
 
@@ -260,7 +262,8 @@ def test_a_log_of_the_first_schema_keeps_its_rows_and_its_open_window(log: Query
 def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(60)])
     script = (
-        "import sys, time; from pathlib import Path; from infra.querylog import QueryLog, WindowBusy\n"
+        "import sys, time; from pathlib import Path; from infra.querylog import QueryLog\n"
+        "from infra.windows import WindowBusy\n"
         "log = QueryLog(Path(sys.argv[1]))\n"
         "while True:\n"
         "    try: window = log.claim(sys.argv[2], 7)\n"
@@ -362,7 +365,7 @@ def test_a_log_of_a_newer_schema_version_is_refused(log: QueryLog) -> None:
     with sqlite3.connect(log.path) as db:
         db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(ValueError, match="schema version 7, wanted at most 2"):
+    with pytest.raises(ValueError, match="schema version 7, wanted at most 3"):
         log.cursor()
 
 
@@ -371,3 +374,13 @@ def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) 
     assert [each.id for each in log.latest(2)] == ["a2", "a3"]
     assert [each.seq for each in log.latest(9)] == [1, 2, 3]
     assert log.latest(0) == []
+
+
+def test_rows_that_wait_are_counted_by_domain_and_consent_from_the_cursor_on(log: QueryLog) -> None:
+    log.append([row("a1"), row("a2", domain="code")])
+    window = log.claim("run", max_rows=2)
+    assert window is not None
+    log.commit(window)
+    assert log.waiting() == ({}, None)
+    log.append([row("a9"), row("a4", consent="metadata"), row("a5", domain="code"), row("a6", domain="code")])
+    assert log.waiting() == ({"chat": {"full": 1, "metadata": 1}, "code": {"full": 2}}, 4)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from models import distill, scoring
@@ -149,3 +150,90 @@ def test_a_draft_is_unrolled_as_far_as_it_is_served(
     assert set(asked) == {num_draft_tokens}
     with pytest.raises(ValueError, match="num_draft_tokens from 1; got 0"):
         distill.train(head, tiny_target, samples, params(), 0, tmp_path)
+
+
+def run(head: eagle3.Eagle3, target: Path, samples: list[Sample], work: Path, **changes: object) -> distill.Report:
+    files = {name: changes.pop(name, None) for name in ("state", "state_out")}
+    return distill.train(head, target, samples, params(**changes), K, work, **files)
+
+
+def test_runs_that_go_on_from_each_other_are_one_long_run(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """One batch an epoch, so that the order of batches is the same; the moments make the difference."""
+    settings = {"schedule": "constant", "warmup": 0.0, "batch_tokens": 10_000}
+    whole = new_head(tiny_target, samples)
+    run(whole, tiny_target, samples, tmp_path / "whole", num_epochs=6, **settings)
+    state, last, losses = None, None, []
+    for window in range(3):
+        head = new_head(tiny_target, samples)
+        if last is not None:
+            head.load_state_dict(last)
+        end = tmp_path / f"end{window}.safetensors"
+        work = tmp_path / f"window{window}"
+        report = run(head, tiny_target, samples, work, num_epochs=2, state=state, state_out=end, **settings)
+        losses += [loss for _, loss in report.losses]
+        state, last = end, {name: tensor.bfloat16().float() for name, tensor in head.state_dict().items()}
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    assert losses[-1] < losses[2] < losses[0]
+
+
+def test_without_its_moments_a_run_is_another_one(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    settings = {"schedule": "constant", "warmup": 0.0, "num_epochs": 2}
+    first, end = new_head(tiny_target, samples), tmp_path / "end.safetensors"
+    run(first, tiny_target, samples, tmp_path / "a", state_out=end, **settings)
+    fresh, going_on = new_head(tiny_target, samples), new_head(tiny_target, samples)
+    fresh.load_state_dict(first.state_dict())
+    run(fresh, tiny_target, samples, tmp_path / "b", **settings)
+    run(going_on, tiny_target, samples, tmp_path / "c", state=end, **settings)
+    assert not torch.equal(fresh.fc.weight, going_on.fc.weight)
+
+
+def test_a_killed_run_with_a_mean_and_a_state_resumes_to_the_same_weights(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    settings = {"schedule": "constant", "average": 0.8, "checkpoint_s": 0.0}
+    end = tmp_path / "end.safetensors"
+    run(new_head(tiny_target, samples), tiny_target, samples, tmp_path / "before", state_out=end)
+    whole = new_head(tiny_target, samples)
+    run(whole, tiny_target, samples, tmp_path / "whole", state=end, state_out=tmp_path / "a", **settings)
+
+    work = tmp_path / "cut"
+    cut = new_head(tiny_target, samples)
+    states = distill.hidden_states(cut, tiny_target, samples, work)
+    loop = distill._Loop(cut, tiny_target, states, params(**settings), K, work, 0)
+    loop.go_on_from(end)
+    original, steps = loop._optimize, iter(range(12))
+
+    def optimize(batch: list[Sample], done: float) -> float:
+        if next(steps, None) is None:
+            raise _Stop
+        return original(batch, done)
+
+    loop._optimize = optimize
+    with pytest.raises(_Stop):
+        loop.run(lambda progress: None)
+    resumed = new_head(tiny_target, samples)
+    run(resumed, tiny_target, samples, work, state=end, state_out=tmp_path / "b", **settings)
+    assert all(torch.equal(tensor, resumed.state_dict()[name]) for name, tensor in whole.state_dict().items())
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_mean_is_of_the_last_steps(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """Of two steps, both in the mean: half way between what the first and the second alone end at."""
+    settings = {"schedule": "constant", "warmup": 0.0, "batch_tokens": 10_000}
+    ends = []
+    for number in (1, 2):
+        head = new_head(tiny_target, samples)
+        run(head, tiny_target, samples, tmp_path / str(number), num_epochs=number, **settings)
+        ends.append(head.fc.weight.detach())
+    mean = new_head(tiny_target, samples)
+    run(mean, tiny_target, samples, tmp_path / "mean", num_epochs=2, average=0.6, **settings)
+    torch.testing.assert_close(mean.fc.weight.detach(), (ends[0] + ends[1]) / 2)
+
+
+def test_a_state_of_another_shape_is_refused(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
+    end = tmp_path / "end.safetensors"
+    save_file({"weight/fc.weight": torch.zeros(2, 2)}, end)
+    with pytest.raises(ValueError, match=r"parameter fc.weight has shape \(2, 2\), the draft has \("):
+        run(new_head(tiny_target, samples), tiny_target, samples, tmp_path, state=end)

@@ -61,7 +61,6 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ("distill", "loss", {"name": "kl"}, r'no method "kl" in losses'),
         ("gate", "floor", 2, r'\[gate\]: gate: key "floor"'),
         ("refresh", "distill", {"num_epoch": 1}, r'unknown key "num_epoch"'),
-        ("refresh", "min_rows", 20, r"holds out some 5 conversations, but the gate wants gate.min_conversations = 8"),
         ("refresh", "max_rows", 20, r"min_rows 60 is above max_rows 20"),
         ("demo", "new_domain", "cod", r'demo names domain "cod" \(did you mean "code"\?\)'),
     ],

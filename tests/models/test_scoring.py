@@ -140,3 +140,15 @@ def test_the_score_of_a_greedy_answer_is_the_engines_count(
         steps, kept, begun = steps + 1, kept + right, begun + right + 1
     (scored,) = score(draft, target, [Sample("g", "d", list(PROMPT), list(answer))], 3, tmp_path)
     assert (scored.steps, scored.accepted) == (steps, kept)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_only_what_the_head_drafts_counts_up_to_k_a_step(target: Path, tmp_path: Path, num_steps: int) -> None:
+    draft, chain = Table(), [0]
+    while len(chain) < 13:
+        chain.append(int(draft.vocabulary[draft.logits[chain[-1]].argmax()]))
+    repeated = Sample("repeated", "d", [1] * 8, [1] * 8)  # look-up would draft all of it, the head can't say token 1
+    own = Sample("own", "d", list(PROMPT), chain)
+    of_repeated, of_own = score(draft, target, [repeated, own], num_steps, tmp_path)
+    assert (of_repeated.steps, of_repeated.accepted) == (7, 0)
+    assert of_own.accepted / of_own.steps == num_steps

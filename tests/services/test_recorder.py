@@ -11,7 +11,7 @@ from infra.status import DomainAcceptance, LogCounts
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
 from services.access import Origin
-from services.recorder import MAX_DOMAINS, Recorder
+from services.recorder import MAX_DOMAINS, MAX_DRAFTS, Recorder
 
 ID = "0123456789abcdef0123456789abcdef"
 TOKENIZER = byte_tokenizer()
@@ -123,7 +123,7 @@ def test_probes_strangers_and_several_choices_leave_nothing(recorder: Recorder, 
     recorder.finished(completion(f"chatcmpl-{'e' * 32}"), Settings())
     recorder.finished(completion(), Settings(n=2))
     assert recorder.usage(ID) is None
-    assert recorder.acceptance() == {}
+    assert recorder.acceptance("7") == {}
     recorder.close()
     assert querylog.stats().total == 0
 
@@ -144,16 +144,38 @@ def test_rolling_acceptance_is_by_domain_and_bounded_in_domains(recorder: Record
         recorder.expect(origin("none", f"{index:032x}", f"d{index}"))
         recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
         recorder.forget(f"{index:032x}")
-    figures = recorder.acceptance()
+    figures = recorder.acceptance("7")
     assert len(figures) == MAX_DOMAINS + 1
     assert figures["other"].requests == 5
     assert figures["d0"] == DomainAcceptance(requests=1, acceptance_rate=2 / 6, mean_accepted_length=1 + 2 / 3)
 
 
+def test_a_stream_that_began_before_a_swap_counts_for_its_own_draft(recorder: Recorder) -> None:
+    for index, draft in enumerate(["7", "8", "7"]):  # the last one began before the swap and ends after it
+        recorder.expect(origin("none", f"{index:032x}"))
+        recorder.finished(completion(f"chatcmpl-{index:032x}", draft_version=draft), Settings())
+    assert [recorder.acceptance(draft)["chat"].requests for draft in ("7", "8")] == [2, 1]
+
+
+def test_the_windows_of_the_last_drafts_are_kept(recorder: Recorder) -> None:
+    for index in range(MAX_DRAFTS + 1):
+        recorder.expect(origin("none", f"{index:032x}"))
+        recorder.finished(completion(f"chatcmpl-{index:032x}", draft_version=str(index)), Settings())
+    assert [bool(recorder.acceptance(str(index))) for index in range(MAX_DRAFTS + 1)] == [False] + [True] * MAX_DRAFTS
+
+
+def test_a_drafts_last_requests_are_given_in_the_order_in_which_they_ended(recorder: Recorder) -> None:
+    for index, domain in enumerate(["chat", "code", "chat"]):
+        recorder.expect(origin("none", f"{index:032x}", domain))
+        recorder.finished(completion(f"chatcmpl-{index:032x}"), Settings())
+    assert [trace.domain for trace in recorder.recent("7")] == ["chat", "code", "chat"]
+    assert recorder.recent("8") == []
+
+
 def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) -> None:
     recorder.expect(origin())
     recorder.finished(completion(speculating=False, drafted=(), accepted=(), drafted_ids=()), Settings())
-    assert recorder.acceptance() == {}
+    assert recorder.acceptance("7") == {}
     assert recorder.usage(ID) == {
         "draft_version": "7",
         "drafted": 0,

@@ -8,11 +8,17 @@ from typing import get_args
 
 import pytest
 
+from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.registry import Version
 from infra.status import Phase, Proof
+from models.canary import Answer, Finding
 from services.events import (
     Action,
     Ask,
+    CalledOff,
+    CallOff,
+    Check,
+    Checked,
     Count,
     Event,
     Exhausted,
@@ -20,6 +26,7 @@ from services.events import (
     Fetch,
     Fetched,
     Inspect,
+    Late,
     MadeForAnother,
     Named,
     NeedsReplica,
@@ -33,17 +40,20 @@ from services.events import (
     Restored,
     Say,
     SetSpeculation,
+    Step,
     Swapped,
     Switched,
+    Tell,
     Ticked,
     Try,
     Undecided,
 )  # fmt: skip
 from services.states import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftState, Loaded, Memory, Patience, label
-from services.transitions import TABLE, Step, step
+from services.transitions import TABLE, step
 
-PATIENCE = Patience(probation_s=300.0, min_swap_interval_s=10.0)
+PATIENCE = Patience(probation_s=300.0, min_swap_interval_s=10.0, canary_period_s=600.0, canary_max_in_flight=4)
 PROOF = Proof(weight_error=0.0, num_near_ties=0, tau=1.5, promised_tau=1.5)
+PASSED = Passed(PROOF, (Answer((5, 6, 7), (3,), (1,)),))
 
 
 def version(number: int) -> Version:
@@ -60,62 +70,83 @@ def follow(state: DraftState, *events: Event) -> DraftState:
     return state
 
 
+def kinds(actions: tuple[Action, ...]) -> list[object]:
+    """Return the actions' classes; what is counted, by its name."""
+    return [action.name if isinstance(action, Count) else type(action) for action in actions]
+
+
 # Draft 1 is booted with, 2 is the champion that comes after it.
 EMPTY = DraftState.started(None, Memory())
 UNPROVEN = DraftState.started(draft(1), Memory())
 PROVING = follow(UNPROVEN, Ticked(0.0))
-SERVING = follow(PROVING, Passed(PROOF))
+SERVING = follow(PROVING, PASSED)
+CHECKING = follow(SERVING, Ticked(0.0), Ticked(600.0))
 TRYING = follow(SERVING, Named(version(2), 20.0), Fetched(draft(2), 20.0))
-REVERTING = follow(TRYING, Failed(version(2), "bad"))
+REVERTING = follow(TRYING, Failed(version(2), "bad", 100.0))
 OFF = follow(REVERTING, Exhausted())
-STATES = {state.phase: state for state in (EMPTY, UNPROVEN, PROVING, SERVING, TRYING, REVERTING, OFF)}
+STATES = {state.phase: state for state in (EMPTY, UNPROVEN, PROVING, SERVING, CHECKING, TRYING, REVERTING, OFF)}
 
 EVENTS: dict[type[Event], Callable[[DraftState], Event]] = {
     Ticked: lambda _: Ticked(100.0),
-    Switched: lambda _: Switched(on=True),
+    Switched: lambda _: Switched(on=False),
     Named: lambda _: Named(version(3), 100.0),
     Fetched: lambda _: Fetched(draft(3), 100.0),
     MadeForAnother: lambda _: MadeForAnother(version(3), "another target"),
     NeedsReplica: lambda _: NeedsReplica("another family"),
     Swapped: lambda _: Swapped(30.0),
-    Passed: lambda _: Passed(PROOF),
+    Passed: lambda _: PASSED,
     Failed: lambda state: Failed(
-        {Phase.PROVING: version(1), Phase.TRYING: version(2)}.get(state.phase, version(3)), "bad"
+        {Phase.PROVING: version(1), Phase.TRYING: version(2)}.get(state.phase, version(3)), "bad", 100.0
     ),
     Undecided: lambda _: Undecided("RuntimeError", 100.0),
+    CalledOff: lambda _: CalledOff(),
+    Checked: lambda _: Checked(Finding.SOUND, "", 100.0),
     Restored: lambda _: Restored(draft(1)),
     Exhausted: lambda _: Exhausted(),
+    Late: lambda _: Late(),
     Quarantined: lambda _: Quarantined(version(1), "worse on live traffic"),
     Reported: lambda _: Reported(label(version(2))),
 }
 
+TRIALS = {Phase.PROVING, Phase.CHECKING, Phase.TRYING}
 NEVER = None
 LOOK, SWITCH, REFUSED = (Report, Ask), (SetSpeculation,), (Count, Remember, Report)
-# In the order of Phase: EMPTY, UNPROVEN, PROVING, SERVING, TRYING, REVERTING, OFF. A cell is the next phase and the
-# actions; a cell without a phase stays in its own.
+# In the order of Phase: EMPTY, UNPROVEN, PROVING, SERVING, CHECKING, TRYING, REVERTING, OFF. A cell is the next phase
+# and the actions; a cell without a phase stays in its own.
 EXPECTED: dict[type[Event], list[tuple[object, ...] | None]] = {
-    Ticked: [LOOK, (Phase.PROVING, Prove, *LOOK), NEVER, LOOK, NEVER, (PutBack, *LOOK), LOOK],
-    Switched: [SWITCH, SWITCH, NEVER, SWITCH, NEVER, SWITCH, SWITCH],
-    Named: [(Fetch,), (Fetch,), NEVER, (Fetch,), NEVER, NEVER, (Fetch,)],
-    Fetched: [NEVER, (Phase.TRYING, Try), NEVER, (Phase.TRYING, Try), NEVER, NEVER, (Phase.TRYING, Try)],
-    MadeForAnother: [(Count,), (Count,), NEVER, (Count,), NEVER, NEVER, (Count,)],
-    NeedsReplica: [(Say,), (Say,), NEVER, (Say,), NEVER, NEVER, (Say,)],
-    Swapped: [NEVER, NEVER, NEVER, NEVER, (Count,), NEVER, NEVER],
-    Passed: [NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER],
+    Ticked: [LOOK, (Phase.PROVING, Prove, *LOOK), NEVER, LOOK, NEVER, NEVER, (PutBack, Report), LOOK],
+    Switched: [
+        SWITCH, SWITCH, (CallOff, *SWITCH), SWITCH, (CallOff, *SWITCH), (CallOff, *SWITCH), SWITCH, SWITCH,
+    ],
+    Named: [(Fetch,), (Fetch,), NEVER, (Fetch,), NEVER, NEVER, (), (Fetch,)],
+    Fetched: [NEVER, (Phase.TRYING, Try), NEVER, (Phase.TRYING, Try), NEVER, NEVER, NEVER, (Phase.TRYING, Try)],
+    MadeForAnother: [(Count,), (Count,), NEVER, (Count,), NEVER, NEVER, NEVER, (Count,)],
+    NeedsReplica: [(Say,), (Say,), NEVER, (Say,), NEVER, NEVER, NEVER, (Say,)],
+    Swapped: [NEVER, NEVER, NEVER, NEVER, NEVER, (Count,), NEVER, NEVER],
+    Passed: [
+        NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER,
+    ],
     Failed: [
-        REFUSED, REFUSED, (Phase.REVERTING, Count, PutBack, *REFUSED), REFUSED,
+        REFUSED, REFUSED, (Phase.REVERTING, Count, PutBack, *REFUSED), REFUSED, NEVER,
         (Phase.REVERTING, Count, PutBack, *REFUSED), NEVER, REFUSED,
     ],
     Undecided: [
-        NEVER, NEVER, (Phase.UNPROVEN, SetSpeculation, Count), NEVER,
+        NEVER, NEVER, (Phase.UNPROVEN, SetSpeculation, Count), NEVER, (Phase.SERVING, SetSpeculation, Count),
         (Phase.REVERTING, Count, Count, PutBack), NEVER, NEVER,
     ],
-    Restored: [NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.SERVING,), NEVER],
-    Exhausted: [NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.OFF, SetSpeculation), NEVER],
+    CalledOff: [
+        NEVER, NEVER, (Phase.UNPROVEN, SetSpeculation, Count), NEVER, (Phase.SERVING, SetSpeculation, Count),
+        (Phase.REVERTING, Count, PutBack), NEVER, NEVER,
+    ],
+    Checked: [NEVER, NEVER, NEVER, NEVER, (Phase.SERVING, SetSpeculation, Count), NEVER, NEVER, NEVER],
+    Restored: [NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.SERVING,), NEVER],
+    Exhausted: [NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, (Phase.OFF, SetSpeculation), NEVER],
+    Late: [NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, (SetSpeculation, Count), NEVER],
     Quarantined: [
         NEVER, (Phase.OFF, SetSpeculation, Remember), NEVER, (Phase.OFF, SetSpeculation, Remember), NEVER, NEVER, NEVER,
+        NEVER,
     ],
-    Reported: [(Remember,), (Remember,), NEVER, (Remember,), NEVER, NEVER, (Remember,)],
+    Reported: [(Remember,), (Remember,), NEVER, (Remember,), NEVER, NEVER, (Remember,), (Remember,)],
 }  # fmt: skip
 CELLS = [(phase, kind, cell) for kind, row in EXPECTED.items() for phase, cell in zip(Phase, row, strict=True)]
 
@@ -188,7 +219,7 @@ def test_a_draft_that_needs_a_replica_of_its_own_is_neither_refused_nor_followed
 
 def test_a_refusal_is_remembered_and_reported_and_ends_the_wait() -> None:
     waiting = follow(TRYING, Undecided("slow", 30.0), Restored(draft(1)))
-    after = follow(waiting, Named(version(2), 400.0), Failed(version(2), "fc.weight is missing"))
+    after = follow(waiting, Named(version(2), 400.0), Failed(version(2), "fc.weight is missing", 100.0))
     name = label(version(2))
     assert after.refused == after.memory.refused == after.unreported == {name: "fc.weight is missing"}
     assert (after.postponed, follow(after, Reported(name)).unreported) == ({}, {})
@@ -260,9 +291,9 @@ def test_the_wait_of_what_is_neither_served_nor_champion_is_forgotten() -> None:
 
 def test_what_was_served_is_put_back_first_and_what_failed_never() -> None:
     memory = Memory(good=(version(1), version(2), version(4)))
-    state = follow(replace(TRYING, memory=memory), Failed(version(2), "bad"))
+    state = follow(replace(TRYING, memory=memory), Failed(version(2), "bad", 100.0))
     assert state.fallbacks() == (draft(1), version(4))
-    state = follow(replace(PROVING, memory=memory), Failed(version(1), "bad"))
+    state = follow(replace(PROVING, memory=memory), Failed(version(1), "bad", 100.0))
     assert state.fallbacks() == (version(2), version(4))
 
 
@@ -275,12 +306,105 @@ def test_a_draft_that_is_put_back_is_proven_unless_it_was_before() -> None:
 
 def test_an_operator_gets_no_speculation_without_a_good_draft() -> None:
     switched = {phase: step(state, Switched(on=True), PATIENCE).actions for phase, state in STATES.items()
-                if phase not in (Phase.PROVING, Phase.TRYING)}  # fmt: skip
+                if phase not in TRIALS}  # fmt: skip
     assert {phase for phase, actions in switched.items() if actions == (SetSpeculation(on=True),)} == {
         Phase.UNPROVEN,
         Phase.SERVING,
-    }
+        Phase.CHECKING,
+    } - TRIALS
     assert step(SERVING, Switched(on=False), PATIENCE).actions == (SetSpeculation(on=False),)
+
+
+@pytest.mark.parametrize("phase", sorted(TRIALS))
+def test_a_trial_is_called_off_at_once_and_switched_on_again_it_is_not_disturbed(phase: Phase) -> None:
+    off, actions = step(STATES[phase], Switched(on=False), PATIENCE)
+    assert (off.wanted, actions) == (False, (CallOff(), SetSpeculation(on=False)))
+    assert step(STATES[phase], Switched(on=True), PATIENCE).actions == ()
+    after, actions = step(off, CalledOff(), PATIENCE)
+    assert (after.postponed, after.refused) == ({}, {})
+    again, actions = step(follow(off, Switched(on=True)), CalledOff(), PATIENCE)
+    assert again.wanted
+    assert actions[0] == (Count("called_off") if phase is Phase.TRYING else SetSpeculation(on=True))
+
+
+def test_a_champion_that_arrives_after_speculation_was_switched_off_is_not_swapped_in() -> None:
+    off = follow(SERVING, Named(version(2), 100.0), Switched(on=False))
+    assert step(off, Fetched(draft(2), 101.0), PATIENCE) == Step(off)
+
+
+def test_what_is_not_put_back_in_time_leaves_speculation_off_and_is_tried_at_the_next_look() -> None:
+    late, actions = step(REVERTING, Late(), PATIENCE)
+    assert (late.phase, late.speculates, kinds(actions)) == (Phase.REVERTING, False, [SetSpeculation, "late"])
+    assert late.fallback == "the last good draft is being put back"
+    assert step(late, Named(version(3), 100.0), PATIENCE) == Step(late)
+    assert follow(late, Ticked(100.0), Restored(draft(1))).fallback is None
+
+
+@pytest.mark.parametrize(
+    ("state", "now_s", "in_flight", "asked"),
+    [
+        (SERVING, 599.0, 0, False),
+        (SERVING, 600.0, 4, True),
+        (SERVING, 600.0, 5, False),
+        (SERVING, 1200.0, 5, True),
+        (replace(SERVING, wanted=False), 600.0, 0, False),
+        (replace(SERVING, answers=()), 600.0, 0, False),
+    ],
+    ids=["too early", "quiet", "busy", "busy for too long", "off", "nothing to compare with"],
+)
+def test_the_canary_prompts_are_asked_now_and_then(
+    state: DraftState, now_s: float, in_flight: int, asked: bool
+) -> None:
+    after = step(follow(state, Ticked(0.0)), Ticked(now_s, in_flight), PATIENCE)
+    assert (after.state.phase is Phase.CHECKING, Check(draft(1)) in after.actions) == (asked, asked)
+
+
+def test_canary_prompts_that_fell_alone_are_counted_and_asked_again() -> None:
+    after, actions = step(CHECKING, Checked(Finding.FELL, "lost 50%", 610.0), PATIENCE)
+    assert (after.phase, after.fault, after.check_s) == (Phase.SERVING, None, 1210.0)
+    assert kinds(actions) == [SetSpeculation, "canaries", "canaries_fell"]
+
+
+def test_a_target_that_parts_from_its_reference_is_told_of_until_it_no_longer_does() -> None:
+    after, actions = step(CHECKING, Checked(Finding.TARGET, "the target parts", 610.0), PATIENCE)
+    assert (after.phase, after.fault, after.refused) == (Phase.SERVING, "the target parts", {})
+    assert actions[-1] == Tell(TARGET_DIFFERS, "the target parts")
+    assert actions[0] == SetSpeculation(on=True)
+    assert follow(after, Ticked(1210.0), Checked(Finding.SOUND, "", 1220.0)).fault is None
+
+
+BROKEN = Checked(Finding.PAIR, "lost 50%", 610.0)
+
+
+def test_a_pair_that_broke_is_switched_off_loaded_again_and_proven() -> None:
+    broken, actions = step(CHECKING, BROKEN, PATIENCE)
+    assert kinds(actions) == [SetSpeculation, PutBack, "canaries", "broken_pairs", Tell]
+    assert (actions[0], actions[-1]) == (SetSpeculation(on=False), Tell(PAIR_BROKE, "lost 50%"))
+    assert (broken.phase, broken.fault, broken.fallbacks()) == (Phase.REVERTING, "lost 50%", (draft(1),))
+    loaded = follow(broken, Restored(draft(1)))
+    assert (loaded.phase, loaded.proof) == (Phase.UNPROVEN, None)
+    assert follow(loaded, Ticked(620.0), PASSED).fault is None
+
+
+def test_a_pair_that_broke_twice_gives_way_to_the_draft_before() -> None:
+    broken = follow(replace(CHECKING, memory=Memory(good=(version(1), version(4)))), BROKEN)
+    again = follow(broken, Restored(draft(1)), Ticked(620.0), PASSED, Ticked(620.0), Ticked(1220.0), BROKEN)
+    assert (again.phase, again.serving, again.fallbacks()) == (Phase.REVERTING, None, (version(4),))
+    assert (again.refused, set(again.postponed)) == ({}, {label(version(1))})
+
+
+@pytest.mark.parametrize("ended", [Failed(version(1), "promised 1.5", 630.0), Undecided("slow", 630.0)])
+def test_after_a_pair_broke_no_draft_is_blamed_until_one_passes(ended: Event) -> None:
+    memory = Memory(good=(version(1), version(4)))
+    proving = follow(replace(CHECKING, memory=memory), BROKEN, Restored(draft(1)), Ticked(620.0))
+    failed, actions = step(proving, ended, PATIENCE)
+    assert (failed.refused, set(failed.postponed), failed.fallbacks()) == ({}, {label(version(1))}, (version(4),))
+    assert kinds(actions) == [SetSpeculation, "postponed", "reverts", PutBack]
+    other = follow(failed, Restored(draft(4)), Ticked(640.0))
+    passed = follow(other, PASSED)
+    assert (passed.phase, passed.serving, passed.fault) == (Phase.SERVING, draft(4), None)
+    none = follow(other, Failed(version(4), "promised 1.5", 650.0))
+    assert (none.refused, none.fallbacks(), follow(none, Exhausted()).speculates) == ({}, (), False)
 
 
 def test_only_the_last_good_versions_are_remembered() -> None:
@@ -300,7 +424,8 @@ def something(rng: random.Random, state: DraftState, now_s: float) -> Event:
     fallbacks = [one if isinstance(one, Loaded) else Loaded(one, Path("/cache")) for one in state.fallbacks()]
     events: list[Event] = [
         Ticked(now_s), Switched(rng.random() < 0.7), Named(rng.choice([None, fresh]), now_s), Swapped(1.0),
-        Passed(PROOF), Undecided("slow", now_s), Exhausted(), Failed(failed, "bad"), MadeForAnother(fresh, "other"),
+        PASSED, Undecided("slow", now_s), Exhausted(), Failed(failed, "bad", now_s), MadeForAnother(fresh, "other"),
+        CalledOff(), Checked(rng.choice(list(Finding)), "found", now_s), Late(),
         *[Restored(one) for one in fallbacks],
         *([Quarantined(state.serving.version, "worse")] if state.serving else []),
         *([Fetched(Loaded(fresh, Path("/cache")), now_s)] if label(fresh) not in known else []),
@@ -311,13 +436,25 @@ def something(rng: random.Random, state: DraftState, now_s: float) -> Event:
     return rng.choice(possible)
 
 
+def engine_speculates(before: bool, event: Event, state: DraftState, actions: tuple[Action, ...]) -> bool:
+    """Return whether the engine drafts after the actions of an event."""
+    on = state.wanted if isinstance(event, Restored) else before
+    for action in actions:
+        on = action.on if isinstance(action, SetSpeculation) else on or isinstance(action, Prove | Try)
+    return on
+
+
 @pytest.mark.parametrize("boot", [None, draft(1)], ids=["without a draft", "with one"])
 def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) -> None:
     seen = set()
     for seed in range(200):
         rng, state = random.Random(seed), DraftState.started(boot, Memory())
+        speculating = state.speculates
         for now_s in range(60):
-            state = follow(state, something(rng, state, float(now_s * 20)))
+            event = something(rng, state, float(now_s * 20))
+            state, actions = step(state, event, PATIENCE._replace(canary_period_s=20.0))
+            speculating = engine_speculates(speculating, event, state, actions)
+            assert state.wanted or not speculating
             seen.add(state.phase)
             proven, unproven = state.phase is Phase.SERVING, state.phase in (Phase.UNPROVEN, Phase.PROVING)
             silent = state.phase in (Phase.EMPTY, Phase.OFF)

@@ -1,6 +1,12 @@
 """What a refresh trains on and is held to."""
 
+import hashlib
+import itertools
+import json
+import random
+
 import pytest
+from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, publish, staged
 from infra.consent import QueryRow
@@ -9,9 +15,10 @@ from infra.registry import Pair, Version
 from infra.settings import load_settings
 from models.hidden import Sample
 from models.recipe import Refresh
+from models.tokens import encode_chat
 from tasks.advance_cursor import advance_cursor
-from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
-from tasks.stages.samples import part_of, read_samples, write_samples
+from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
+from tasks.stages.samples import probe_versions, read_samples, write_samples
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
 
@@ -33,23 +40,24 @@ def first_samples(tmp_path) -> Artifact:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    """Return a pair whose target is version 1; its files are not looked at."""
+def pair(tiny_target) -> Pair:
+    """Return a pair whose target is version 1; of its files only the tokenizer is looked at."""
     version = Version(kind="target", number=1, sha256="0" * 64, tags={}, created_ms=0)
-    files = Artifact(uri="file:///nowhere", sha256="0" * 64, kind="any")
+    files = Artifact(uri=tiny_target.as_uri(), sha256="0" * 64, kind="any")
     return Pair(target=version, draft=version, target_files=files, draft_files=files)
 
 
-def row(number: int, second_id: int = 0) -> QueryRow:
+def row(number: int, second_id: int = 0, prompt_ids: list[int] | None = None, domain: str = "code", key="") -> QueryRow:
     return QueryRow(
-        id=f"row{number}",
+        id=f"{domain if domain != 'code' else 'row'}{number}",
         time_ms=0,
-        domain="code",
+        domain=domain,
+        key=key or None,
         consent="full",
         scrubber_revision=1,
         target_version=1,
         draft_version=1,
-        prompt_ids=[number, second_id],
+        prompt_ids=prompt_ids or [number, second_id],
         completion_ids=[4, 5, 6],
         sampling={"temperature": 0},
         finish_reason="stop",
@@ -121,27 +129,179 @@ def test_what_a_run_raised_is_raised_again_where_the_log_can_not_be_written(log)
     log.path.unlink()
 
 
-def test_window_replay_and_first_samples_are_mixed_and_no_question_is_on_both_sides(log, first_samples, pair):
-    log.append([row(n) for n in range(40)])
-    advance_cursor.fn(claim_window.fn(REFRESH))
-    log.append(
-        [row(n, second_id=1 if n < 8 else 0) for n in range(40, 90)] + [row(n, second_id=1) for n in range(200, 210)]
+def parts_of(artifact: Artifact) -> dict[str, list[Sample]]:
+    return {part: read_samples(artifact, part) for part in ("train", "held_out", "probe")}
+
+
+def held(log, pair, first_samples, rows: list[QueryRow], refresh: Refresh = REFRESH) -> dict[str, list[Sample]]:
+    """Append rows, take them as a window, and return its parts."""
+    log.append(rows)
+    window = claim_window.fn(refresh)
+    parts = parts_of(hold_out.fn(recipe_of(refresh), pair, window, first_samples).samples)
+    advance_cursor.fn(window)
+    return parts
+
+
+def clusters_of(samples: list[Sample]) -> set[str]:
+    return {sample.cluster for sample in samples}
+
+
+def words(number: int, length: int = 30) -> list[int]:
+    rng = random.Random(number)
+    return [rng.randrange(5, 250) for _ in range(length)]
+
+
+def test_window_replay_and_first_samples_are_mixed_and_no_cluster_is_on_two_sides(log, first_samples, pair):
+    held(log, pair, first_samples, [row(n) for n in range(100)])
+    again = [row(n, second_id=1 if n < 108 else 0) for n in range(100, 150)]
+    parts = held(log, pair, first_samples, again + [row(n, prompt_ids=[n - 200, 1]) for n in range(200, 210)])
+    train, held_out, probe = parts.values()
+
+    assert any(one.id.startswith("t") for one in train)
+    assert not clusters_of(train) & clusters_of(held_out)
+    assert not clusters_of(train + held_out) & clusters_of(probe)
+    assert len({one.id for one in train + held_out + probe}) == len(train + held_out + probe)
+    assert "" not in clusters_of(train + held_out + probe)
+
+
+def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_samples, pair):
+    refresh = REFRESH.model_copy(update={"replay_per_domain": 0})
+    first = held(log, pair, first_samples, [row(n) for n in range(100)], refresh)
+    second = held(log, pair, first_samples, [row(n) for n in range(100, 200)], refresh)
+    assert len(first["held_out"]) > 8
+    assert {one.id for one in first["held_out"]} <= {one.id for one in second["train"]}
+    assert not {one.id for one in first["train"]} & {one.id for one in second["train"]}
+
+
+def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_samples, pair):
+    refresh = REFRESH.model_copy(update={"replay_per_domain": 0})
+    rows = [row(n, prompt_ids=words(n)) for n in range(60)]
+    rows += [row(100 + n, prompt_ids=[*words(1000)[:-1], n]) for n in range(30)]
+    copies = {one.id for one in rows[60:]}
+    first = held(log, pair, first_samples, rows, refresh)
+    assert {one.id for one in first["held_out"]} >= copies
+    second = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(200, 300)], refresh)
+    assert {one.id for one in second["train"]} >= copies
+    assert not copies & {one.id for one in first["probe"] + second["probe"]}
+
+
+def test_a_client_can_not_choose_the_side_of_its_prompts(tmp_path, monkeypatch, first_samples, pair):
+    def unsalted_side(prompt_ids: list[int]) -> str:
+        digest = hashlib.sha256(json.dumps(prompt_ids).encode()).digest()
+        return "held_out" if int.from_bytes(digest[:8]) / 2**64 < REFRESH.held_out_fraction else "train"
+
+    chosen = [
+        prompt for prompt in ([n, m] for n in range(200) for m in range(9)) if unsalted_side(prompt) == "held_out"
+    ]
+    sides = []
+    for home in ("one", "other"):
+        monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / home))
+        log = QueryLog(load_settings().querylog)
+        parts = held(log, pair, first_samples, [row(n, prompt_ids=prompt) for n, prompt in enumerate(chosen[:100])])
+        assert 5 < sum(one.domain == "code" for one in parts["held_out"]) < 40
+        sides.append({one.id for one in parts["held_out"]})
+    assert sides[0] != sides[1]
+
+
+def test_near_copies_and_turns_of_a_chat_stay_on_one_side(log, first_samples, pair, tiny_target):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+
+    def chat(number: int, turns: int) -> list[int]:
+        asked = [{"role": "system", "content": f"you are number {number % 3}"}]
+        for turn in range(turns):
+            asked += [{"role": "user", "content": f"{number} {turn} " + "".join(map(chr, words(number, 40)))}]
+            asked += [{"role": "assistant", "content": f"answer {number * turn}"}]
+        return encode_chat(tokenizer, asked[:-1])
+
+    rows = [row(3 * n + turn, prompt_ids=chat(n, turn + 1)) for n in range(16) for turn in range(3)]
+    rows += [row(100 + n, prompt_ids=[*words(n // 2), n]) for n in range(40)]
+    parts = held(log, pair, first_samples, rows)
+    part_of = {one.id: part for part, samples in parts.items() for one in samples}
+    for n in range(16):
+        of_chat = {part_of.get(f"row{3 * n + turn}") for turn in range(3)}
+        assert len(of_chat) == 1 or of_chat == {"probe", None}, n
+    for n in range(20):
+        copies = {part_of.get(f"row{100 + 2 * n + copy}") for copy in range(2)}
+        assert len(copies) == 1 or copies == {"probe", None}, n
+
+
+def test_a_domain_keeps_its_probe_set_while_it_is_idle_and_nothing_like_it_is_trained_on(log, first_samples, pair):
+    first = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
+    probes = [one for one in first["probe"] if one.domain == "code"]
+    assert len(probes) == 25
+    for window in range(1, 4):
+        rows = [row(n, domain="math", prompt_ids=words(1000 * window + n)) for n in range(60)]
+        rows = [one.model_copy(update={"id": f"{one.id}-{window}"}) for one in rows]
+        copies = [one.prompt_ids[:-1] for one in probes]
+        rows += [row(1000 * window + n, prompt_ids=[*copy, window]) for n, copy in enumerate(copies[:3])]
+        parts = held(log, pair, first_samples, rows)
+        assert [one for one in parts["probe"] if one.domain == "code"] == probes
+        assert not clusters_of(probes) & clusters_of(parts["train"] + parts["held_out"])
+    assert probe_versions(parts["probe"])["code"] == probe_versions(first["probe"])["code"]
+    assert sum(one.domain == "math" for one in parts["probe"]) == 45
+
+
+def test_the_first_drafts_held_out_conversations_fill_up_a_set_as_far_as_no_row_is_alike(log, first_samples, pair):
+    parts = held(
+        log, pair, first_samples, [row(n, prompt_ids=[n, 2]) for n in range(7)] + [row(n) for n in range(50, 99)]
     )
+    assert sorted(one.id for one in parts["probe"] if one.domain == "chat") == sorted(f"h{n}" for n in range(7, 30))
+
+
+def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fresh_once(log, first_samples, pair):
+    held(log, pair, first_samples, [row(n) for n in range(100)])
+    log.append([row(n, domain="math" if n % 4 == 0 else "code") for n in range(100, 180)])
     window = claim_window.fn(REFRESH)
-    samples = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
-    train, held_out = read_samples(samples, "train"), read_samples(samples, "held_out")
-
-    of_log = [one for one in train + held_out if one.id.startswith("row")]
-    assert len(of_log) == window.num_rows + REFRESH.replay_per_domain
-    assert all((one in held_out) == (part_of(one.prompt_ids, 0.25) == "held_out") for one in of_log)
-    assert sum(one.id.startswith("t") for one in train) == REFRESH.replay_per_domain
-    assert not {tuple(one.prompt_ids) for one in train} & {tuple(one.prompt_ids) for one in held_out}
-    assert len({one.id for one in train + held_out}) == len(train + held_out)
+    parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
+    assert parts.shares == {"code": 0.75, "math": 0.25}
+    assert parts.fresh
+    assert parts.fresh.keys() <= {one.id for one in read_samples(parts.samples, "probe")}
+    of_window = {one.id: one.domain for one in log.rows(window.first_seq, window.last_seq)}
+    assert parts.fresh.items() <= of_window.items()  # by their own names, also where they are judged as others
+    assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == parts
 
 
-def test_a_question_of_the_first_samples_that_traffic_asks_again_changes_sides_with_it(log, first_samples, pair):
-    log.append([row(n, second_id=1) for n in range(30)] + [row(100 + n) for n in range(30)])
+def test_a_repeated_attempt_splits_alike_and_reserves_nothing_more(log, first_samples, pair):
+    log.append([row(n) for n in range(100)])
     window = claim_window.fn(REFRESH)
-    samples = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
-    trained = {tuple(one.prompt_ids) for one in read_samples(samples, "train")}
-    assert not any(tuple(one.prompt_ids) in trained for one in read_samples(samples, "held_out"))
+    once = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
+    assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == once
+
+
+def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, first_samples, pair):
+    """622 rows that would all fall on the held-out side of a split without a secret, and as many near-copies."""
+    refresh = REFRESH.model_copy(update={"max_rows": 2000})
+
+    def unsalted(prompt_ids: list[int]) -> float:
+        return int.from_bytes(hashlib.sha256(json.dumps(prompt_ids).encode()).digest()[:8]) / 2**64
+
+    held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(400)], refresh)
+    chosen = itertools.islice((prompt for n in itertools.count(9000) if unsalted(prompt := words(n)) < 0.25), 622)
+    flood = [row(n, domain="flood", key="flooder", prompt_ids=prompt) for n, prompt in enumerate(chosen)]
+    before = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(500, 700)], refresh)
+    during = held(log, pair, first_samples, [*flood, *(row(n, prompt_ids=words(n)) for n in range(700, 900))], refresh)
+    after = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(900, 1100)], refresh)
+
+    def sizes(parts: dict[str, list[Sample]]) -> list[int]:
+        return [sum(one.domain == "code" for one in parts[part]) for part in ("held_out", "probe")]
+
+    for parts in (during, after):
+        (held_out, probes), (held_out_before, probes_before) = sizes(parts), sizes(before)
+        assert probes == probes_before == 100
+        assert held_out > 0.6 * held_out_before
+    flooded = [one for one in during["train"] + during["held_out"] if one.domain == "flood"]
+    held_out_share = sum(one in during["held_out"] for one in flooded) / len(flooded)
+    assert held_out_share == pytest.approx(0.25, abs=0.1)
+    copies = [row(n, domain="copies", key="flooder", prompt_ids=[*words(1), n % 200]) for n in range(622)]
+    last = held(log, pair, first_samples, [*copies, *(row(n, prompt_ids=words(n)) for n in range(1100, 1300))], refresh)
+    assert sizes(last)[1] == 100
+    assert sizes(last)[0] > 0.6 * sizes(before)[0]
+
+
+def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_has_not_seen(log, first_samples, pair):
+    held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
+    log.append([row(n, prompt_ids=words(n)) for n in range(100, 120)] + [row(200, prompt_ids=[*words(0)[:-1], 7])])
+    parts = parts_of(hold_out_past.fn(recipe_of(REFRESH), pair, first_samples).samples)
+    assert {one.id for one in parts["held_out"]} == {f"row{n}" for n in range(100, 120)}
+    assert parts["train"] == []
+    assert sum(one.domain == "code" for one in parts["probe"]) == 25

@@ -1,34 +1,49 @@
-"""Which domains are judged, and against what."""
+"""Which domains are judged, and against what; what becomes of a draft that did not pass."""
 
-from infra.registry import Version
-from models.gate import Score
-from models.hidden import Sample
-from tasks.gate_draft import best_taus, judgeable
+import pytest
 
-
-def samples(**sizes: int) -> list[Sample]:
-    return [Sample(f"{domain}{number}", domain, [1], [2]) for domain, size in sizes.items() for number in range(size)]
+from models.gate import Params
+from models.paired import Score
+from tasks.gate_draft import better, judge_floors
+from tests.conftest import judge
 
 
-def test_a_new_domain_too_small_to_judge_is_left_out_and_named():
-    kept, left_out = judgeable(samples(chat=9, code=8, stray=2), known={"chat"}, min_conversations=8)
-    assert {sample.domain for sample in kept} == {"chat", "code"}
-    assert left_out == ("stray",)
+def scores(accepted: float, *domains: str) -> list[Score]:
+    return [Score(id=domain, domain=domain, steps=10, accepted=accepted) for domain in domains]
 
 
-def test_a_domain_that_a_champion_was_measured_on_stays_in_however_small():
-    kept, left_out = judgeable(samples(chat=1), known={"chat"}, min_conversations=8)
-    assert len(kept) == 1
-    assert left_out == ()
+def test_each_domain_is_held_to_its_own_best_draft():
+    best = {"chat": scores(5.0, "chat", "code"), "code": scores(8.0, "chat", "code")}
+    floors = judge_floors(best, scores(8.0, "chat", "code"), Params(num_resamples=100), seed=0)
+    assert {domain: floor.best for domain, floor in floors.items()} == {"chat": 1.5, "code": 1.8}
+    assert {domain: floor.tau for domain, floor in floors.items()} == {"chat": 1.8, "code": 1.8}
 
 
-def test_a_known_domain_without_a_sample_is_not_judged_and_is_named():
-    kept, left_out = judgeable(samples(chat=8, stray=2), known={"chat", "code"}, min_conversations=8)
-    assert {sample.domain for sample in kept} == {"chat"}
-    assert left_out == ("code", "stray")
+def test_a_domain_without_conversations_here_is_not_judged():
+    past = scores(5.0, "chat")
+    assert judge_floors({"chat": past, "code": past}, past, Params(num_resamples=100), seed=0).keys() == {"chat"}
 
 
-def test_a_domain_without_conversations_here_has_no_best_to_be_held_to():
-    past = Version(kind="draft", number=3, sha256="0" * 64, tags={}, created_ms=0)
-    scores = {3: [Score(id="a", domain="chat", steps=10, accepted=5.0)]}
-    assert best_taus({"chat": past, "code": past}, scores) == {"chat": 1.5}
+def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_same_conversations():
+    champion, past = scores(5.0, "chat", "code"), [*scores(6.0, "chat"), *scores(4.0, "code")]
+    assert better("chat", champion, past) is past
+    assert better("code", champion, past) is champion
+    assert better("chat", champion, []) is champion
+
+
+@pytest.mark.parametrize(
+    ("gains", "learns", "gate", "reason"),
+    [
+        ({"chat": 0.3}, True, "passed", ""),
+        ({"chat": 0.0}, True, "undecided", "learning: gain +0.000 tokens a step, at least -0."),
+        ({"chat": 0.6, "code": -0.2}, True, "undecided", "learning: gain +0.200 tokens a step, at least +0."),
+        ({"chat": -0.35}, True, "refused", "a loss is shown"),
+        ({"chat": 0.0}, False, "refused", "no gain shown"),
+        ({"chat": 0.6, "code": -0.2}, False, "refused", 'domain "code" may lose'),
+    ],
+)
+def test_only_what_is_shown_worse_or_can_not_learn_is_refused(gains, learns, gate, reason):
+    judged = judge(gains).model_copy(update={"learns": learns})
+    assert judged.gate == gate
+    assert "; ".join(judged.reasons).startswith(reason)
+    assert ('domain "code" may lose' in "; ".join(judged.reasons)) == ("code" in gains)

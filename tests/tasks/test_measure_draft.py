@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.gate import Score
+from models.paired import Score
 from tasks.measure_draft import summarise, tau_of
 
 SCORES = [

@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import Artifact, publish
+from infra.artifacts import Artifact, publish, staged
 from infra.manifest import write_manifest
-from infra.querylog import Window
 from infra.registry import Pair, Registry, Version, open_registry
+from infra.settings import load_settings
 from infra.views.gate import DATA, PAGE, GateReport
+from infra.windows import Window
 from models.recipe import load_recipe
+from tasks.distill_draft import Trained
+from tasks.find_challenger import find_challenger
 from tasks.register import register_candidate, register_draft, register_target
 from tests.conftest import judge, make_draft
 
 SAMPLES = Artifact(uri="file:///nowhere", sha256="0" * 64, kind="samples")
+STATE = Artifact(uri="file:///gone", sha256="2" * 64, kind="state")
 WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 RECIPE = load_recipe("tiny")
 
@@ -46,8 +50,9 @@ def made(target: Path, directory: Path, seed: int) -> Artifact:
 
 
 def register(pair: Pair, tmp_path: Path, gains: dict[str, float]) -> Version:
-    candidate = made(pair.target_files.path, tmp_path / "candidate", seed=2)
-    return register_candidate.fn(RECIPE, pair, candidate, WINDOW, SAMPLES, judge(gains))
+    trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=STATE)
+    start = find_challenger.fn(RECIPE, pair, WINDOW)
+    return register_candidate.fn(RECIPE, pair, start, trained, WINDOW, SAMPLES, judge(gains))
 
 
 def described(registry: Registry, version: Version) -> str:
@@ -61,8 +66,9 @@ def described(registry: Registry, version: Version) -> str:
 @pytest.mark.parametrize(
     ("gains", "verdict", "line"),
     [
-        ({"chat": 0.3}, "passed", "Gate passed: τ +0.300 against draft 1, at least"),
-        ({"chat": 0.6, "code": -0.3}, "refused", 'Gate refused: domain "code" may lose'),
+        ({"chat": 0.3}, "passed", "Gate passed: +0.300 tokens a step against draft 1, at least"),
+        ({"chat": 0.6, "code": -0.3}, "undecided", "Gate undecided: learning: gain +0.150 tokens a step, at least +"),
+        ({"chat": -0.35}, "refused", "Gate refused: a loss is shown"),
     ],
 )
 def test_a_judged_draft_carries_its_verdict_and_evidence(
@@ -82,6 +88,46 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     assert (report.test.parent, report.test.rows) == (1, (1, 60))
     assert "; ".join(report.reasons) == version.tags["gate_reasons"]
     assert registry.attached(version, PAGE).startswith(f"# Gate {verdict}")
+    assert (version.tags["state_uri"], version.tags["state_sha256"]) == (STATE.uri, STATE.sha256)
+
+
+def test_what_is_undecided_is_gone_on_with_and_what_is_shown_worse_is_not(
+    registry: Registry, pair: Pair, tmp_path: Path
+) -> None:
+    later = WINDOW.model_copy(update={"first_seq": 61, "last_seq": 120})
+    assert register(pair, tmp_path, {"chat": 0.0}).number == 2
+    again = find_challenger.fn(RECIPE, pair, WINDOW)
+    assert (again.version.number, again.evidence.num_windows) == (1, 0)  # the same rows, of which some were erased
+    start = find_challenger.fn(RECIPE, pair, later)
+    assert (start.version.number, start.going_on, start.evidence.num_windows) == (2, True, 1)
+    assert start.evidence.challenger == 1
+    assert start.state is None  # the file is not there any more
+
+    registry.quarantine("draft", 2, "another output")
+    start = find_challenger.fn(RECIPE, pair, later)
+    assert (start.version.number, start.going_on, start.evidence.challenger) == (1, False, 2)
+
+
+def test_only_states_that_a_run_may_go_on_from_are_kept(pair: Pair, tmp_path: Path) -> None:
+    states = load_settings().artifacts / "state"
+    for name in ("old", "new"):
+        with staged(states / name) as directory:
+            (directory / "state.safetensors").write_text(name)
+    new = publish(states / "new", "state")
+    trained = Trained(draft=made(pair.target_files.path, tmp_path / "candidate", seed=2), state=new)
+    start = find_challenger.fn(RECIPE, pair, WINDOW)
+    register_candidate.fn(RECIPE, pair, start, trained, WINDOW, SAMPLES, judge({"chat": 0.0}))
+    assert [folder.name for folder in states.iterdir()] == ["new"]
+    later = WINDOW.model_copy(update={"first_seq": 61, "last_seq": 120})
+    assert find_challenger.fn(RECIPE, pair, later).state == new
+
+
+def test_evidence_at_another_k_is_not_gone_on_with_but_the_weights_are(pair: Pair, tmp_path: Path) -> None:
+    register(pair, tmp_path, {"chat": 0.0})
+    engine = RECIPE.engine.model_copy(update={"num_draft_tokens": 3})
+    later = WINDOW.model_copy(update={"first_seq": 61, "last_seq": 120})
+    start = find_challenger.fn(RECIPE.model_copy(update={"engine": engine}), pair, later)
+    assert (start.version.number, start.evidence.challenger, start.evidence.num_windows) == (2, 2, 0)
 
 
 def test_a_first_draft_says_that_there_was_no_champion(registry: Registry, pair: Pair) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from infra.artifacts import staged
 from infra.consent import QueryRow
-from infra.querylog import QueryLog, Window
+from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.settings import Settings
 from infra.views.acceptance import Served
 from infra.views.gate import GateReport, headline, write_files
+from infra.windows import Window
 from models.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure.compare_traffic import compare_acceptance
@@ -67,7 +68,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     settings = Settings(home=tmp_path_factory.mktemp("report") / "home")
     registry = open_registry(settings)
     passed = judge({"chat": 0.05, "code": 0.5})
-    refused = judge({"chat": -0.2, "code": 0.1}, test_index=2, unjudged=("sql",))
+    refused = judge({"chat": -0.2, "code": 0.1}, challenger=2, unjudged=("sql",))
     reports = {
         1: first_report(judge({"chat": 0.0}).measured, 3),
         2: judged_report(passed, PARAMS, 1, WINDOW, 3),
@@ -226,9 +227,9 @@ def test_evidence_is_told_for_each_draft_and_its_absence_too(html: str) -> None:
     assert "Quarantined: another output" in fourth
     assert "were not kept" in fourth
     assert "Too small" not in third
-    assert "too few conversations to judge: sql" in third
-    assert "the candidate may lose more than 5.0% of the best τ in chat" in third
-    assert re.search(r"chat 30 1\.492 1\.542 1\.492 \+3\.4% \+\d\.\d% -5\.0% keeps its floor", second)
+    assert "Without a conversation to judge: sql" in third
+    assert "the challenger may lose more than 5.0% of the best τ in chat" in third
+    assert re.search(r"chat 120 1\.499 1\.549 1\.499 \+3\.3% \+\d\.\d% -5\.0% keeps its floor", second)
     assert "So it may serve." in second
     assert "There was no champion to compare it with" in first
 

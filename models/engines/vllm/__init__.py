@@ -24,6 +24,7 @@ _TARGET = "the recipe's [target] says which model and tokenizer"
 _SAME = "set the key of that name in [engine]"
 _SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
 _OWN = "drafts are swapped and accepted tokens are counted through it"
+_TURNS = "what checks a draft goes before traffic or after it"
 _SERVE = "it is the endpoint's; set tool_parser in [serve]"
 # Engine arguments that have one place to be set already, or that would break what this package promises.
 OWNED = {
@@ -33,6 +34,7 @@ OWNED = {
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "scheduler_cls", "distributed_executor_backend"), _OWN),
     **dict.fromkeys(("async_scheduling", "disable_log_stats"), _OWN),
+    "scheduling_policy": _TURNS,
     **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), _SERVE),
     "served_model_name": "the service names the model",
     "trust_remote_code": "code out of a model's directory is never run",

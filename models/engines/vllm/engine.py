@@ -1,6 +1,7 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -19,6 +20,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models import catalog
@@ -37,7 +39,12 @@ TOLERANCE = 0.05
 # (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 
+# vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
+RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+
 OnFinish = Callable[[Completion, SamplingParams], None]
+
+log = logging.getLogger(__name__)
 
 
 class TappedLLM(AsyncLLM):
@@ -54,9 +61,15 @@ class TappedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See the base class."""
+        """See the base class.
+
+        Raises:
+            EngineDeadError: the engine broke the answer off, as it does to all when it is told to end; vLLM would pass
+            on what there is as a whole answer, with finish reason "abort".
+        """
         if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                _require_not_aborted(output)
                 output.kv_transfer_params = None
                 yield output
             return
@@ -64,6 +77,7 @@ class TappedLLM(AsyncLLM):
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 tap.see(output)
+                _require_not_aborted(output)
                 if output.finished:
                     answered: Any = output  # it carries the completion to `VllmEngine.generate`
                     answered.completion = tap.completion()
@@ -77,6 +91,11 @@ class TappedLLM(AsyncLLM):
     def _tell(self, completion: Completion, sampling_params: SamplingParams) -> None:
         if self.on_finish is not None:
             self.on_finish(completion, sampling_params)
+
+
+def _require_not_aborted(output: RequestOutput) -> None:
+    if any(answer.finish_reason == "abort" for answer in output.outputs):
+        raise EngineDeadError
 
 
 class _Tap:
@@ -174,9 +193,11 @@ class VllmEngine:
             draft_version: what the draft is called in outputs.
 
         Raises:
-            ValueError: a directory can't be loaded.
+            ValueError: a directory can't be loaded, or vLLM is asked for a model runner that is not supported.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
+            raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
         speculative = {}
         if draft is not None and params.num_draft_tokens > 0:
             speculative["speculative_config"] = {
@@ -195,6 +216,7 @@ class VllmEngine:
                 "distributed_executor_backend": "mp",
                 "worker_extension_cls": "models.engines.vllm.worker.DraftWorker",
                 "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
+                "scheduling_policy": "priority",
                 "async_scheduling": False,
                 "disable_log_stats": False,
                 **speculative,
@@ -207,7 +229,13 @@ class VllmEngine:
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         llm.rules = params.rules
-        return cls(llm, args, draft)
+        engine = cls(llm, args, draft)
+        try:
+            log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
 
     @property
     def draft_version(self) -> str:
@@ -250,7 +278,8 @@ class VllmEngine:
             ignore_eos=sampling.ignore_eos,
             output_kind=RequestOutputKind.DELTA,
         )
-        async for output in self.llm.generate({"prompt_token_ids": list(prompt_ids)}, wanted, request_id):
+        prompt = {"prompt_token_ids": list(prompt_ids)}
+        async for output in self.llm.generate(prompt, wanted, request_id, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
                 on_first_token()
@@ -260,6 +289,8 @@ class VllmEngine:
 
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two engine steps; return the milliseconds it took.
+
+        The prefix cache is forgotten, because it holds the keys of the draft before.
 
         Raises:
             ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
@@ -271,6 +302,7 @@ class VllmEngine:
         family = family_of(directory)
         if (weights := family.vllm_weights(directory)) is not None:
             await self._call("swap_draft", str(weights.file), weights.parameters)
+            await self.llm.reset_prefix_cache()
         elif family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
         await self.llm.update_weight_version(version)
@@ -294,7 +326,7 @@ class VllmEngine:
         return errors[name]
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting on or off; off costs nothing.
+        """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
         Raises:
             ValueError: the engine has no draft to switch on.
@@ -303,6 +335,8 @@ class VllmEngine:
             raise ValueError("speculation can't be switched on: the engine was started without a draft")
         if self.draft is not None:
             await self._call("set_speculation", on)
+            if on and not self.speculating:
+                await self.llm.reset_prefix_cache()
         self.llm.speculating = on
 
     async def health(self) -> None:

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.engines.vllm import kernels, linear_kernels
 
+# What of vLLM's runner says how many tokens are drafted, and for which sequences.
+SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = dict[str, tuple[str, ...]]
 
@@ -49,6 +52,20 @@ class DraftWorker:
     model_runner: Any
     get_model: Callable[[], nn.Module]
     get_draft_model: Callable[[], nn.Module | None]
+
+    @answering
+    def runner(self) -> str:
+        """Return the class of vLLM's model runner; ValueError if it is not one that this extension can steer."""
+        runner = self.model_runner
+        name = f"{type(runner).__module__}.{type(runner).__qualname__}"
+        if not isinstance(runner, GPUModelRunner):
+            raise ValueError(f"vLLM runs {name}; drafts are swapped and switched off in its V1 model runner only")
+        if self.get_draft_model() is None:
+            return name
+        for attribute in SWITCH:
+            if not hasattr(runner, attribute):
+                raise ValueError(f"vLLM's {name} has no {attribute}; another release of vLLM is installed than wanted")
+        return name
 
     @answering
     def swap_draft(self, path: str, parameters: Parameters) -> int:
@@ -117,13 +134,14 @@ class DraftWorker:
         """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
 
         The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens
-        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: acceptance of the
-        requests in flight is lower for a while after switching on, their output is the same.
+        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: requests in flight
+        accept less for a while after switching on, their output is the same. Cached blocks: see `draft_keys`.
         """
         runner = self.model_runner
         if not hasattr(self, "_speculation"):
-            self._speculation = (runner.num_spec_tokens, runner.effective_drafter_max_model_len)
-        runner.num_spec_tokens, runner.effective_drafter_max_model_len = self._speculation if on else (0, 0)
+            self._speculation = tuple(getattr(runner, attribute) for attribute in SWITCH)
+        for attribute, value in zip(SWITCH, self._speculation, strict=True):
+            setattr(runner, attribute, value if on else 0)
 
     def _draft(self) -> Any:
         draft = self.get_draft_model()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.views.figures import draw_latency, draw_losses, draw_shares, draw_speeds, draw_tau
+from infra.views.figures import draw_latency, draw_losses, draw_promotions, draw_shares, draw_speeds, draw_tau
 
 
 @pytest.mark.parametrize("curves", [{"chat": [(1, 1.5), (2, 1.7)], "code": [(2, 1.4)]}, {"chat": [(1, 1.5)]}])
@@ -18,6 +18,13 @@ def test_losses_are_drawn(tmp_path):
 def test_speeds_are_drawn_also_where_a_domain_lacks_a_side(tmp_path):
     speeds = {"chat": {"pair": (11.0, 9.0, 12.0), "alone": (7.0, 7.0, 7.0)}, "code": {"alone": (7.0, 6.0, 8.0)}}
     assert draw_speeds(speeds, "tokens/s", tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_promotions_are_drawn_also_where_none_came(tmp_path):
+    file = draw_promotions(
+        {"no gain": [(1.0, 0.0), (1000.0, 0.0)], "better": [(1.0, 0.0), (3.0, 1.0)]}, 0.05, tmp_path / "g.png"
+    )
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_latencies_are_drawn_as_dots_and_as_shares(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from infra.querylog import Window
 from infra.views.gate import GateReport, explain, headline, markdown, write_files
+from infra.windows import Window
 from models.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure_draft import Measured, first_report
@@ -22,9 +22,10 @@ def test_a_pass_names_gain_bound_and_error_and_no_reason() -> None:
     assert (passed.verdict, passed.reasons) == ("passed", ())
     assert passed.test is not None
     assert passed.domains["chat"].tau_after - passed.domains["chat"].tau_before == pytest.approx(0.2)
-    assert headline(passed) == f"Gate passed: τ +0.150 against draft 3, at least {passed.test.gain.low:+.3f}."
+    low = passed.test.gain.low
+    assert headline(passed) == f"Gate passed: +0.150 tokens a step against draft 3, at least {low:+.3f}."
     said = explain(passed)
-    assert "the same 60 held-out conversations" in said
+    assert "the same 240 held-out conversations of its window" in said
     assert "a chance of 3.04%" in said
     assert "a gain is shown" in said
     assert said.endswith("So it may serve.")
@@ -32,37 +33,58 @@ def test_a_pass_names_gain_bound_and_error_and_no_reason() -> None:
 
 
 def test_a_domain_that_pays_is_named_with_its_bound_and_the_floor() -> None:
-    refused = report({"chat": 0.6, "code": -0.2})
-    assert refused.verdict == "refused"
-    code = refused.domains["code"]
-    assert (len(code.refusals), refused.domains["chat"].refusals) == (1, ())
-    assert refused.reasons == code.refusals
-    assert f"in code ({code.change.low:+.1%})" in explain(refused)
-    page = markdown(refused)
-    assert f"| code | 30 | 1.492 | 1.292 | 1.492 | {code.change.value:+.1%} | {code.change.low:+.1%} | -5.0% |" in page
+    learning = report({"chat": 0.6, "code": -0.2})
+    assert learning.verdict == "undecided"
+    code = learning.domains["code"]
+    assert (len(code.refusals), learning.domains["chat"].refusals) == (1, ())
+    assert learning.reasons[1:] == code.refusals
+    assert f"in code ({code.change.low:+.1%})" in explain(learning)
+    page = markdown(learning)
+    assert f"| code | 120 | 1.499 | 1.299 | 1.499 | {code.change.value:+.1%} | {code.change.low:+.1%} | -5.0% |" in page
     assert f"- {code.refusals[0]}" in page
     assert "rows 5 to 90" in page
 
 
-def test_a_candidate_without_gain_in_too_few_conversations_is_refused_for_both() -> None:
-    judged = judge({"chat": 0.0}, test_index=2, unjudged=("sql",))
-    strict = PARAMS.model_copy(update={"min_conversations": 40})
-    few = judged.verdict.domains["chat"].model_copy(update={"gain": None, "relative": None, "best": None})
-    verdict = judged.verdict.model_copy(update={"domains": {"chat": few}, "promote": False})
-    refused = judged_report(judged.model_copy(update={"verdict": verdict}), strict, 3, WINDOW, 2)
-    assert "no gain is shown" in explain(refused)
-    assert "Too few conversations to judge: chat (30)." in explain(refused)
-    page = markdown(refused)
-    assert "too few conversations |" in page
-    assert "too few conversations to judge: sql" in page
-    assert "this was test 2 of its line" in page
-    assert headline(refused).startswith("Gate refused: no gain shown")
+def test_a_challenger_without_gain_is_undecided_and_few_conversations_block_nothing() -> None:
+    judged = judge({"chat": 0.0}, challenger=2, unjudged=("sql",))
+    floor = judged.verdict.floors["chat"].model_copy(update={"binding": False})
+    verdict = judged.verdict.model_copy(update={"floors": {"chat": floor}})
+    undecided = judged_report(judged.model_copy(update={"verdict": verdict}), PARAMS, 3, WINDOW, 2)
+    assert undecided.verdict == "undecided"
+    low = judged.verdict.gain.low
+    standing = f"learning: gain +0.000 tokens a step, at least {low:+.3f} after 1 window"
+    assert (undecided.reasons, headline(undecided)) == ((standing,), f"Gate undecided: {standing}.")
+    said = explain(undecided)
+    assert "no gain is shown" in said
+    assert "Too few conversations for a floor to hold: chat (120)." in said
+    assert said.endswith("So it learns on, and draft 3 stays.")
+    page = markdown(undecided)
+    assert "too few to block |" in page
+    assert "Without a conversation to judge: sql" in page
+    assert "this was challenger 2 of its champion" in page
+
+
+def test_evidence_of_many_windows_is_told_as_such() -> None:
+    judged = judge({"chat": 0.2})
+    evidence = judged.verdict.evidence.model_copy(update={"num_windows": 4, "num_conversations": 480})
+    verdict = judged.verdict.model_copy(update={"evidence": evidence})
+    passed = judged_report(judged.model_copy(update={"verdict": verdict}), PARAMS, 3, WINDOW, 2)
+    assert "the same 480 held-out conversations of its 4 windows" in explain(passed)
+
+
+def test_a_report_of_an_earlier_version_is_read() -> None:
+    written = report({"chat": 0.2}).model_dump(mode="json")
+    for name in ("last", "num_windows", "num_conversations", "num_clusters"):
+        del written["test"][name]
+    del written["domains"]["chat"]["binding"], written["test"]["params"]["floor_conversations"]
+    written["test"]["params"]["min_conversations"] = 20
+    assert "the same 120 held-out conversations of its window" in explain(GateReport.model_validate(written))
 
 
 def test_a_first_draft_had_nothing_to_be_compared_with() -> None:
     first = first_report(judge({"chat": 0.0}).measured, num_draft_tokens=2)
     assert "there was no champion to compare it with" in headline(first)
-    assert "| chat | 30 | 1.492 |" in markdown(first)
+    assert "| chat | 120 | 1.499 |" in markdown(first)
     assert "floor" not in markdown(first)
 
 

@@ -6,10 +6,13 @@ import pytest
 from rich.console import Console
 
 from infra.overview import DraftOverview, Overview
-from infra.querylog import Attempt, LogStats, SetAside
+from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
 from infra.views.overview import counts, show_overview
+from infra.waiting import Waiting
+from infra.watches import Found, Watch
+from infra.windows import Attempt, SetAside
 from tests.infra.statuses import STATUS
 
 LOG = LogStats(
@@ -48,9 +51,20 @@ SERVICE = RunningService(
 )
 
 
+WAITING = Waiting(what="rows", words="rows: 20 of 180", since_ms=0)
+
+
 def shown(**changed: object) -> list[str]:
     written = io.StringIO()
-    seen = {"drafts": (DRAFT,), "last_refresh": DRAFT, "log": LOG, "service": None, "programs": (), **changed}
+    seen = {
+        "drafts": (DRAFT,),
+        "last_refresh": DRAFT,
+        "log": LOG,
+        "service": None,
+        "programs": (),
+        "waiting": WAITING,
+        **changed,
+    }
     show_overview(Overview(**seen), Console(file=written, width=120))
     return [line.rstrip() for line in written.getvalue().splitlines()]
 
@@ -58,7 +72,8 @@ def shown(**changed: object) -> list[str]:
 def test_drafts_and_log_are_told_where_nothing_runs() -> None:
     lines = shown()
     assert any("champion" in line and "1–60" in line and "chat 1.55" in line for line in lines)
-    assert lines[-3:] == [
+    assert lines[-2].startswith("waits for rows: 20 of 180; for ")
+    assert [*lines[-4:-2], lines[-1]] == [
         "last refresh: draft 2, passed",
         "query log: 80 rows (chat: 50, code: 30), 20 waiting for a refresh, 3 dropped",
         "service: not running",
@@ -82,6 +97,50 @@ def test_windows_set_aside_are_told_with_their_error() -> None:
     aside = SetAside(first_seq=1, last_seq=60, num_rows=60, num_attempts=3, time_ms=1_700_000_000_000, error="E: [x]")
     told = "  rows 1–60 are set aside since 2023-11-14 22:13 UTC, 3 attempts failed: E: [x]"
     assert told in shown(log=LOG.model_copy(update={"set_aside": (aside,)}))
+
+
+FOUND = Found(
+    num_requests=90,
+    tau=1.41,
+    previous_tau=1.6,
+    allowed=0.0,
+    excess=0.08,
+    excess_low=0.02,
+    alpha=0.005,
+    lost=True,
+)
+WATCHED = Watch(
+    draft=2, previous=1, num_wanted=500, found={"": FOUND, "code": FOUND.model_copy(update={"allowed": 0.05})}
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"found": {}}, "draft 2 watching, 0 of 500 requests: no request compared yet"),
+        ({"found": {}, "num_unreadable": 7}, "blind, none of the last 7 requests of draft 2 may be read"),
+        (
+            {"outcome": "settled", "found": {"": FOUND.model_copy(update={"lost": False})}},
+            "draft 2 settled: τ 1.41 against 1.60 of draft 1 on the same 90 requests",
+        ),
+        (
+            {"outcome": "taken back"},
+            (
+                "draft 2 taken back: τ 1.41 against 1.60 of draft 1 on the same 90 requests, at least 0.020 steps "
+                'a token more (99.5% sure); "code" τ 1.41 against 1.60 on 90, at least 0.020 steps a token more than '
+                "a loss of 5% (99.5% sure)"
+            ),
+        ),
+    ],
+)
+def test_the_watch_over_the_champion_is_told(changed: dict[str, object], told: str) -> None:
+    lines = shown(watch=WATCHED.model_copy(update=changed))
+    assert " ".join(f"watch: {told}".split()) in " ".join(" ".join(lines).split())
+
+
+def test_a_quarantined_draft_is_told_with_its_reason() -> None:
+    bad = DRAFT.model_copy(update={"version": 3, "verdict": "quarantined", "reasons": "[loss]", "champion": False})
+    assert "draft 3 is quarantined: [loss]" in shown(drafts=(bad, DRAFT))
 
 
 def test_a_home_without_a_draft_says_how_to_get_one() -> None:

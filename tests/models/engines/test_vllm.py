@@ -16,12 +16,14 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from models import scoring
 from models.drafts import Rows, eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.worker import DraftWorker
 from models.golden import Golden, equal_output, near_tie_threshold
 from models.hidden import HiddenStates, Sample
 from tests.conftest import make_draft
@@ -34,8 +36,10 @@ Loop = asyncio.AbstractEventLoop
 
 
 def prompts(count: int) -> list[list[int]]:
+    """One start that the prefix cache holds, and 8 to 16 tokens of its own each."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
+    start = rng.integers(3, 67, size=64).tolist()
+    return [start + rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
 
 
 async def answer_all(
@@ -286,7 +290,7 @@ def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_outp
 
 PREFIX = [5, 9, 30, 41, 12, 60]
 NUM_DRAWS = 10_000
-SAMPLING_ENGINE = Params(max_model_len=64, max_num_seqs=256, extra={"enable_prefix_caching": True})
+SAMPLING_ENGINE = Params(max_model_len=64, max_num_seqs=256)
 
 
 def exact_probabilities(target: Path) -> np.ndarray:
@@ -391,3 +395,49 @@ def test_without_the_kernel_fix_sampling_is_caught(
 def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
     titles = [" ".join(child.cmdline()).strip() for child in psutil.Process().children(recursive=True)]
     assert {title for title in titles if title.startswith("VLLM::")} == {"VLLM::EngineCore"}
+
+
+def test_what_goes_first_need_not_wait_for_a_place_in_a_full_engine(engine: VllmEngine, loop: Loop) -> None:
+    num_places, ended = 64, list[str]()
+
+    async def ask(name: str, sampling: Sampling) -> None:
+        await engine.generate(prompts(1)[0], sampling, name)
+        ended.append(name)
+
+    async def run() -> None:
+        traffic = [asyncio.create_task(ask(f"traffic-{n}", GREEDY)) for n in range(2 * num_places)]
+        await asyncio.sleep(0.05)
+        late = [ask("last", GREEDY.model_copy(update={"priority": 1, "max_tokens": 1}))]
+        late += [ask("first", GREEDY.model_copy(update={"priority": -1}))]
+        await asyncio.gather(*late, *traffic)
+
+    loop.run_until_complete(run())
+    assert ended.index("first") <= num_places
+    assert ended.index("last") > num_places
+
+
+def test_the_runner_is_the_one_that_the_extension_steers(engine: VllmEngine, loop: Loop) -> None:
+    runner = loop.run_until_complete(engine._call("runner"))
+    assert runner == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+
+
+@pytest.mark.parametrize(
+    ("runner", "reason"),
+    [
+        (object(), "vLLM runs builtins.object; drafts are swapped and switched off in its V1 model runner only"),
+        (object.__new__(CPUModelRunner), "has no num_spec_tokens; another release of vLLM is installed than wanted"),
+    ],
+    ids=["V2", "changed"],
+)
+def test_a_runner_of_another_layout_is_refused_at_the_start(runner: object, reason: str) -> None:
+    worker = DraftWorker()
+    worker.model_runner, worker.get_draft_model = runner, lambda: torch.nn.Linear(1, 1)
+    assert reason in worker.runner()["refused"]
+
+
+def test_another_runner_that_was_asked_for_is_refused(
+    tiny_target: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER is 1, wanted 0 or nothing"):
+        loop.run_until_complete(VllmEngine.start(tiny_target, None, Params()))

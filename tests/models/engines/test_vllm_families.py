@@ -23,13 +23,15 @@ from tests.models.drafts.tiny import save_tiny
 pytestmark = pytest.mark.engine
 
 NOISE = 0.01
+BLOCK = 32  # tokens of a block of the prefix cache; 128 by default, which no short prompt fills
 GREEDY = Sampling(max_tokens=32, ignore_eos=True, num_logprobs=2)
 Running = tuple[VllmEngine, Path, Path]
 
 
 def prompts() -> list[list[int]]:
+    """Long enough for two blocks each to be found in the prefix cache."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, 12, size=16).tolist() for _ in range(12)]
+    return [rng.integers(3, 12, size=3 * BLOCK + 16).tolist() for _ in range(12)]
 
 
 @pytest.fixture(scope="module", params=catalog.names("drafts"))
@@ -40,7 +42,7 @@ def running(
     random.build(random.Params(num_layers=3), target)
     save_tiny(family_named(request.param), target, draft, scale=NOISE)
     # Not "auto": in bfloat16 near ties of a random model would make drafts differ.
-    params = Params(dtype="float32", max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
+    params = Params(dtype="float32", max_model_len=256, max_num_seqs=16, extra={"block_size": BLOCK})
     engine = loop.run_until_complete(VllmEngine.start(target, draft, params, draft_version="1"))
     yield engine, target, draft
     loop.run_until_complete(engine.close())

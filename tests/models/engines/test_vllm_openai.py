@@ -1,4 +1,4 @@
-"""Tool calls through the engine's own handlers."""
+"""Tool calls through the engine's own handlers, and answers that the engine breaks off."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from models.engines.vllm.openai import Handlers, Refused
+from models.engines.vllm.openai import EngineStopped, Handlers, Refused
 
 pytestmark = pytest.mark.engine
 
@@ -53,3 +53,35 @@ def test_without_a_parser_tools_are_refused_and_the_setting_is_named(engine: Any
     with pytest.raises(Refused, match=r"without a tool_parser \(\[serve\] in its recipe\)"):
         ask(handlers, loop, asked(tools=[TOOL]))
     assert ask(handlers, loop, asked())["choices"][0]["message"]["content"] == CALL
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_engine_broke_off_is_an_error_and_not_a_short_answer(
+    engine: Any, loop: Loop, stream: bool, num_choices: int
+) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine))
+    body = {"model": "target", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 180, "n": num_choices}
+    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+
+    async def broken() -> dict[str, Any]:
+        running = asyncio.create_task(collected(handlers, body | {"ignore_eos": True, "stream": stream}, raw))
+        requests = engine.llm.output_processor.request_states
+        while not any(one.detokenizer.output_token_ids for one in requests.values()):
+            await asyncio.sleep(0.001)
+        await engine.llm.abort(list(requests), internal=True)  # as the engine's process does when it is told to end
+        try:
+            frames = await running
+        except EngineStopped:
+            return {}
+        assert frames[-1] == "data: [DONE]\n\n"
+        return dict(json.loads(frames[-2].removeprefix("data: ")))
+
+    ended = loop.run_until_complete(broken())
+    assert ended.keys() == ({"error"} if stream else set())
+
+
+async def collected(handlers: Handlers, body: dict[str, Any], raw: Request) -> list[str]:
+    answer = await handlers.chat(body, raw)
+    assert not isinstance(answer, dict), answer["choices"]
+    return [frame async for frame in answer]

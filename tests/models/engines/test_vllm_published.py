@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 Loop = asyncio.AbstractEventLoop
 GREEDY = Sampling(max_tokens=32, ignore_eos=True)
-PARAMS = Params(max_model_len=256, max_num_seqs=16, extra={"enable_prefix_caching": False})
+PARAMS = Params(max_model_len=256, max_num_seqs=16)
 
 
 async def answer(engine: VllmEngine) -> list[Completion]:
@@ -45,7 +45,6 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
         max_model_len=PARAMS.max_model_len,
         max_num_seqs=PARAMS.max_num_seqs,
         enforce_eager=True,
-        enable_prefix_caching=False,
         distributed_executor_backend="mp",
         worker_extension_cls="models.engines.vllm.worker.DraftWorker",
         scheduler_cls="models.engines.vllm.scheduler.TracingScheduler",

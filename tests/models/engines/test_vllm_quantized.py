@@ -46,7 +46,7 @@ def store(table: dict[str, object], target: Path, directory: Path) -> PreTrained
 
 
 async def answer_and_close(target: Path, dtype: Literal["float32", "bfloat16"]) -> list[Completion]:
-    params = Params(dtype=dtype, max_model_len=128, max_num_seqs=8, extra={"enable_prefix_caching": False})
+    params = Params(dtype=dtype, max_model_len=128, max_num_seqs=8)
     engine = await VllmEngine.start(target, None, params)
     try:
         return [await engine.generate(prompt, GREEDY, f"{n}") for n, prompt in enumerate(prompts(8, 16))]

@@ -8,7 +8,7 @@ import pytest
 from infra.artifacts import publish, staged
 from infra.consent import QueryRow
 from models.hidden import Sample
-from tasks.stages.samples import cap_per_key, draw_per_domain, part_of, read_samples, usable, write_samples
+from tasks.stages.samples import cap_per_key, draw_per_domain, probe_versions, read_samples, usable, write_samples
 
 
 def row(id: str, **values: object) -> QueryRow:
@@ -105,19 +105,6 @@ def test_a_key_with_one_row_starves_no_refresh_and_lets_a_flood_fill_up_only_the
     assert cap_per_key((100, 1), 0.5, min_rows=180) == 100
 
 
-def test_a_prompt_is_always_on_the_same_side_in_the_wanted_share():
-    parts = [part_of([number, 7], 0.25) for number in range(4000)]
-    assert parts == [part_of((number, 7), 0.25) for number in range(4000)]
-    assert parts.count("held_out") / 4000 == pytest.approx(0.25, abs=0.03)
-
-
-def test_a_larger_share_only_adds_to_what_is_held_out():
-    prompts = [[number] for number in range(500)]
-    small = {number for number, prompt in enumerate(prompts) if part_of(prompt, 0.1) == "held_out"}
-    large = {number for number, prompt in enumerate(prompts) if part_of(prompt, 0.3) == "held_out"}
-    assert small < large
-
-
 def test_drawing_takes_up_to_so_many_of_each_domain_and_keeps_the_order():
     samples = [Sample(f"{domain}{number}", domain, [1], [2]) for number in range(20) for domain in ("a", "b")]
     samples.append(Sample("c0", "c", [1], [2]))
@@ -135,3 +122,24 @@ def test_samples_survive_the_disk(tmp_path):
     artifact = publish(tmp_path / "samples", "samples")
     assert read_samples(artifact, "train") == samples
     assert read_samples(artifact, "held_out") == []
+
+
+def test_samples_of_an_older_release_have_no_clusters_and_no_probes(tmp_path):
+    with staged(tmp_path / "samples") as directory:
+        line = '{"id": "a", "domain": "code", "prompt_ids": [1], "completion_ids": [2, 3], "temperature": 0.5}'
+        for part in ("train", "held_out"):
+            (directory / f"{part}.jsonl").write_text(line + "\n")
+    artifact = publish(tmp_path / "samples", "samples")
+    assert read_samples(artifact, "train") == [Sample("a", "code", [1], [2, 3], 0.5, cluster="")]
+    assert read_samples(artifact, "probe") == []
+
+
+def test_a_probe_set_has_a_version_of_its_own_which_its_members_and_their_answers_alone_change():
+    probes = [Sample("a", "code", [1], [2, 3]), Sample("b", "code", [1], [2, 4]), Sample("c", "chat", [1], [2])]
+    versions = probe_versions(probes)
+    assert list(versions) == ["chat", "code"]
+    assert probe_versions(probes[::-1]) == versions
+    assert probe_versions(probes[1:])["chat"] == versions["chat"]
+    assert probe_versions(probes[1:])["code"] != versions["code"]
+    answered = probe_versions([probes[0]._replace(completion_ids=[9]), *probes[1:]])
+    assert answered["code"] != versions["code"]

@@ -1,0 +1,181 @@
+"""Probe sets: conversations of each domain that nothing is trained on, so that drafts can be held to them for long.
+
+They are rows of the log, named by `seq`: erased rows leave their set, and no text is kept twice. A set grows to 100
+conversations, each of another cluster; of the rows that a window brings, at most a quarter goes there. When it is full
+it is renewed slowly, by two conversations a window, so that half of it is new after 25 windows of its domain. One that
+heard nothing of its domain for 30 days is given up.
+
+A set's conversations are drawn by a keyed hash, the API keys in turn: one key fills it alone only while nobody else
+asks. What is alike to a member is not trained on either, and nobody may stop the training with that: a member whose
+cluster has grown above 5% of its domain leaves the set, and so do the largest ones while more than a quarter of the
+domain's rows is merely alike to members.
+"""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from infra.logfile import LogFile
+
+SIZE, SHARE, MAX_CLUSTER_SHARE = 100, 0.25, 0.05
+FEWEST = 20  # conversations: with fewer, a domain is judged inside of OTHER
+OTHER = "other"
+RENEWED = 2
+SILENT_MS = 30 * 24 * 3600 * 1000
+MIN_CLUSTER = 5  # rows that a cluster may have however small its domain is
+NUM_LATEST = 100  # rows that say what time it is
+
+
+class Conversation(NamedTuple):
+    """A row that was clustered."""
+
+    seq: int
+    domain: str
+    key: str | None
+    time_ms: int
+    cluster: str
+
+
+class Change(NamedTuple):
+    """What a window does to the probe sets: rows that come in, and rows that leave."""
+
+    reserved: list[int]
+    released: list[int]
+
+
+class ProbeSets(LogFile):
+    """The probe sets of a log."""
+
+    def members(self) -> list[int]:
+        """Return the members of all sets, by seq."""
+        return [seq for (seq,) in self.connection().execute("SELECT seq FROM probes ORDER BY seq")]
+
+    def apply(self, change: Change) -> None:
+        """Write a change in one transaction; rows that were erased meanwhile are left out."""
+        with self.transaction() as db:
+            db.execute(
+                "DELETE FROM probes WHERE seq IN (SELECT value FROM json_each(?))", (json.dumps(change.released),)
+            )
+            db.execute(
+                """INSERT OR IGNORE INTO probes SELECT seq FROM rows
+                WHERE seq IN (SELECT value FROM json_each(?)) AND consent = 'full'""",
+                (json.dumps(change.reserved),),
+            )
+
+
+def judged_as(domains: Iterable[str]) -> dict[str, str]:
+    """Return each domain to what it is judged as, itself or OTHER, from the domains of all probe conversations."""
+    return {domain: domain if size >= FEWEST else OTHER for domain, size in Counter(domains).items()}
+
+
+def plan(
+    rows: Sequence[Conversation],
+    members: Collection[int],
+    first_seq: int,
+    usable: Collection[int],
+    trained: Collection[str],
+    draw: Callable[[str], bytes],
+) -> Change:
+    """Decide what a window reserves and releases. Once it has reserved something it does nothing more.
+
+    Args:
+        rows: the log's, up to the window's last one, by seq.
+        members: of the sets so far.
+        first_seq: of the window.
+        usable: seqs of the window's rows that could be scored.
+        trained: clusters that something was trained on outside of the log.
+        draw: cluster to a keyed hash, whose order is that of the draw.
+    """
+    inside = [row for row in rows if row.seq in members]
+    released = _silent(rows, inside) | _outgrown(rows, inside)
+    kept = [row for row in inside if row.seq not in released]
+    if any(row.seq >= first_seq for row in inside):
+        return Change([], sorted(released))
+    sizes = Counter(row.domain for row in rows)
+    in_cluster = Counter((row.domain, row.cluster) for row in rows)
+    taken = {row.cluster for row in kept} | set(trained) | {row.cluster for row in rows if row.seq < first_seq}
+
+    def judged(domain: str) -> str:
+        return domain if sizes[domain] * SHARE >= FEWEST else OTHER
+
+    free: dict[str, list[Conversation]] = defaultdict(list)
+    for row in rows:
+        within = in_cluster[row.domain, row.cluster] <= max(1, MAX_CLUSTER_SHARE * sizes[row.domain])
+        if row.seq in usable and row.cluster not in taken and within:
+            free[judged(row.domain)].append(row)
+            taken.add(row.cluster)
+    of_window = Counter(judged(row.domain) for row in rows if row.seq >= first_seq)
+    cost = Counter(row.cluster for row in rows if row.seq >= first_seq)
+    reserved: list[int] = []
+    for name, candidates in sorted(free.items()):
+        own = [row for row in kept if judged(row.domain) == name]
+        wanted = SIZE - len(own) or RENEWED
+        drawn = _draw(candidates, own, wanted, int(SHARE * of_window[name]), cost, draw)
+        reserved += drawn
+        leaving = max(0, len(own) + len(drawn) - SIZE)
+        released |= _longest_served(own, leaving)
+    return Change(sorted(reserved), sorted(released))
+
+
+def _draw(
+    candidates: Sequence[Conversation],
+    own: Sequence[Conversation],
+    wanted: int,
+    quota: int,
+    cost: Mapping[str, int],
+    draw: Callable[[str], bytes],
+) -> list[int]:
+    """Draw up to `wanted` conversations, from the key that has the fewest each time, for at most `quota` rows."""
+    waiting: dict[str | None, list[Conversation]] = defaultdict(list)
+    for row in sorted(candidates, key=lambda row: draw(row.cluster), reverse=True):
+        waiting[row.key].append(row)
+    had = Counter(row.key for row in own)
+    drawn: list[int] = []
+    while len(drawn) < wanted and waiting:
+        key = min(waiting, key=lambda key: (had[key], draw(key or "")))
+        row = waiting[key].pop()
+        if not waiting[key]:
+            del waiting[key]
+        if cost[row.cluster] <= quota:
+            quota -= cost[row.cluster]
+            had[key] += 1
+            drawn.append(row.seq)
+    return drawn
+
+
+def _longest_served(own: Sequence[Conversation], number: int) -> set[int]:
+    """Return the members that leave a full set: the oldest of the key that has the most, each time."""
+    of_key: dict[str | None, list[int]] = defaultdict(list)
+    for row in sorted(own, reverse=True):
+        of_key[row.key].append(row.seq)
+    return {max(of_key.values(), key=len).pop() for _ in range(number)}
+
+
+def _silent(rows: Sequence[Conversation], inside: Sequence[Conversation]) -> set[int]:
+    heard: dict[str, int] = {}
+    for row in rows:
+        heard[row.domain] = max(row.time_ms, heard.get(row.domain, row.time_ms))
+    latest = rows[-NUM_LATEST:]
+    now = median(row.time_ms for row in latest) if latest else 0  # a clock that jumped for a row gives nothing up
+    return {row.seq for row in inside if now - heard[row.domain] > SILENT_MS}
+
+
+def _outgrown(rows: Sequence[Conversation], inside: Sequence[Conversation]) -> set[int]:
+    """Return the members whose clusters keep too much of their domain from being trained on."""
+    of_cluster = defaultdict(list)
+    for row in inside:
+        of_cluster[row.domain, row.cluster].append(row.seq)
+    sizes, alike = Counter(row.domain for row in rows), Counter((row.domain, row.cluster) for row in rows)
+    merely: Counter[str] = Counter()
+    for (domain, cluster), seqs in of_cluster.items():
+        merely[domain] += alike[domain, cluster] - len(seqs)
+    released: set[int] = set()
+    for domain, cluster in sorted(of_cluster, key=lambda each: -alike[each]):
+        number, seqs = alike[domain, cluster], of_cluster[domain, cluster]
+        too_large = number > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[domain])
+        if too_large or merely[domain] > SHARE * sizes[domain]:
+            merely[domain] -= number - len(seqs)
+            released.update(seqs)
+    return released

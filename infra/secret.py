@@ -1,0 +1,44 @@
+"""The home's secret: what clients must not know, so that they can't compute where their prompts fall.
+
+32 random bytes in a file that its owner alone may read, made once. Whoever removes it draws new sides: hashes under the
+old one are made anew, and what stands in probe sets stays there.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+NAME = "split.key"
+NUM_BYTES = 32
+
+
+def home_secret(home: Path) -> bytes:
+    """Return the home's secret, made now if there is none; processes that come at the same time get the same one.
+
+    Raises:
+        ValueError: the file does not hold one, or others may read it.
+    """
+    file = home / NAME
+    if not file.exists():
+        _make(file)
+    found = file.read_bytes()
+    if len(found) != NUM_BYTES:
+        raise ValueError(f"{file} holds {len(found)} bytes, wanted {NUM_BYTES}; remove it, and a new one is made")
+    if file.stat().st_mode & 0o077:
+        raise ValueError(f"others may read {file}; remove it, and a new one is made")
+    return found
+
+
+def _make(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{NAME}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(secrets.token_bytes(NUM_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+        file.hardlink_to(temporary)  # unlike a rename it replaces nothing: the first one stays
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,295 @@
+"""The trigger's states in a small SQLite file beside the query log: who reads the log reads them.
+
+A run holds a lock on a second file for as long as it lives, so that one which was killed is seen at once, by any
+process of the machine and without a clock. Nothing of a request's text is kept here.
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, Value, step
+
+BUSY_TIMEOUT_S = 5.0
+TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+LOCK_TRIES, LOCK_PAUSE_S = 40, 0.05  # whoever looks holds the lock for milliseconds
+NOTE_S = 15.0
+SCHEMA_VERSION = 1
+SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS domains (domain TEXT PRIMARY KEY, state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, body TEXT NOT NULL);
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+Fact = TypeVar("Fact", bound=Value)
+
+
+class LastRun(Value):
+    """The newest refresh that was started on this log.
+
+    Attributes:
+        outcome: what came of it, in the flow's words; "" while it runs.
+        retry: the waits that its recipe wants, for the case that it dies.
+    """
+
+    started_ms: int
+    ended_ms: int | None = None
+    outcome: str = ""
+    retry: Retry
+
+
+class LastLook(Value):
+    """What the process that asks for refreshes saw when it looked last.
+
+    Attributes:
+        at_ms: when, in Unix time.
+        min_rows: rows of all domains that a refresh wants.
+        wanted: fallen domain to the rows of its own that a refresh wants.
+        interval_s: seconds between scheduled refreshes; None if there are none.
+        interval_from_ms: since when these are counted, if no run was seen.
+        short_of_memory: why no refresh is asked for at the moment; "" if there is room.
+        error: why the orchestrator took no wish; "" if it did, or none was due.
+        error_since_ms: since when it has been so.
+    """
+
+    at_ms: int
+    min_rows: int
+    wanted: dict[str, int]
+    interval_s: float | None
+    interval_from_ms: int
+    short_of_memory: str = ""
+    error: str = ""
+    error_since_ms: int | None = None
+
+    def covers(self, later: "LastLook") -> bool:
+        """Whether a look soon afterwards saw the same, so that it needs no writing."""
+        same = later.model_copy(update={"at_ms": self.at_ms}) == self
+        return same and 0 <= later.at_ms - self.at_ms < NOTE_S * 1000
+
+
+class Wish(Value):
+    """The wish that the orchestrator is asked with; it makes one run of each.
+
+    Attributes:
+        log: tells this log from others that share an orchestrator.
+        number: grows when a run acknowledged the wish, or ended without doing so.
+    """
+
+    log: str
+    number: int = 0
+
+    @property
+    def key(self) -> str:
+        """What tells the wish from others."""
+        return f"redraft-{self.log}-{self.number}"
+
+
+class Snapshot(Value):
+    """All that the file says; domains that are ok are left out."""
+
+    domains: dict[str, State]
+    running: bool
+    last_run: LastRun | None
+    last_look: LastLook | None
+
+
+def trigger_path(querylog: Path) -> Path:
+    """Return the file that belongs to a query log."""
+    return querylog.with_name(f"{querylog.stem}-trigger.db")
+
+
+def now_ms() -> int:
+    """Return the wall clock's time."""
+    return time.time_ns() // 1_000_000
+
+
+class TriggerFile:
+    """The states in one SQLite file, made at first use. Safe to use from several threads and processes."""
+
+    def __init__(self, querylog: Path, clock: Callable[[], int] = now_ms) -> None:
+        """Take the query log's file, and a clock in Unix milliseconds."""
+        self.path, self.clock = trigger_path(querylog), clock
+        self._lock_path = self.path.with_suffix(".lock")
+
+    def snapshot(self) -> Snapshot:
+        """Return all that is known."""
+        with self._open() as db:
+            domains, last_run, look = _domains(db), _fact(db, LastRun), _fact(db, LastLook)
+        return Snapshot(domains=domains, running=self._is_held(), last_run=last_run, last_look=look)
+
+    def tell(self, events: Mapping[str, Event]) -> dict[str, State]:
+        """Let something happen to domains; returns those whose state changed.
+
+        Raises:
+            sqlite3.Error: the file is locked, full or broken; then nothing has changed.
+        """
+        with self._open() as db:
+            before = _domains(db)
+            was = {domain: before.get(domain, Ok()) for domain in events}
+            if all(step(was[domain], event) == was[domain] for domain, event in events.items()):
+                return {}  # the common case, which takes no lock
+            with _transaction(db):
+                return _apply(db, events)
+
+    def find_lost(self) -> None:
+        """Let domains whose refresh is gone wait for the next one."""
+        with self._hold(fcntl.LOCK_SH) as held:
+            if held:
+                with self._open() as db:
+                    last = _fact(db, LastRun)
+                    if last is not None and last.ended_ms is None:
+                        with _transaction(db):
+                            _end_lost(db, last, self.clock())
+
+    @contextmanager
+    def run(self, retry: Retry) -> Iterator[Callable[[Result, str], None]]:
+        """Acknowledge what is wanted, and hold it for as long as the context lasts.
+
+        The context gets what it calls with the result, and the outcome in the flow's words; without a call the run
+        counts as lost. A second run at the same time acknowledges nothing, and its call does nothing.
+        """
+        with self._hold(fcntl.LOCK_EX) as held:
+            if not held:
+                yield lambda result, outcome: None
+                return
+            with self._open() as db, _transaction(db):
+                last = _fact(db, LastRun)
+                if last is not None and last.ended_ms is None:
+                    _end_lost(db, last, self.clock())
+                _apply(db, dict.fromkeys(_domains(db), Started()))
+                _keep(db, LastRun(started_ms=self.clock(), retry=retry))
+                _keep(db, _next(_wish(db)))
+
+            def end(result: Result, outcome: str) -> None:
+                with self._open() as db, _transaction(db):
+                    last, at_ms = _fact(db, LastRun), self.clock()
+                    event = Ended(result=result, now_ms=at_ms, retry=retry)
+                    _apply(db, dict.fromkeys(_domains(db), event))
+                    if last is not None:
+                        _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": outcome}))
+
+            yield end
+
+    def wish(self) -> Wish:
+        """Return what the orchestrator is to be asked with."""
+        with self._open() as db, _transaction(db):
+            return _wish(db)
+
+    def ask_anew(self, wish: Wish) -> None:
+        """Ask with another wish from now on: this one's run ended without acknowledging it."""
+        with self._open() as db, _transaction(db):
+            if _wish(db) == wish:
+                _keep(db, _next(wish))
+
+    def note(self, look: LastLook) -> None:
+        """Keep what was seen at a look."""
+        with self._open() as db, _transaction(db):
+            _keep(db, look)
+
+    def _is_held(self) -> bool:
+        with self._hold(fcntl.LOCK_SH) as held:
+            return not held
+
+    @contextmanager
+    def _hold(self, how: int) -> Iterator[bool]:
+        """Hold the lock of runs if nobody else does; whoever only looks shares it with others who look."""
+        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
+            for _ in range(LOCK_TRIES if how == fcntl.LOCK_EX else 1):
+                try:
+                    fcntl.flock(file, how | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(LOCK_PAUSE_S)
+                else:
+                    yield True
+                    return
+            yield False
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same rights
+        with closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as db:
+            try:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > SCHEMA_VERSION:
+                    raise ValueError(f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}")
+                if version < SCHEMA_VERSION:
+                    db.execute("PRAGMA journal_mode = WAL")
+                    db.executescript(SCHEMA)
+                yield db
+            except sqlite3.DatabaseError as error:
+                if error.sqlite_errorcode in TORN:
+                    self._set_aside()
+                raise
+
+    def _set_aside(self) -> None:
+        """Make room for a new file: the service tells again what has fallen, so a torn one stops no later refresh."""
+        self.path.replace(self.path.with_suffix(".torn"))
+        for suffix in ("-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+
+def _domains(db: sqlite3.Connection) -> dict[str, State]:
+    found = db.execute("SELECT domain, state FROM domains ORDER BY domain")
+    return {domain: STATE.validate_json(state) for domain, state in found}
+
+
+def _apply(db: sqlite3.Connection, events: Mapping[str, Event]) -> dict[str, State]:
+    before, changed = _domains(db), dict[str, State]()
+    for domain, event in events.items():
+        was = before.get(domain, Ok())
+        if (state := step(was, event)) == was:
+            continue
+        changed[domain] = state
+        if isinstance(state, Ok):
+            db.execute("DELETE FROM domains WHERE domain = ?", (domain,))
+        else:
+            db.execute("INSERT OR REPLACE INTO domains VALUES (?, ?)", (domain, state.model_dump_json()))
+    return changed
+
+
+def _end_lost(db: sqlite3.Connection, last: LastRun, at_ms: int) -> None:
+    running = [domain for domain, state in _domains(db).items() if isinstance(state, Running)]
+    _apply(db, dict.fromkeys(running, Lost(now_ms=at_ms, retry=last.retry)))
+    _keep(db, last.model_copy(update={"ended_ms": at_ms, "outcome": "lost"}))
+
+
+def _fact(db: sqlite3.Connection, kind: type[Fact]) -> Fact | None:
+    found = db.execute("SELECT body FROM facts WHERE name = ?", (kind.__name__,)).fetchone()
+    return None if found is None else kind.model_validate_json(found[0])
+
+
+def _keep(db: sqlite3.Connection, fact: Value) -> None:
+    db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (type(fact).__name__, fact.model_dump_json()))
+
+
+def _wish(db: sqlite3.Connection) -> Wish:
+    wish = _fact(db, Wish)
+    if wish is None:
+        wish = Wish(log=uuid.uuid4().hex[:12])
+        _keep(db, wish)
+    return wish
+
+
+def _next(wish: Wish) -> Wish:
+    return wish.model_copy(update={"number": wish.number + 1})
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # a full disk makes SQLite roll back by itself
+            db.execute("ROLLBACK")
+        raise

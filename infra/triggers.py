@@ -1,0 +1,192 @@
+"""Why a refresh is wanted, domain by domain: states, events, and which state follows from which.
+
+    ok → fallen → due → running → ok, or fallen again with a longer wait
+
+Acceptance that fell is a state and no message: it stays until a draft was promoted or acceptance is back, whoever is
+down meanwhile. `infra.triggerfile` keeps it. Times are of the wall clock, since they must outlive processes; a clock
+that is set back makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+Result = Literal["promoted", "progress", "outdated", "put off", "in vain"]
+
+
+class Value(BaseModel):
+    """Can't be changed, takes no unknown field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Retry(Value):
+    """How long a domain waits after a run that promoted nothing: twice as long each time.
+
+    Attributes:
+        first_s: after the first such run, and after one that somebody stopped.
+        most_s: at most.
+    """
+
+    first_s: float = Field(gt=0)
+    most_s: float = Field(gt=0)
+
+    def after(self, attempts: int) -> float:
+        """Return the seconds to wait after so many runs in vain, from 1."""
+        return min(self.most_s, self.first_s * 2.0 ** min(attempts - 1, 62))
+
+
+class Fall(Value):
+    """A domain whose served τ is short of what its draft was promoted for.
+
+    Attributes:
+        draft: the version that served.
+        promised, served: τ at the gate, and τ when the fall was seen.
+        since_ms: when it was seen, in Unix time.
+        attempts: runs that promoted nothing since.
+        wait_from_ms, wait_s: when the present wait began, and how long it is; 0 if there is none.
+    """
+
+    draft: int
+    promised: float
+    served: float
+    since_ms: int
+    attempts: int = 0
+    wait_from_ms: int = 0
+    wait_s: float = 0.0
+
+    def remaining_s(self, now_ms: int) -> float:
+        """Return how much of the wait is left, at most all of it."""
+        return min(self.wait_s, max(0.0, self.wait_s - (now_ms - self.wait_from_ms) / 1000))
+
+
+class Ok(Value):
+    """Nothing is wanted."""
+
+    state: Literal["ok"] = "ok"
+
+
+class Fallen(Value):
+    """A refresh is wanted, and too few rows are there or the wait is not over."""
+
+    state: Literal["fallen"] = "fallen"
+    fall: Fall
+
+
+class Due(Value):
+    """A refresh is asked for until one starts."""
+
+    state: Literal["due"] = "due"
+    fall: Fall
+
+
+class Running(Value):
+    """A refresh that was started after the fall is at work."""
+
+    state: Literal["running"] = "running"
+    fall: Fall
+
+
+State = Ok | Fallen | Due | Running
+STATE: TypeAdapter[State] = TypeAdapter(Annotated[State, Field(discriminator="state")])
+
+
+class Fell(Value):
+    """The service sees a domain below what its draft promised; told at every look, not once."""
+
+    draft: int
+    promised: float
+    served: float
+    now_ms: int
+
+
+class Recovered(Value):
+    """The service sees the domain where its draft promised it to be."""
+
+
+class Looked(Value):
+    """Somebody looked whether a refresh is worth its while: whether enough rows wait."""
+
+    enough: bool
+    now_ms: int
+
+
+class Started(Value):
+    """A refresh acknowledged the wish, whoever started it."""
+
+
+class Ended(Value):
+    """That refresh ended.
+
+    Attributes:
+        result: "promoted"; "progress" if it learned and goes on with the next rows; "outdated" if the champion was
+            replaced meanwhile; "put off" if it did nothing or was stopped; "in vain" if it was refused or failed, or a
+            person must approve of its draft.
+    """
+
+    result: Result
+    now_ms: int
+    retry: Retry
+
+
+class Lost(Value):
+    """That refresh is gone without a word."""
+
+    now_ms: int
+    retry: Retry
+
+
+Event = Fell | Recovered | Looked | Started | Ended | Lost
+
+
+def step(state: State, event: Event) -> State:
+    """Return what a state becomes by an event; what an event says nothing about stays."""
+    match state, event:
+        case Ok(), Fell():
+            return Fallen(fall=_fall(event))
+        case Fallen(fall=fall) | Due(fall=fall), Fell() if fall.draft != event.draft:
+            return Fallen(fall=_fall(event))  # what was tried was tried against another draft
+        case Fallen() | Due(), Recovered():
+            return Ok()
+        case Fallen(fall=fall) | Due(fall=fall), Looked():
+            fall = _with_true_clock(fall, event.now_ms)
+            due = event.enough and not fall.remaining_s(event.now_ms)
+            return Due(fall=fall) if due else Fallen(fall=fall)
+        case Fallen(fall=fall) | Due(fall=fall), Started():
+            return Running(fall=fall)
+        case Running(fall=fall), Ended():
+            return _ended(fall, event)
+        case Running(fall=fall), Lost():
+            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+    return state
+
+
+def _fall(event: Fell) -> Fall:
+    return Fall(draft=event.draft, promised=event.promised, served=event.served, since_ms=event.now_ms)
+
+
+def _ended(fall: Fall, event: Ended) -> State:
+    match event.result:
+        case "promoted":
+            return Ok()
+        case "progress" | "outdated":
+            return Fallen(fall=fall.model_copy(update={"wait_s": 0.0}))
+        case "put off":
+            if fall.remaining_s(event.now_ms) >= event.retry.first_s:
+                return Fallen(fall=fall)
+            wait = {"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}
+            return Fallen(fall=fall.model_copy(update=wait))
+        case "in vain":
+            return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
+
+
+def _waiting(fall: Fall, attempts: int, now_ms: int, retry: Retry) -> Fall:
+    wait = {"attempts": attempts, "wait_from_ms": now_ms, "wait_s": retry.after(attempts)}
+    return fall.model_copy(update=wait)
+
+
+def _with_true_clock(fall: Fall, now_ms: int) -> Fall:
+    """Let a wait that would begin in the future begin now: the clock was set back."""
+    if fall.wait_s and now_ms < fall.wait_from_ms:
+        return fall.model_copy(update={"wait_from_ms": now_ms})
+    return fall

@@ -1,0 +1,155 @@
+"""What the loop waits for, and since when: one answer, found from what the home holds.
+
+The order is that of the obstacles: what is wanted first stands first, so that removing it brings the next one up.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from infra.consent import OTHER_DOMAINS, Consent
+from infra.registry import Version, is_quarantined
+from infra.triggerfile import LastLook, Snapshot, now_ms
+from infra.triggers import Due, Fall, Fallen, Value
+
+What = Literal["build", "refresh", "approval", "orchestrator", "memory", "consent", "rows", "time"]
+# Whoever looks does so every few seconds.
+STALE_S = 60.0
+
+
+class Waiting(Value):
+    """What the loop waits for.
+
+    Attributes:
+        what: in a word; "refresh" is one that is at work.
+        words: the same for people.
+        since_ms: since when, in Unix time; None if nobody knows.
+    """
+
+    what: What
+    words: str
+    since_ms: int | None = None
+
+    def line(self, at_ms: int) -> str:
+        """Return words and duration."""
+        if self.since_ms is None:
+            return self.words
+        return f"{self.words}; for {duration(max(0, at_ms - self.since_ms) / 1000)}"
+
+
+class Queue(Value):
+    """The rows that wait for a refresh.
+
+    Attributes:
+        rows: domain to their number, by consent.
+        first_ms: when the first of them was served; None if none waits.
+        unlogged: requests that the running service answered lately, and that may not be logged at all.
+    """
+
+    rows: Mapping[str, Counter[Consent]]
+    first_ms: int | None = None
+    unlogged: int = 0
+
+    def full(self, domain: str = OTHER_DOMAINS) -> int:
+        """Return how many may be trained on, of one domain or, where domains aren't told apart, of all."""
+        return sum(counts["full"] for counts in self._of(domain))
+
+    def kept_back(self, domain: str = OTHER_DOMAINS) -> int:
+        """Return how many may not."""
+        logged = sum(counts.total() - counts["full"] for counts in self._of(domain))
+        return logged + self.unlogged if domain == OTHER_DOMAINS else logged
+
+    def _of(self, domain: str) -> list[Counter[Consent]]:
+        return [counts for name, counts in self.rows.items() if domain in (OTHER_DOMAINS, name)]
+
+
+def waiting_for(
+    champion: Version | None, drafts: Sequence[Version], queue: Queue, trigger: Snapshot, at_ms: int | None = None
+) -> Waiting:
+    """Return what the loop waits for.
+
+    Args:
+        champion: the draft that is to be served.
+        drafts: all of them, newest first.
+        queue: the rows that wait.
+        trigger: what is wanted, and who looked.
+        at_ms: the present in Unix time, by default the clock's.
+    """
+    at_ms = now_ms() if at_ms is None else at_ms
+    if champion is None:
+        return Waiting(what="build", words="a first draft: redraft build")
+    if trigger.running:
+        started_ms = None if trigger.last_run is None else trigger.last_run.started_ms
+        return Waiting(what="refresh", words="the refresh that is running", since_ms=started_ms)
+    if (candidate := wants_approval(champion, drafts)) is not None:
+        words = f"approval of draft {candidate.number}, which passed its gate: redraft promote {candidate.number}"
+        return Waiting(what="approval", words=words, since_ms=candidate.created_ms)
+    look = trigger.last_look
+    if look is None or abs(at_ms - look.at_ms) > STALE_S * 1000:
+        words = "the orchestrator: nothing starts refreshes by itself; run: redraft up"
+        return Waiting(what="orchestrator", words=words, since_ms=None if look is None else look.at_ms)
+    wanted = [(name, state) for name, state in trigger.domains.items() if isinstance(state, Fallen | Due)]
+    for domain, state in sorted(wanted, key=lambda pair: (isinstance(pair[1], Fallen), pair[1].fall.since_ms)):
+        return _of_domain(domain, state, queue, look, at_ms)
+    return _of_schedule(queue, look, trigger, at_ms)
+
+
+def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | None:
+    """Return the newest draft that passed its gate against the champion and was never promoted."""
+    for draft in drafts:
+        lineage = draft.lineage
+        judged_here = lineage.gate == "passed" and (lineage.gated_against or lineage.parent) == champion.number
+        if judged_here and not draft.was_champion and not is_quarantined(draft):
+            return draft
+    return None
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in the largest unit that it fills."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, at_ms: int) -> Waiting:
+    fall = state.fall
+    if isinstance(state, Due):
+        if look.short_of_memory:
+            return _because("memory", f"memory to train in: {look.short_of_memory}", domain, fall)
+        if look.error:
+            words = f"the orchestrator, which takes no refresh ({look.error})"
+            return _because("orchestrator", words, domain, fall, look.error_since_ms)
+        return _because("orchestrator", "the orchestrator, which was asked for a refresh", domain, fall)
+    total, of_domain = queue.full(), queue.full(domain)
+    for num, wanted, of in ((total, look.min_rows, OTHER_DOMAINS), (of_domain, look.wanted.get(domain, 1), domain)):
+        if num < wanted:
+            what, words = _lacking(num, queue.kept_back(of), wanted, "" if of == OTHER_DOMAINS else f" of {of}")
+            return _because(what, words, domain, fall)
+    left_s = fall.remaining_s(at_ms)
+    tries = f"{fall.attempts} refresh{'es' * (fall.attempts != 1)} in vain"
+    return _because("time", f"time: the next refresh in {duration(left_s)}, after {tries}", domain, fall)
+
+
+def _because(what: What, words: str, domain: str, fall: Fall, since_ms: int | None = None) -> Waiting:
+    why = f"{domain} fell to τ {fall.served:.2f}, {fall.promised:.2f} was promised"
+    return Waiting(what=what, words=f"{words} ({why})", since_ms=since_ms or fall.since_ms)
+
+
+def _of_schedule(queue: Queue, look: LastLook, trigger: Snapshot, at_ms: int) -> Waiting:
+    if queue.full() < look.min_rows:
+        what, words = _lacking(queue.full(), queue.kept_back(), look.min_rows, "")
+        return Waiting(what=what, words=words, since_ms=queue.first_ms)
+    if look.interval_s is None:
+        return Waiting(what="time", words="acceptance to fall; no refresh is scheduled", since_ms=look.interval_from_ms)
+    from_ms = max(look.interval_from_ms, 0 if trigger.last_run is None else trigger.last_run.started_ms)
+    left_s = min(look.interval_s, max(0.0, look.interval_s - (at_ms - from_ms) / 1000))
+    words = f"time: the next scheduled refresh in {duration(left_s)} at most"
+    return Waiting(what="time", words=words, since_ms=from_ms)
+
+
+def _lacking(num: int, kept_back: int, wanted: int, place: str) -> tuple[What, str]:
+    have = f"{num:,} of {wanted:,}"
+    if num + kept_back >= wanted:
+        return "consent", f"consent: {kept_back:,} requests{place} may not be trained on, and {have} may"
+    return "rows", f"rows{place}: {have}"

@@ -1,0 +1,179 @@
+"""What the watch over promoted drafts knows: one file for each draft and the one before it, below the home folder.
+
+A file is replaced as a whole after each look, with all that the look found, so that a killed watch goes on after its
+last whole look and no request counts twice. There is no text in it: requests are named by their number in the query
+log.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.settings import Settings
+
+WATCHING: Literal["watching"] = "watching"
+LOST: Literal["lost"] = "lost"
+TAKEN_BACK: Literal["taken back"] = "taken back"
+LEFT: Literal["left"] = "left"
+SETTLED: Literal["settled"] = "settled"
+WORK = "work"
+ALL = ""  # the finding on all domains together
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Compared(_Kept):
+    """A request with both drafts' tokens per step on it."""
+
+    seq: int = Field(ge=1)
+    domain: str
+    tau: float = Field(ge=1, allow_inf_nan=False)
+    previous_tau: float = Field(ge=1, allow_inf_nan=False)
+
+
+class Found(_Kept):
+    """What the requests of a domain, or all of them, say so far.
+
+    Attributes:
+        num_requests: how many.
+        tau, previous_tau: of the promoted draft and of the one before it.
+        allowed: share of τ that may be lost.
+        excess, excess_low: steps per token above what is allowed, and what they are at least.
+        alpha: chance that the bound is ever wrong.
+        lost: whether the bound says that more was lost.
+    """
+
+    num_requests: int
+    tau: float
+    previous_tau: float
+    allowed: float
+    excess: float
+    excess_low: float
+    alpha: float
+    lost: bool
+
+
+class Watch(_Kept):
+    """A promoted draft and the one before it.
+
+    Attributes:
+        draft, previous: their versions.
+        outcome: "watching"; "lost", to be taken back; "taken back"; "left", because somebody replaced it before that;
+            "settled" without a loss.
+        looked_ms: when requests were compared last, in Unix time.
+        num_wanted: requests that are compared without a loss until it is settled.
+        num_unreadable: requests that the draft served lately, if none of them may be read.
+        compared: the requests, in the order in which they were compared.
+        found: domain to what its requests say; "" stands for all.
+        evidence: the run in MLflow that keeps what it was taken back for.
+    """
+
+    draft: int
+    previous: int
+    outcome: Literal["watching", "lost", "taken back", "left", "settled"] = WATCHING
+    looked_ms: int = 0
+    num_wanted: int
+    num_unreadable: int = 0
+    compared: tuple[Compared, ...] = ()
+    found: dict[str, Found] = Field(default_factory=dict)
+    evidence: str = ""
+
+    @property
+    def blind(self) -> bool:
+        """Whether requests come in and none of them may be read."""
+        return self.outcome == WATCHING and self.num_unreadable > 0
+
+    @property
+    def losses(self) -> dict[str, Found]:
+        """The domains that lost more than they may."""
+        return {domain: found for domain, found in self.found.items() if found.lost}
+
+    def told(self) -> str:
+        """Say in a line what the requests say so far."""
+        if (whole := self.found.get(ALL)) is None:
+            return "no request compared yet"
+        line = (
+            f"τ {whole.tau:.2f} against {whole.previous_tau:.2f} of draft {self.previous} "
+            f"on the same {whole.num_requests} requests"
+        )
+        for domain, found in self.losses.items():
+            taus = f'; "{domain}" τ {found.tau:.2f} against {found.previous_tau:.2f} on {found.num_requests}'
+            beyond = f" than a loss of {found.allowed:.0%}" if found.allowed else ""
+            sure = f"{1 - found.alpha:.1%} sure"
+            line += f"{taus if domain else ''}, at least {found.excess_low:.3f} steps a token more{beyond} ({sure})"
+        return line
+
+
+class Watches:
+    """The watches of a home folder."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.folder = settings.home / "watch"
+
+    def sweep(self) -> None:
+        """Remove what a look that was killed left behind: it may hold text."""
+        shutil.rmtree(self.folder / WORK, ignore_errors=True)
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """Yield an empty folder, for hidden states and the like, that is gone when the block ends."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.sweep()
+        (self.folder / WORK).mkdir(mode=0o700)
+        try:
+            yield self.folder / WORK
+        finally:
+            self.sweep()
+
+    def find(self, draft: int, previous: int) -> Watch | None:
+        """Return the watch of two drafts, None if there was none yet."""
+        file = self._file(draft, previous)
+        return Watch.model_validate_json(file.read_bytes()) if file.is_file() else None
+
+    def of_draft(self, draft: int) -> Watch | None:
+        """Return the watch of a draft that was saved last, None if there was none yet."""
+        files = sorted(self.folder.glob(f"{draft}-*.json"), key=lambda file: file.stat().st_mtime_ns)
+        return Watch.model_validate_json(files[-1].read_bytes()) if files else None
+
+    def unfinished(self) -> list[Watch]:
+        """Return those of drafts that lost and have not been taken back yet."""
+        files = sorted(self.folder.glob("[0-9]*-*.json"))
+        watches = [Watch.model_validate_json(file.read_bytes()) for file in files]
+        return [watch for watch in watches if watch.outcome == LOST]
+
+    def save(self, watch: Watch) -> None:
+        """Replace what is kept of a watch, in one step."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._file(watch.draft, watch.previous)
+        temporary = file.with_name(f".{file.name}")
+        with temporary.open("w", encoding="utf-8") as opened:
+            opened.write(watch.model_dump_json() + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.replace(file)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from watching this home.
+
+        Raises:
+            ValueError: another one watches it.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by kill -9 too
+            except BlockingIOError as error:
+                raise ValueError(f"another process watches the drafts of {self.folder.parent}") from error
+            yield
+
+    def _file(self, draft: int, previous: int) -> Path:
+        return self.folder / f"{draft}-{previous}.json"

@@ -1,0 +1,345 @@
+"""Windows of the query log: stretches of rows that are claimed, trained on, and committed or set aside.
+
+A cursor says how far training has come; it only moves when a claimed window is committed or set aside. A claim belongs
+to an owner: name it after one run, since the same name gets the same window back.
+
+A window is tried three times. Each claim of it counts as an attempt when it is made, so that kill -9 counts too; when
+the third has failed it is set aside with its error, the cursor moves past it, and later windows train. Its rows stay in
+the log, and `replay` mixes them into later windows like any older row.
+
+A claim ends with its process, which is seen at once where process ids can tell. They can't for another container of
+the same machine, nor for a process that stands still: there the lease decides. It runs on the monotonic clock, and a
+thread of the owner renews it (`hold`), so that no run is too long for it.
+"""
+
+import hashlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.logfile import LogFile, counter
+from infra.processes import process_identity, process_place
+
+LEASE_S = 600.0
+RENEWALS_PER_LEASE = 10
+MAX_ATTEMPTS = 3
+MAX_ERROR_CHARS = 500
+
+
+class WindowBusy(ValueError):
+    """Another owner holds the open window."""
+
+
+class Window(BaseModel):
+    """A claimed stretch of rows with full consent; `sha256` is over their content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_seq: int
+    last_seq: int
+    num_rows: int
+    sha256: str
+    owner: str
+
+
+class Attempt(BaseModel):
+    """The attempt at the open window, and what became of the one before.
+
+    Attributes:
+        number: from 1.
+        running: whether its owner still holds the window.
+        error: why the last attempt that ended failed; "" while the first one runs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_seq: int
+    last_seq: int
+    number: int
+    running: bool
+    error: str
+
+
+class SetAside(BaseModel):
+    """A window that no attempt got through.
+
+    Attributes:
+        num_rows: how many it had when it was claimed last.
+        num_attempts: how often it was tried.
+        time_ms: when it was set aside, in Unix time.
+        error: of the last attempt.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_seq: int
+    last_seq: int
+    num_rows: int
+    num_attempts: int
+    time_ms: int
+    error: str
+
+
+class Windows(LogFile):
+    """The windows of a log; one is open at most."""
+
+    def claim(self, owner: str, max_rows: int, min_rows: int = 1, lease_s: float = LEASE_S) -> Window | None:
+        """Claim the next rows with full consent after the cursor, and count an attempt at them.
+
+        An open claim is handed out again with the same range: to the same owner always, to another one when it failed,
+        its process is gone or its lease is over. A window that had its attempts is set aside instead.
+
+        Args:
+            owner: the run that will train on the window.
+            max_rows: the window's largest size.
+            min_rows: with fewer rows waiting, no window is opened.
+            lease_s: seconds until another owner may take the claim over from a living process that doesn't renew it.
+
+        Returns:
+            The window, or None if fewer than `min_rows` rows wait.
+
+        Raises:
+            WindowBusy: another owner's claim is in force.
+            ValueError: not 1 <= min_rows <= max_rows.
+        """
+        if not 1 <= min_rows <= max_rows:
+            raise ValueError(f"got min_rows {min_rows} and max_rows {max_rows}, wanted 1 <= min_rows <= max_rows")
+        with self.transaction() as db:
+            opened = _open_window(db)
+            if opened is not None:
+                _require_unheld(db, owner)
+                if _num_attempts(db, opened) >= MAX_ATTEMPTS:
+                    _set_aside(db, opened)
+                    opened = None
+            if opened is not None:
+                window = opened.model_copy(update={"owner": owner})
+            else:
+                query = "SELECT seq FROM rows WHERE consent = 'full' AND seq > ? ORDER BY seq LIMIT ?"
+                seqs = [seq for (seq,) in db.execute(query, (counter(db, "cursor"), max_rows))]
+                if len(seqs) < min_rows:
+                    return None
+                window = _window(db, seqs[0], seqs[-1], owner)
+            pid = os.getpid()
+            db.execute(
+                "INSERT OR REPLACE INTO claim VALUES (1, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*window.model_dump().values(), pid, process_identity(pid), time.monotonic() + lease_s),
+            )
+            db.execute(
+                "INSERT INTO attempts (first_seq, last_seq, number) VALUES (?, ?, ?)",
+                (window.first_seq, window.last_seq, 1 + _num_attempts(db, window)),
+            )
+        return window
+
+    @contextmanager
+    def hold(self, window: Window, lease_s: float = LEASE_S) -> Iterator[None]:
+        """Renew the lease of a claimed window from a thread for as long as the context lasts, or the claim does."""
+        done = threading.Event()
+
+        def renew() -> None:
+            try:
+                while not done.wait(lease_s / RENEWALS_PER_LEASE):
+                    with suppress(sqlite3.OperationalError):  # locked or full: the next one comes before the lease ends
+                        if not self._renew(window, lease_s):
+                            return
+            finally:
+                self.close()
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def fail(self, window: Window, error: str) -> bool:
+        """Record why an attempt failed, and let go of the window: the next run gets it, or the rows after it.
+
+        Of a window that is no longer this owner's nothing is recorded.
+
+        Args:
+            window: as it was claimed.
+            error: one line; only its first 500 characters are kept. It goes when rows of the window are erased, since
+                it may quote them.
+
+        Returns:
+            whether this was its last attempt, and it was set aside.
+        """
+        with self.transaction() as db:
+            opened = _open_window(db)
+            if opened is None or not _same_claim(opened, window):
+                return False
+            number = _num_attempts(db, window)
+            db.execute(
+                "UPDATE attempts SET error = ? WHERE first_seq = ? AND last_seq = ? AND number = ?",
+                (error[:MAX_ERROR_CHARS], window.first_seq, window.last_seq, number),
+            )
+            if number >= MAX_ATTEMPTS:
+                _set_aside(db, opened)
+                return True
+            db.execute("UPDATE claim SET lease_until_s = 0")
+            return False
+
+    def withdraw(self, window: Window) -> None:
+        """Let go of a window without counting the attempt: the next run gets it.
+
+        Nothing is done about a window that is no longer this owner's.
+        """
+        with self.transaction() as db:
+            opened = _open_window(db)
+            if opened is not None and _same_claim(opened, window):
+                place = (window.first_seq, window.last_seq, _num_attempts(db, window))
+                db.execute("DELETE FROM attempts WHERE first_seq = ? AND last_seq = ? AND number = ?", place)
+                db.execute("UPDATE claim SET lease_until_s = 0")
+
+    def commit(self, window: Window) -> None:
+        """Close the claim and move the cursor past the window; committing the same window again changes nothing.
+
+        Raises:
+            ValueError: the window is neither the open claim nor committed by this owner before.
+        """
+        place = (window.first_seq, window.last_seq, window.owner)
+        with self.transaction() as db:
+            again = "SELECT 1 FROM committed WHERE first_seq = ? AND last_seq = ? AND owner = ?"
+            if db.execute(again, place).fetchone():
+                return
+            _require_open(db, window)
+            db.execute("INSERT INTO committed VALUES (?, ?, ?, ?, ?)", tuple(window.model_dump().values()))
+            _forget_attempts(db, window)
+            _close_claim(db, cursor=window.last_seq)
+
+    def release(self, window: Window) -> None:
+        """Close the claim and leave the cursor, so that the rows can be claimed anew, their attempts counted from one.
+
+        Raises:
+            ValueError: the window is not the open claim.
+        """
+        with self.transaction() as db:
+            _require_open(db, window)
+            _forget_attempts(db, window)
+            _close_claim(db)
+
+    def cursor(self) -> int:
+        """Return the last seq of the last window that was committed or set aside, 0 before the first."""
+        return counter(self.connection(), "cursor")
+
+    def last(self) -> Window | None:
+        """Return the window that was committed last, None before the first."""
+        columns = self.connection().execute("SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1").fetchone()
+        return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
+
+    def _renew(self, window: Window, lease_s: float) -> bool:
+        """Put the end of the lease off; False if the window is no longer this owner's."""
+        until_s, place = time.monotonic() + lease_s, (window.first_seq, window.last_seq, window.owner)
+        query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
+        with self.transaction() as db:
+            return db.execute(query, (until_s, *place)).rowcount == 1
+
+
+def _window(db: sqlite3.Connection, first_seq: int, last_seq: int, owner: str) -> Window:
+    digest, num_rows = hashlib.sha256(), 0
+    query = "SELECT body FROM rows WHERE consent = 'full' AND seq BETWEEN ? AND ? ORDER BY seq"
+    for (body,) in db.execute(query, (first_seq, last_seq)):
+        digest.update(body.encode() + b"\n")
+        num_rows += 1
+    return Window(first_seq=first_seq, last_seq=last_seq, num_rows=num_rows, sha256=digest.hexdigest(), owner=owner)
+
+
+def _open_window(db: sqlite3.Connection) -> Window | None:
+    columns = db.execute("SELECT first_seq, last_seq, num_rows, sha256, owner FROM claim").fetchone()
+    return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
+
+
+def _require_open(db: sqlite3.Connection, window: Window) -> None:
+    opened = _open_window(db)
+    if opened is None or not _same_claim(opened, window):
+        held = "none is open" if opened is None else f"open is {opened.first_seq}-{opened.last_seq} of {opened.owner}"
+        raise ValueError(f"window {window.first_seq}-{window.last_seq} of {window.owner} is not the open claim: {held}")
+
+
+def _same_claim(opened: Window, window: Window) -> bool:
+    # Not the digest: rows of an open window may have been erased since it was handed out.
+    place = (window.first_seq, window.last_seq, window.owner)
+    return (opened.first_seq, opened.last_seq, opened.owner) == place
+
+
+def _require_unheld(db: sqlite3.Connection, owner: str) -> None:
+    holder, pid, process, lease_until_s = db.execute("SELECT owner, pid, process, lease_until_s FROM claim").fetchone()
+    if holder != owner and _is_held(pid, process, lease_until_s):
+        raise WindowBusy(f"the open window belongs to {holder} (process {pid})")
+
+
+def _is_held(pid: int, process: str, lease_until_s: float) -> bool:
+    return time.monotonic() < lease_until_s and _is_running(pid, process)
+
+
+def _num_attempts(db: sqlite3.Connection, window: Window) -> int:
+    query = "SELECT count(*) FROM attempts WHERE first_seq = ? AND last_seq = ?"
+    number: int = db.execute(query, (window.first_seq, window.last_seq)).fetchone()[0]
+    return number
+
+
+def _forget_attempts(db: sqlite3.Connection, window: Window) -> None:
+    db.execute("DELETE FROM attempts WHERE first_seq = ? AND last_seq = ?", (window.first_seq, window.last_seq))
+
+
+def _close_claim(db: sqlite3.Connection, cursor: int | None = None) -> None:
+    db.execute("DELETE FROM claim")
+    if cursor is not None:
+        db.execute("UPDATE counters SET value = ? WHERE name = 'cursor'", (cursor,))
+
+
+def _set_aside(db: sqlite3.Connection, window: Window) -> None:
+    values = (*window.model_dump().values(), int(time.time() * 1000))
+    db.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?, ?)", values)
+    _close_claim(db, cursor=window.last_seq)
+
+
+def attempt_at(db: sqlite3.Connection) -> Attempt | None:
+    """Return the attempt at the open window; None if none is open."""
+    query = """SELECT first_seq, last_seq, number, error, pid, process, lease_until_s
+        FROM claim JOIN attempts USING (first_seq, last_seq) ORDER BY number DESC LIMIT 2"""
+    found = db.execute(query).fetchall()
+    if not found:
+        return None
+    first_seq, last_seq, number, _, *holder = found[0]
+    running = _is_held(*holder)
+    ended = [error for _, _, _, error, *_ in found[running:]]
+    return Attempt(
+        first_seq=first_seq, last_seq=last_seq, number=number, running=running, error=ended[0] if ended else ""
+    )
+
+
+def windows_set_aside(db: sqlite3.Connection) -> tuple[SetAside, ...]:
+    """Return the windows that no attempt got through, oldest first."""
+    # Beside max(), SQLite takes the other columns from the row that has the maximum.
+    query = """SELECT first_seq, last_seq, num_rows, max(number), time_ms, error
+        FROM set_aside JOIN attempts USING (first_seq, last_seq) GROUP BY first_seq, last_seq ORDER BY first_seq"""
+    return tuple(SetAside(**dict(zip(SetAside.model_fields, columns, strict=True))) for columns in db.execute(query))
+
+
+def shrink_claim(db: sqlite3.Connection) -> None:
+    """Bring the open claim up to date after an erasure; a claim left without rows is closed."""
+    opened = _open_window(db)
+    if opened is None:
+        return
+    window = _window(db, opened.first_seq, opened.last_seq, opened.owner)
+    if window.num_rows:
+        db.execute("UPDATE claim SET num_rows = ?, sha256 = ?", (window.num_rows, window.sha256))
+    else:
+        _forget_attempts(db, window)
+        _close_claim(db)
+
+
+def _is_running(pid: int, process: str) -> bool:
+    """Return whether the claiming process may still run; of another container only the lease can tell."""
+    boot, namespace, _ = process.split(" ")
+    own_boot, own_namespace = process_place().split(" ")
+    if boot != own_boot or namespace != own_namespace:
+        return boot == own_boot
+    return process_identity(pid) == process

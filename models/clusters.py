@@ -1,0 +1,127 @@
+"""Which conversations belong together: the same first turn, or first turns that share much of their wording.
+
+A cluster is the unit of a split and of its statistics, so that turns of a chat, functions of a module and fillings of a
+template stay on one side. First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that
+no client can compute where a prompt will fall. What more than a twentieth of a domain's conversations share is how the
+domain words things and joins nothing: without this a template would make one cluster of a domain. Turns that have next
+to nothing else are held against each other by all of it, so that copies stay together however many they are. Because
+what is common changes as a log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew
+each time, in numpy; that takes a second for ten thousand.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
+
+PAPER = "Broder 1997, On the resemblance and containment of documents; Leskovec et al. 2020, chapter 3"
+NGRAM = 5  # tokens
+SKETCH_SIZE = 128  # hashes of a conversation
+NUM_BANDS, BAND = 64, 2
+MIN_RESEMBLANCE, MIN_RESEMBLANCE_OF_COPIES = 0.2, 0.5
+# Of a domain's conversations; a hash in more of them says nothing. A domain of few has at least so many.
+MAX_SHARE, MIN_COMMON = 0.05, 5
+HASH_BYTES, NAME_BYTES = 8, 16
+
+Hashes = NDArray[np.uint64]
+
+
+class Sketch(NamedTuple):
+    """What is kept of a first turn: the keyed hash of all of it, and the smallest ones of its n-grams, ascending."""
+
+    turn: bytes
+    grams: Hashes
+
+
+def sketch(turn_ids: Sequence[int], secret: bytes) -> Sketch:
+    """Hash a first turn.
+
+    Args:
+        turn_ids: its tokens, at least one.
+        secret: of the home, up to 64 bytes.
+    """
+    ids = np.asarray(turn_ids, dtype=np.uint32).tobytes()
+    width = NGRAM * 4
+    spans = {ids[start : start + width] for start in range(0, max(1, len(ids) - width + 4), 4)}
+    hashed = b"".join(hashlib.blake2b(span, digest_size=HASH_BYTES, key=secret).digest() for span in spans)
+    grams = np.unique(np.frombuffer(hashed, dtype=np.uint64))[:SKETCH_SIZE]
+    return Sketch(hashlib.blake2b(ids, digest_size=NAME_BYTES, key=secret, person=b"turn").digest(), grams)
+
+
+def join(sketches: Sequence[Sketch], domains: Sequence[str]) -> list[str]:
+    """Return the name of each conversation's cluster: the keyed hash of its earliest member's first turn.
+
+    Clusters are what links connect, over any number of steps. A link is an equal first turn, or a resemblance of at
+    least a fifth, estimated: the n-grams that two turns share over those that either has.
+
+    Args:
+        sketches: in the order of time, [N].
+        domains: of the conversations, [N]; links cross them.
+    """
+    if not sketches:
+        return []
+    _, same = np.unique(np.array([one.turn.hex() for one in sketches]), return_inverse=True)
+    first = np.full(same.max() + 1, len(sketches))
+    np.minimum.at(first, same, np.arange(len(sketches)))
+    links = [np.stack([np.arange(len(sketches)), first[same]])]
+    links += _resembling(sketches, _domain_numbers(domains))
+    row, column = np.concatenate(links, axis=1)
+    graph = coo_matrix((np.ones(len(row), dtype=np.int8), (row, column)), shape=(len(sketches),) * 2)
+    _, labels = connected_components(graph, directed=False)
+    earliest: dict[int, str] = {}
+    return [earliest.setdefault(int(label), one.turn.hex()) for label, one in zip(labels, sketches, strict=True)]
+
+
+def _domain_numbers(domains: Iterable[str]) -> NDArray[np.int64]:
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(domain, len(numbers)) for domain in domains], dtype=np.int64)
+
+
+def _resembling(sketches: Sequence[Sketch], domains: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return links as [2, E] each: every conversation of a band's bucket to the first one in it, where they hold."""
+    sizes = np.array([len(one.grams) for one in sketches])
+    grams, owner = np.concatenate([one.grams for one in sketches]), np.repeat(np.arange(len(sketches)), sizes)
+    telling = ~_common(grams, domains[owner], np.bincount(domains))
+    own = np.bincount(owner[telling], minlength=len(sketches))
+    copies = own[owner] <= NGRAM
+    return [
+        *_banded(grams[telling], owner[telling], MIN_RESEMBLANCE),
+        *_banded(grams[copies], owner[copies], MIN_RESEMBLANCE_OF_COPIES),
+    ]
+
+
+def _banded(grams: Hashes, owner: NDArray[np.int64], least: float) -> list[NDArray[np.int64]]:
+    owners, starts = np.unique(owner, return_index=True)
+    if not len(owners):
+        return []
+    signatures = _signatures(grams, starts)
+    links = []
+    for band in range(NUM_BANDS):
+        left, right = signatures[:, BAND * band].astype(np.uint64), signatures[:, BAND * band + 1].astype(np.uint64)
+        _, first, bucket = np.unique(left << np.uint64(32) | right, return_index=True, return_inverse=True)
+        one, other = np.arange(len(owners)), first[bucket]
+        one, other = one[one != other], other[one != other]
+        holds = (signatures[one] == signatures[other]).mean(axis=1) >= least
+        links.append(np.stack([owners[one[holds]], owners[other[holds]]]))
+    return links
+
+
+def _common(grams: Hashes, domains: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which hashes are in too many conversations of their domain: [G] for grams and domains [G]."""
+    keys = grams ^ (domains.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    _, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    limits: NDArray[np.float64] = np.maximum(MIN_COMMON, MAX_SHARE * sizes)
+    common: NDArray[np.bool_] = counts[which] > limits[domains]
+    return common
+
+
+def _signatures(grams: Hashes, starts: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return [N, NUM_BANDS·BAND] minima of hashes under so many permutations; those of n begin at starts[n]."""
+    rng = np.random.default_rng(0)  # the hashes are keyed, so that the permutations need not be
+    factors = rng.integers(0, 1 << 63, NUM_BANDS * BAND, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    minima = [np.minimum.reduceat((grams * factor) >> np.uint64(32), starts) for factor in factors]
+    return np.stack(minima, axis=1).astype(np.uint32)

@@ -1,0 +1,124 @@
+"""Two drafts on the same conversations: their scores, paired, and what each cluster of conversations says.
+
+Conversations that resemble each other, such as those of one template, are one cluster: they say the same thing many
+times, so that a cluster counts as one observation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from models.acceptance import CONFIDENCE, Estimate, Floats
+from models.params import Frozen
+
+HEAVIEST = 10  # median clusters that one cluster counts as at most, so that one flood can't stop a test
+CUT = 0.2  # share of the traffic that the heaviest clusters may lose
+
+
+class Score(Frozen):
+    """One conversation as one draft would have served it.
+
+    Attributes:
+        cluster: conversations of one cluster resemble each other and count together; "" is a cluster of its own.
+        steps: verification steps.
+        accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q)
+            (sampled).
+    """
+
+    id: str
+    domain: str
+    cluster: str = ""
+    steps: int = Field(ge=1)
+    accepted: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Clusters(NamedTuple):
+    """A window's clusters: [C] differences in accepted tokens a step, and [C] weights in (0, 1]."""
+
+    differences: Floats
+    weights: Floats
+
+
+def clusters(
+    champion: Sequence[Score], challenger: Sequence[Score], shares: Mapping[str, float] | None = None
+) -> Clusters:
+    """Return each cluster's difference and weight; see `Evidence.after`.
+
+    A conversation weighs its domain's share of the traffic over the domain's conversations here, a cluster as much as
+    its conversations. The weights are cut for the test's sake, which counts no cluster more than once: the largest one
+    counts as `HEAVIEST` median ones at most, and `CUT` of the traffic may be lost by those above the others. What is
+    bounded is the gain of the traffic that is left.
+    """
+    pairs = paired(champion, challenger)
+    domains = [before.domain for before, _ in pairs]
+    if shares is not None and (missing := sorted({domain for domain in domains if not shares.get(domain, 0) > 0})):
+        raise ValueError(f"wanted a share of traffic above 0 of each domain, none of: {', '.join(missing)}")
+    sizes = {domain: domains.count(domain) for domain in set(domains)}
+    sums: dict[str, tuple[float, float]] = {}
+    for before, after in pairs:
+        difference = after.accepted / after.steps - before.accepted / before.steps
+        weight = 1.0 if shares is None else shares[before.domain] / sizes[before.domain]
+        total, weighted = sums.get(cluster_of(before), (0.0, 0.0))
+        sums[cluster_of(before)] = total + weight, weighted + weight * difference
+    totals, weighted = np.array([sums[name] for name in sorted(sums)], dtype=np.float64).T
+    return Clusters(weighted / totals, _counting_once(totals))
+
+
+def gain(found: Clusters) -> Estimate:
+    """Return the mean difference of one window, with a 95% interval over clusters; it is for this one look."""
+    differences, weights = found
+    value = float(np.average(differences, weights=weights))
+    degrees = max(1, len(weights) - 1)
+    squares = float((weights**2 * (differences - value) ** 2).sum())
+    error = math.sqrt(squares * (degrees + 1) / degrees) / float(weights.sum())
+    return within(value, error, degrees, (1 - CONFIDENCE) / 2)
+
+
+def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score, Score]]:
+    """Return the scores of each conversation by both, in the first's order.
+
+    Raises:
+        ValueError: no scores, an id twice, or ids, domains or clusters that differ between the two.
+    """
+    by_id = {score.id: score for score in second}
+    if not first or len(by_id) < len(second) or len({score.id for score in first}) < len(first):
+        raise ValueError("wanted at least one conversation, and each id once in a list")
+    if unmatched := sorted({score.id for score in first} ^ by_id.keys()):
+        raise ValueError(f"both drafts must score the same conversations; unmatched: {', '.join(unmatched[:5])}")
+    pairs = [(before, by_id[before.id]) for before in first]
+    for before, after in pairs:
+        if (before.domain, before.cluster) != (after.domain, after.cluster):
+            raise ValueError(
+                f'conversation "{before.id}" is of "{before.domain}" and "{after.domain}", '
+                f'of clusters "{before.cluster}" and "{after.cluster}"'
+            )
+    return pairs
+
+
+def cluster_of(score: Score) -> str:
+    """Return the name of a conversation's cluster, its own if it has none."""
+    return f"cluster {score.cluster}" if score.cluster else f"conversation {score.id}"
+
+
+def _counting_once(shares: Floats) -> Floats:
+    """Scale [C] shares of traffic to weights of at most 1, with as much weight in all as `CUT` allows."""
+    capped = np.minimum(shares, HEAVIEST * np.median(shares))
+    capped /= capped.sum()
+    low, high = 1 / float(capped.max()), len(capped) / (1 - CUT)
+    for _ in range(50):  # what is left of the total only falls as the scale rises
+        middle = (low + high) / 2
+        left = float(np.minimum(1.0, middle * capped).sum()) / middle
+        low, high = (middle, high) if left >= 1 - CUT else (low, middle)
+    weights: Floats = np.minimum(1.0, low * capped)
+    return weights
+
+
+def within(value: float, error: float, degrees: int, alpha: float) -> Estimate:
+    """Return value ± t × error, each end wrong with a chance of `alpha`."""
+    from scipy.special import stdtrit  # slow to import, and recipes are read by commands that judge nothing
+
+    spread = float(stdtrit(degrees, 1 - alpha)) * error
+    return Estimate(value=value, low=value - spread, high=value + spread)

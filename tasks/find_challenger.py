@@ -1,0 +1,81 @@
+"""Find out what the training on a window goes on from."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact, open_artifact, publish
+from infra.lines import challenger_to_go_on, next_challenger
+from infra.registry import Pair, Version, open_registry
+from infra.settings import load_settings
+from infra.windows import Window
+from models.gate import Evidence
+from models.params import Frozen
+from models.recipe import Recipe
+from tasks.stages.reporting import run_logger
+
+EVIDENCE = "evidence.json"
+
+
+class Start(Frozen):
+    """Where a challenger's next run starts.
+
+    Attributes:
+        version: the snapshot that it goes on from, or the champion.
+        files: its weights.
+        state: the end of the run that made it; None where that is not there, and the optimizer starts afresh.
+        evidence: what is known of the challenger so far.
+        going_on: whether it is a snapshot, not the champion.
+    """
+
+    version: Version
+    files: Artifact
+    state: Artifact | None
+    evidence: Evidence
+    going_on: bool
+
+
+@task(cache_policy=NO_CACHE)
+def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
+    """Return where the training on a window starts: the champion's challenger, or the champion for a new one.
+
+    A challenger whose evidence is gone, or was found at another K, learns on; its test starts anew, as another
+    challenger's.
+    """
+    registry = open_registry()
+    versions, champion = registry.versions("draft"), pair.draft
+    snapshot = challenger_to_go_on(versions, champion.number, window)
+    kept = None if snapshot is None else registry.attached(snapshot, EVIDENCE)
+    evidence = None if kept is None else Evidence.model_validate_json(kept)
+    if evidence is None or evidence.test.bound != recipe.num_draft_tokens:
+        evidence = Evidence.start(recipe.num_draft_tokens, next_challenger(versions, champion.number))
+    start = Start(
+        version=snapshot or champion,
+        files=publish(registry.download(snapshot, load_settings().cache), "draft") if snapshot else pair.draft_files,
+        state=_state(snapshot or champion),
+        evidence=evidence,
+        going_on=snapshot is not None,
+    )
+    how = "starts" if snapshot is None else f"goes on from draft {snapshot.number}"
+    run_logger().info("challenger %d of draft %d %s", evidence.challenger, champion.number, how)
+    return start
+
+
+@task(cache_policy=NO_CACHE)
+def start_test(recipe: Recipe, pair: Pair) -> Evidence:
+    """Return what is known of a draft that was not judged against the champion before: nothing."""
+    versions = open_registry().versions("draft")
+    return Evidence.start(recipe.num_draft_tokens, next_challenger(versions, pair.draft.number))
+
+
+def _state(version: Version) -> Artifact | None:
+    """Return what a version's training left, None if it left nothing or that is no longer there."""
+    lineage = version.lineage
+    if not lineage.state_uri:
+        return None
+    state = Artifact(uri=lineage.state_uri, sha256=lineage.state_sha256, kind="state")
+    try:
+        open_artifact(state)
+    except ValueError as error:
+        run_logger().info("the optimizer starts afresh: %s", error)
+        return None
+    return state

@@ -1,0 +1,96 @@
+"""Which conversations of a window are trained on, which test what was trained, and which are never trained on.
+
+The unit is a cluster (`models.clusters`). In each window a cluster is put on a side by a keyed hash, so that no client
+can choose it; what was held out in one window is trained on in the next. What is alike to a member of a probe set
+(`infra.probes`) is on neither side.
+"""
+
+import hmac
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from infra.probes import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
+from infra.sketches import Sketches
+from infra.windows import Window
+from models.clusters import Sketch, join, sketch
+from models.hidden import Sample
+from models.tokens import first_turn, turn_marks
+
+Side = Literal["train", "held_out"]
+BATCH_ROWS = 1000
+
+
+class Clustered(NamedTuple):
+    """The log's rows, by seq, and the first samples' clusters by id."""
+
+    rows: list[Conversation]
+    first: dict[str, str]
+
+
+def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence[Sample], last_seq: int) -> Clustered:
+    """Cluster the rows of a log together with the samples that the served line of drafts began with.
+
+    Args:
+        database: the log's file. Rows without a sketch get one there.
+        secret: of the home.
+        target_dir: whose tokenizer wrote the prompts.
+        first: the first samples.
+        last_seq: rows after it don't count.
+    """
+    marks, log = turn_marks(AutoTokenizer.from_pretrained(target_dir)), Sketches(database)
+
+    def sketched(prompt_ids: Sequence[int]) -> Sketch:
+        return sketch(first_turn(prompt_ids, marks), secret)
+
+    missing = list(log.missing(secret))
+    for start in range(0, len(missing), BATCH_ROWS):
+        made = ((seq, sketched(prompt_ids)) for seq, prompt_ids in missing[start : start + BATCH_ROWS])
+        log.keep(secret, [(seq, one.turn, one.grams.tobytes()) for seq, one in made])
+    rows = [row for row in log.read(secret) if row.seq <= last_seq]
+    sketches = [sketched(sample.prompt_ids) for sample in first]
+    sketches += [Sketch(row.turn, np.frombuffer(row.grams, dtype=np.uint64)) for row in rows]
+    names = join(sketches, [sample.domain for sample in first] + [row.domain for row in rows])
+    of_rows = zip(rows, names[len(first) :], strict=True)
+    return Clustered(
+        rows=[Conversation(row.seq, row.domain, row.key, row.time_ms, name) for row, name in of_rows],
+        first={sample.id: name for sample, name in zip(first, names, strict=False)},
+    )
+
+
+def sides(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], Side]:
+    """Return the function from a cluster to its side in a window: HMAC-SHA256 of both under the home's secret."""
+
+    def side_of(cluster: str) -> Side:
+        said = f"{window.first_seq} {window.last_seq} {cluster}".encode()
+        digest = hmac.digest(secret, said, "sha256")
+        return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
+
+    return side_of
+
+
+def drawn_by(secret: bytes) -> Callable[[str], bytes]:
+    """Return the function from a cluster to its place in a draw that no client can foresee."""
+    return lambda cluster: hmac.digest(secret, b"draw " + cluster.encode(), "sha256")
+
+
+def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Collection[str]) -> set[str]:
+    """Return the clusters that are above 5% of a domain in their first window: they are scored before they train.
+
+    Args:
+        rows: the log's, up to the window's last one.
+        window: at hand.
+        trained: clusters that something was trained on outside of the log.
+    """
+    seen = {row.cluster for row in rows if row.seq < window.first_seq} | set(trained)
+    new = [row for row in rows if row.seq >= window.first_seq]
+    sizes, in_cluster = Counter(row.domain for row in new), Counter((row.domain, row.cluster) for row in new)
+    return {
+        cluster
+        for (domain, cluster), number in in_cluster.items()
+        if cluster not in seen and number > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[domain])
+    }

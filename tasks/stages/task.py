@@ -1,0 +1,34 @@
+"""Prefect's `task`, which takes seconds to import, put off until a flow calls one.
+
+For modules that commands use without a flow, through `.fn`. Nothing is cached by Prefect, see `tasks.stages`.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class task(Generic[P, R]):
+    """A function that is a task where a flow calls it.
+
+    Attributes:
+        fn: the function itself.
+    """
+
+    def __init__(self, fn: Callable[P, R]) -> None:
+        self.fn = fn
+        update_wrapper(self, fn)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it as a task of Prefect's."""
+        return self._run(*args, **kwargs)
+
+    @cached_property
+    def _run(self) -> Callable[P, R]:
+        import prefect
+        from prefect.cache_policies import NO_CACHE
+
+        return prefect.task(cache_policy=NO_CACHE)(self.fn)

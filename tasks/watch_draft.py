@@ -1,0 +1,207 @@
+"""Hold a promoted draft against the one before it, on requests that it serves, and take it back if it does worse."""
+
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from transformers import AutoTokenizer
+
+from infra.consent import Consent, QueryRow
+from infra.priority import gently
+from infra.querylog import QueryLog
+from infra.registry import Kind, Registry, Version, open_registry
+from infra.secret import home_secret
+from infra.settings import Settings, load_settings
+from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
+from models import lookback
+from models.clusters import join, sketch
+from models.drafts import open_draft
+from models.hidden import Sample
+from models.paired import Score
+from models.recipe import Recipe
+from models.scoring import score
+from models.tokens import first_turn, turn_marks
+from tasks.stages.reporting import run_logger
+from tasks.stages.samples import usable
+
+MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared
+EVIDENCE = "watch.json"
+
+
+@task(cache_policy=NO_CACHE)
+def watch_draft(recipe: Recipe) -> Watch | None:
+    """Look once at what the champion has served, and act on what all looks together say.
+
+    Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
+    cluster only one request ever counts. A loss moves the alias back and quarantines the draft, unless somebody moved
+    it meanwhile. What is found is kept before anything is done about it, so that the next look goes on from there.
+
+    Returns:
+        the watch of the champion, or of the draft that was just taken back; None where there is no draft to hold the
+        champion against, because none of its target was served before it.
+
+    Raises:
+        ConnectionError: the registry can't be asked.
+        sqlite3.Error: the query log can't be read.
+    """
+    settings, registry = load_settings(), open_registry()
+    watches = Watches(settings)
+    watches.sweep()
+    for lost in watches.unfinished():
+        return _take_back(registry, watches, lost)
+    champion = registry.champion("draft")
+    previous = None if champion is None else registry.previous_good(champion)
+    if champion is None or previous is None or previous.target.sha256 != champion.target.sha256:
+        return None
+    watch = watches.find(champion.number, previous.number)
+    if watch is not None and watch.outcome == SETTLED:
+        return watch
+    if watch is None or watch.outcome != WATCHING:  # somebody promoted it again: what it did before is forgiven
+        num_wanted = recipe.watch.num_requests
+        watch = Watch(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
+    watch = _look(recipe, watches, watch, champion, previous)
+    return _take_back(registry, watches, watch) if watch.outcome == LOST else watch
+
+
+def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, previous: Version) -> Watch:
+    params, settings = recipe.watch, load_settings()
+    log = QueryLog(settings.querylog)
+    newest = log.latest(1)
+    last_seq = newest[0].seq or 0 if newest else 0
+    first_seq = max(1, last_seq - MAX_ROWS + 1)
+    rows = _served(log, champion, first_seq, last_seq, "full")
+    num_unreadable = 0 if rows else len(_served(log, champion, first_seq, last_seq, "metadata"))
+    if num_unreadable != watch.num_unreadable:
+        watch = watch.model_copy(update={"num_unreadable": num_unreadable})
+        watches.save(watch)
+    if not rows:
+        return watch
+    target_dir = _fetched(settings, "target", _target_version(champion))
+    rows = _one_of_each_cluster(log, watch, rows, target_dir)
+    samples = _drawn(recipe, watch, rows, champion)
+    now_ms = int(time.time() * 1000)
+    waited_ms = now_ms - watch.looked_ms
+    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.patience_s):
+        return watch
+    compared = list(watch.compared)
+    seqs = {row.id: row.seq or 0 for row in rows}
+    compared += _compare(recipe, watches, samples, seqs, target_dir, (champion, previous))
+    watch = _judged(recipe, watch, compared).model_copy(update={"looked_ms": now_ms})
+    watches.save(watch)
+    run_logger().info("draft %d, held against draft %d: %s", watch.draft, watch.previous, watch.told())
+    return watch
+
+
+def _served(log: QueryLog, draft: Version, first_seq: int, last_seq: int, consent: Consent) -> list[QueryRow]:
+    return [row for row in log.rows(first_seq, last_seq, consent) if row.draft_version == draft.number]
+
+
+def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], target_dir: Path) -> list[QueryRow]:
+    """Draw one row of each cluster that was not compared yet; nobody who asks can know which requests count."""
+    secret, marks = home_secret(load_settings().home), turn_marks(AutoTokenizer.from_pretrained(target_dir))
+    before = log.rows_of(one.seq for one in watch.compared)
+    both = [*before, *random.SystemRandom().sample(rows, len(rows))]
+    named = [row for row in both if row.prompt_ids]
+    sketches = [sketch(first_turn(row.prompt_ids or [], marks), secret) for row in named]
+    seen: dict[str, QueryRow] = {}
+    for row, cluster in zip(named, join(sketches, [row.domain for row in named]), strict=True):
+        seen.setdefault(cluster, row)
+    compared = {row.seq for row in before}
+    return [row for row in seen.values() if row.seq not in compared]
+
+
+def _drawn(recipe: Recipe, watch: Watch, rows: Sequence[QueryRow], champion: Version) -> list[Sample]:
+    """Return the requests to compare, no more of a key than its share."""
+    per_look = recipe.watch.per_look
+    samples, _ = usable(rows, _target_version(champion), recipe.refresh.max_share_per_key, per_look)
+    return samples[: min(per_look, watch.num_wanted - len(watch.compared))]
+
+
+def _target_version(champion: Version) -> int:
+    number = champion.lineage.target_version
+    assert number is not None, f"draft {champion.number} names no target"
+    return number
+
+
+def _compare(
+    recipe: Recipe,
+    watches: Watches,
+    samples: Sequence[Sample],
+    seqs: Mapping[str, int],
+    target_dir: Path,
+    drafts: tuple[Version, Version],
+) -> list[Compared]:
+    settings = load_settings()
+
+    @gently
+    def scored(draft: Version, work: Path) -> list[Score]:
+        opened = open_draft(_fetched(settings, "draft", draft.number), target_dir)
+        return score(opened, target_dir, samples, recipe.num_draft_tokens, work, settings.device, recipe.engine.rules)
+
+    with watches.workspace() as work:
+        pairs = zip(*(scored(draft, work) for draft in drafts), strict=True)
+        return [
+            Compared(
+                seq=seqs[new.id],
+                domain=new.domain,
+                tau=1 + new.accepted / new.steps,
+                previous_tau=1 + old.accepted / old.steps,
+            )
+            for new, old in pairs
+        ]
+
+
+def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch:
+    costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
+    domains = [one.domain for one in compared]
+    found = lookback.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha)
+    lost = any(finding.lost for finding in found.values())
+    outcome = LOST if lost else SETTLED if len(compared) >= watch.num_wanted else WATCHING
+    return watch.model_copy(
+        update={
+            "compared": tuple(compared),
+            "found": {domain: Found(**finding.model_dump()) for domain, finding in found.items()},
+            "outcome": outcome,
+        }
+    )
+
+
+def _take_back(registry: Registry, watches: Watches, watch: Watch) -> Watch:
+    """Go back to the draft before one that lost; if it is no longer the champion, that is left as it is."""
+    if not watch.evidence:
+        watch = watch.model_copy(update={"evidence": _record(registry, watch)})
+        watches.save(watch)
+    reason = f"{watch.told()}; evidence: runs:/{watch.evidence}/{EVIDENCE}"
+    with registry.alone():
+        champion = registry.champion("draft")
+        if champion is not None and champion.number == watch.draft:
+            registry.revert("draft", watch.draft, reason)
+            run_logger().warning("draft %d is taken back: %s", watch.draft, reason)
+        done = registry.get("draft", watch.draft).quarantined == reason
+    outcome = TAKEN_BACK if done else LEFT
+    watch = watch.model_copy(update={"outcome": outcome})
+    watches.save(watch)
+    return watch
+
+
+def _record(registry: Registry, watch: Watch) -> str:
+    metrics = {f"tau/{domain or 'all'}": found.tau for domain, found in watch.found.items()}
+    metrics |= {f"previous_tau/{domain or 'all'}": found.previous_tau for domain, found in watch.found.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / EVIDENCE
+        file.write_text(watch.model_dump_json(indent=1) + "\n")
+        params = {"draft": watch.draft, "previous": watch.previous}
+        return registry.store.record_run(f"watch of draft {watch.draft}", params, metrics, [file])
+
+
+@lru_cache(maxsize=3)
+def _fetched(settings: Settings, kind: Kind, number: int) -> Path:
+    """Return a version's files, checked once: hashing a large target at every look would take longer than the look."""
+    registry = open_registry(settings)
+    return registry.download(registry.get(kind, number), settings.cache)

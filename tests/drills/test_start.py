@@ -1,0 +1,70 @@
+"""F35: the engine does not start for memory, a place for its sockets or torn files, and the draft is a good one."""
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.registry import is_quarantined
+from models.drafts.eagle3 import WEIGHTS
+from models.engines.vllm import Params
+from models.engines.vllm.engine import VllmEngine
+from models.targets import describe
+from services.boot import start_engine
+from services.drafts import DraftSource, choose_boot_draft, read_memory, write_memory
+from services.states import Loaded, Memory, label
+from tests.world import World, make_target
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PARAMS = Params(max_model_len=128, max_num_seqs=4)
+
+
+def test_f35_a_good_draft_that_the_machine_did_not_start_with_waits_and_is_never_quarantined(
+    tiny_target: Path, engine: Any, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
+    make_target(tiny_target, tmp_path / "target", engine, loop)
+    world = World(tmp_path, tmp_path / "target")
+    older, newer = world.versions
+    world.registry.promote("draft", newer)
+    source = DraftSource(world.registry, tmp_path / "cache", describe(world.target), PARAMS.num_draft_tokens)
+    state, counts = tmp_path / "state.json", Counter[str]()
+    write_memory(state, Memory().with_good(world.registry.get("draft", older)))
+
+    def restart(faults: dict[int, str]) -> list[int]:
+        """Start an engine on a machine that has a fault while some drafts are started; return what was tried."""
+        tried: list[int] = []
+
+        async def start(draft: Loaded | None) -> VllmEngine:
+            number = draft.version.number if draft else 0
+            tried.append(number)
+            with pytest.MonkeyPatch.context() as machine:
+                match faults.get(number):
+                    case "memory":
+                        machine.setenv("VLLM_CPU_KVCACHE_SPACE", "1000000")
+                    case "sockets":
+                        machine.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "gone"))
+                    case "torn" if draft:
+                        os.truncate(draft.directory / WEIGHTS, 100)
+                directory, name = (draft.directory, str(number)) if draft else (None, "")
+                return await VllmEngine.start(world.target, directory, PARAMS, "target", name)
+
+        started, boot, memory = loop.run_until_complete(start_engine(start, source, state, counts))
+        loop.run_until_complete(started.close())
+        assert tried[-1] == (boot.version.number if boot else 0)
+        assert (memory.refused, memory.unreported) == ({}, ())
+        assert set(memory.failed_starts) == {label(world.registry.get("draft", number)) for number in tried[:-1]}
+        return tried
+
+    assert restart({newer: "memory", older: "torn"}) == [newer, older, 0]
+    assert restart({newer: "sockets"}) == [newer, older]  # the torn copy was fetched again
+    assert (counts["postponed"], counts["refused"]) == (3, 0)
+    boot, _ = choose_boot_draft(source, read_memory(state), counts)
+    champion = world.registry.champion("draft")
+    assert boot is not None
+    assert champion is not None
+    assert (boot.version.number, champion.number) == (newer, newer)
+    assert not any(is_quarantined(world.registry.get("draft", number)) for number in (older, newer))

@@ -1,0 +1,86 @@
+"""A draft that passed its gate and its probation and does worse live is taken back by itself."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.artifacts import staged
+from infra.processes import Child, wait_until
+from infra.settings import Settings
+from infra.watches import TAKEN_BACK, Watch, Watches
+from models.drafts import open_draft
+from models.drafts.eagle3 import WEIGHTS
+from models.recipe import load_recipe
+from tasks.measure_draft import measure_probe
+from tests.flows.conftest import Cli, registry_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
+LOOK = "\n[watch]\nperiod_s = 0.5\nper_look = 16\n"
+
+
+def spoiled(home: Path, tmp_path: Path) -> int:
+    """Register the champion with noise on its weights; it keeps its promise on the golden prompts, which is honest."""
+    registry, cache = registry_of(home), tmp_path / "cache"
+    champion, target = registry.champion("draft"), registry.champion("target")
+    assert champion is not None
+    assert target is not None
+    target_dir = registry.download(target, cache)
+    made = tmp_path / "spoiled"
+    with staged(made) as directory:
+        shutil.copytree(registry.download(champion, cache), directory, dirs_exist_ok=True)
+        (directory / "manifest.json").unlink()
+        tensors, rng = load_file(directory / WEIGHTS), torch.Generator().manual_seed(0)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor + (0.2 * torch.randn(tensor.shape, generator=rng)).to(tensor.dtype)
+        save_file(tensors, directory / WEIGHTS)
+    num_draft_tokens = load_recipe("tiny").num_draft_tokens
+    probe_tau = measure_probe(open_draft(made, target_dir), target_dir, num_draft_tokens, tmp_path / "probe")
+    lineage = champion.lineage.model_copy(update={"parent": champion.number, "gate": "passed", "probe_tau": probe_tau})
+    return registry.register("draft", made, lineage.to_tags()).number
+
+
+def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_requests(
+    home: Path, tmp_path: Path
+) -> None:
+    cli, recipe = Cli(home), tmp_path / "watched.toml"
+    recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + LOOK)
+    worse, watches = spoiled(home, tmp_path), Watches(Settings(home=home))
+
+    def status() -> dict:
+        return json.loads(cli.run("status", "--json").splitlines()[-1])
+
+    def found() -> Watch | None:
+        return watches.find(worse, 1)
+
+    environment = {"REDRAFT_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    serve = [sys.executable, "-m", "flows.cli", "serve", "--recipe", str(recipe)]
+    watch = [sys.executable, "-m", "flows.watch", "--recipe", str(recipe)]
+    with Child.start(serve, environment, home / "serve.log", "serve") as serving:
+        wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
+        with Child.start(watch, environment, home / "watch.log", "watch") as watching:
+            cli.run("promote", str(worse))
+            wait_until(lambda: status()["service"]["draft_version"] == worse, 120, serving, "the swap")
+            cli.run("traffic", "--recipe", str(recipe), "--domain", "chat")
+            wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, watching, "a look")
+            os.kill(watching.pid, signal.SIGKILL)
+        with Child.start(watch, environment, home / "watch.log", "watch") as watching:
+            cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
+            wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
+            wait_until(lambda: status()["service"]["draft_version"] == 1, 120, serving, "the swap back")
+        told = status()
+    seen = found()
+    assert seen is not None
+    requests = [compared.seq for compared in seen.compared]
+    assert len(set(requests)) == len(requests) <= 200
+    assert [draft["champion"] for draft in told["drafts"]] == [False, True]
+    assert told["drafts"][0]["reasons"].startswith("τ 1.")
+    assert f"draft {worse} is quarantined: τ 1." in cli.run("status")

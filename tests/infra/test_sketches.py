@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from infra.querylog import QueryLog
+from infra.sketches import Sketches
+from tests.infra.rows import row
+
+SECRET, OTHER = b"s" * 32, b"t" * 32
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> QueryLog:
+    log = QueryLog(tmp_path / "queries.db")
+    rows = [row(f"a{number}", subject=f"s{number}") for number in range(3)]
+    log.append([one.model_copy(update={"prompt_ids": [number, 7]}) for number, one in enumerate(rows)])
+    log.append([row("b1"), row("b2", consent="metadata")])  # neither has tokens
+    return log
+
+
+def test_each_row_with_tokens_is_sketched_once(log: QueryLog) -> None:
+    sketches = Sketches(log.path)
+    assert list(sketches.missing(SECRET)) == [(1, [0, 7]), (2, [1, 7]), (3, [2, 7])]
+    sketches.keep(SECRET, [(1, b"turn", b"grams"), (3, b"other", b"")])
+    assert [seq for seq, _ in sketches.missing(SECRET)] == [2]
+    assert [(one.seq, one.domain, one.turn, one.grams) for one in sketches.read(SECRET)] == [
+        (1, "chat", b"turn", b"grams"),
+        (3, "chat", b"other", b""),
+    ]
+
+
+def test_under_another_secret_all_are_made_anew(log: QueryLog) -> None:
+    sketches = Sketches(log.path)
+    sketches.keep(SECRET, [(1, b"turn", b"grams")])
+    assert [seq for seq, _ in sketches.missing(OTHER)] == [1, 2, 3]
+    assert sketches.read(OTHER) == []
+    sketches.keep(OTHER, [(1, b"new", b"")])
+    assert (sketches.read(SECRET), sketches.read(OTHER)[0].turn) == ([], b"new")
+
+
+def test_a_sketch_goes_with_its_row_and_none_is_made_of_an_erased_one(log: QueryLog) -> None:
+    sketches = Sketches(log.path)
+    sketches.keep(SECRET, [(1, b"a secret turn", b"grams"), (2, b"turn", b"grams")])
+    assert log.erase("s0").rows == 1
+    sketches.keep(SECRET, [(1, b"a secret turn", b"grams")])
+    assert [one.seq for one in sketches.read(SECRET)] == [2]
+    log.erase("s0")
+    assert b"a secret turn" not in b"".join(path.read_bytes() for path in log.path.parent.iterdir())

@@ -1,0 +1,112 @@
+"""Every state by every event, and the waits on a clock that jumps."""
+
+import pytest
+
+from infra.triggers import (
+    STATE,
+    Due,
+    Ended,
+    Event,
+    Fall,
+    Fallen,
+    Fell,
+    Looked,
+    Lost,
+    Ok,
+    Recovered,
+    Retry,
+    Running,
+    Started,
+    State,
+    step,
+)  # fmt: skip
+
+RETRY = Retry(first_s=60, most_s=500)
+FALL = Fall(draft=3, promised=1.7, served=1.1, since_ms=1_000)
+WAITING = FALL.model_copy(update={"attempts": 1, "wait_from_ms": 100_000, "wait_s": 60.0})
+TWICE = FALL.model_copy(update={"attempts": 2, "wait_from_ms": 200_000, "wait_s": 120.0})
+AGAIN = FALL.model_copy(update={"wait_from_ms": 200_000, "wait_s": 60.0})
+OTHER = Fall(draft=4, promised=1.8, served=1.2, since_ms=200_000)
+
+FELL = Fell(draft=3, promised=1.7, served=1.0, now_ms=200_000)
+FELL_WITH_ANOTHER = Fell(draft=4, promised=1.8, served=1.2, now_ms=200_000)
+ENOUGH, TOO_FEW = Looked(enough=True, now_ms=200_000), Looked(enough=False, now_ms=200_000)
+TOO_SOON = Looked(enough=True, now_ms=130_000)
+LOST = Lost(now_ms=200_000, retry=RETRY)
+
+
+def ended(result: str) -> Ended:
+    return Ended(result=result, now_ms=200_000, retry=RETRY)
+
+
+ENDS = [ended(result) for result in ("promoted", "progress", "outdated", "put off", "in vain")]
+EVENTS = [FELL, FELL_WITH_ANOTHER, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), Started(), LOST, *ENDS]
+STATES = [Ok(), Fallen(fall=FALL), Fallen(fall=WAITING), Due(fall=FALL), Running(fall=FALL), Running(fall=WAITING)]
+AT_ONCE = WAITING.model_copy(update={"wait_s": 0.0})
+# What is not here stays as it is.
+TABLE: list[tuple[State, Event, State]] = [
+    (Ok(), FELL, Fallen(fall=FALL.model_copy(update={"served": 1.0, "since_ms": 200_000}))),
+    (Ok(), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
+    (Fallen(fall=FALL), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
+    (Fallen(fall=FALL), ENOUGH, Due(fall=FALL)),
+    (Fallen(fall=FALL), TOO_SOON, Due(fall=FALL)),
+    (Fallen(fall=FALL), Recovered(), Ok()),
+    (Fallen(fall=FALL), Started(), Running(fall=FALL)),
+    (Fallen(fall=WAITING), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
+    (Fallen(fall=WAITING), ENOUGH, Due(fall=WAITING)),
+    (Fallen(fall=WAITING), Recovered(), Ok()),
+    (Fallen(fall=WAITING), Started(), Running(fall=WAITING)),
+    (Due(fall=FALL), FELL_WITH_ANOTHER, Fallen(fall=OTHER)),
+    (Due(fall=FALL), TOO_FEW, Fallen(fall=FALL)),
+    (Due(fall=FALL), Recovered(), Ok()),
+    (Due(fall=FALL), Started(), Running(fall=FALL)),
+    (Running(fall=FALL), LOST, Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=FALL), ended("promoted"), Ok()),
+    (Running(fall=FALL), ended("progress"), Fallen(fall=FALL)),
+    (Running(fall=FALL), ended("outdated"), Fallen(fall=FALL)),
+    (Running(fall=FALL), ended("put off"), Fallen(fall=AGAIN)),
+    (Running(fall=FALL), ended("in vain"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=WAITING), LOST, Fallen(fall=TWICE)),
+    (Running(fall=WAITING), ended("promoted"), Ok()),
+    (Running(fall=WAITING), ended("progress"), Fallen(fall=AT_ONCE)),
+    (Running(fall=WAITING), ended("outdated"), Fallen(fall=AT_ONCE)),
+    (Running(fall=WAITING), ended("put off"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=WAITING), ended("in vain"), Fallen(fall=TWICE)),
+]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("event", EVENTS)
+def test_each_event_does_to_each_state_what_the_table_says(state: State, event: Event) -> None:
+    (wanted,) = [after for before, what, after in TABLE if (before, what) == (state, event)] or [state]
+    assert step(state, event) == wanted
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_survives_the_trip_through_json(state: State) -> None:
+    assert STATE.validate_json(state.model_dump_json()) == state
+
+
+def test_waits_double_up_to_the_longest() -> None:
+    assert [RETRY.after(attempts) for attempts in (1, 2, 3, 4, 5, 10_000)] == [60, 120, 240, 480, 500, 500]
+
+
+def test_a_run_that_was_put_off_does_not_shorten_a_longer_wait() -> None:
+    long = FALL.model_copy(update={"attempts": 4, "wait_from_ms": 190_000, "wait_s": 480.0})
+    assert step(Running(fall=long), ended("put off")) == Fallen(fall=long)
+
+
+@pytest.mark.parametrize("set_to_ms", [-(10**12), 0, 10**12])
+def test_f24_a_clock_that_jumps_makes_no_wait_longer_than_the_longest(set_to_ms: int) -> None:
+    state: State = Fallen(fall=WAITING)
+    for second in range(0, int(RETRY.most_s) + 1, 10):
+        state = step(state, Looked(enough=True, now_ms=set_to_ms + second * 1000))
+    assert isinstance(state, Due)
+
+
+def test_f24_a_clock_that_jumps_ahead_and_back_lets_the_wait_begin_anew_once() -> None:
+    ahead = step(Running(fall=FALL), Ended(result="in vain", now_ms=10**12, retry=RETRY))
+    back = step(ahead, Looked(enough=True, now_ms=300_000))
+    assert back == Fallen(fall=WAITING.model_copy(update={"wait_from_ms": 300_000}))
+    assert step(back, Looked(enough=True, now_ms=359_000)) == back
+    assert isinstance(step(back, Looked(enough=True, now_ms=360_000)), Due)

@@ -1,0 +1,146 @@
+"""What the loop waits for, by what the home holds."""
+
+from collections import Counter
+
+import pytest
+
+from infra.registry import Version
+from infra.triggerfile import LastLook, LastRun, Snapshot
+from infra.triggers import Due, Fall, Fallen, Retry, Running, State
+from infra.waiting import Queue, duration, waiting_for
+from tests.tags import draft_tags
+
+NOW_MS = 1_700_000_000_000
+HOUR_MS = 3_600_000
+RETRY = Retry(first_s=60, most_s=500)
+FALL = Fall(draft=1, promised=1.72, served=1.05, since_ms=NOW_MS - HOUR_MS)
+LATER = FALL.model_copy(update={"attempts": 2, "wait_from_ms": NOW_MS - 60_000, "wait_s": 600.0})
+LOOK = LastLook(
+    at_ms=NOW_MS - 3_000, min_rows=180, wanted={"code": 65}, interval_s=3600, interval_from_ms=NOW_MS - 600_000
+)
+FELL = "(code fell to τ 1.05, 1.72 was promised)"
+
+
+def version(number: int, **tags: str) -> Version:
+    tags = draft_tags(**tags)
+    return Version(kind="draft", number=number, sha256="a" * 64, tags=tags, created_ms=NOW_MS - 2 * HOUR_MS)
+
+
+FIRST = version(1)
+
+
+def rows(full: int, metadata: int = 0, domain: str = "code", **others: int) -> Queue:
+    counted = {domain: Counter(full=full, metadata=metadata)} | {name: Counter(full=n) for name, n in others.items()}
+    return Queue(rows=counted, first_ms=NOW_MS - HOUR_MS)
+
+
+def line(
+    queue: Queue,
+    state: State | None = None,
+    drafts: tuple[Version, ...] = (FIRST,),
+    look: LastLook | None = LOOK,
+    running: bool = False,
+) -> str:
+    """Return the answer with its word in front."""
+    domains = {} if state is None else {"code": state}
+    run = LastRun(started_ms=NOW_MS - 120_000, ended_ms=None if running else NOW_MS - 60_000, retry=RETRY)
+    seen = Snapshot(domains=domains, running=running, last_run=run, last_look=look)
+    found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, NOW_MS)
+    return f"{found.what} | {found.line(NOW_MS)}"
+
+
+def test_without_a_draft_it_waits_for_one() -> None:
+    assert line(rows(500), drafts=()) == "build | a first draft: redraft build"
+
+
+def test_while_one_runs_it_waits_for_that() -> None:
+    assert line(rows(0), Running(fall=FALL), running=True) == "refresh | the refresh that is running; for 2 min"
+
+
+@pytest.mark.parametrize(("tags", "waits"), [({}, True), ({"previous": "1"}, False), ({"quarantined": "bad"}, False)])
+def test_a_draft_that_passed_waits_for_approval(tags: dict[str, str], waits: bool) -> None:
+    told = line(rows(0), drafts=(version(2, gate="passed", parent="1", **tags), FIRST))
+    wanted = "approval | approval of draft 2, which passed its gate: redraft promote 2; for 2 h"
+    assert (told == wanted) == waits
+
+
+@pytest.mark.parametrize(
+    ("look", "told"),
+    [
+        (None, "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up"),
+        (
+            LOOK.model_copy(update={"at_ms": NOW_MS - 2 * HOUR_MS}),
+            "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h",
+        ),
+    ],
+)
+def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None, told: str) -> None:
+    assert line(rows(500), Due(fall=FALL), look=look) == told
+
+
+@pytest.mark.parametrize(
+    ("queue", "state", "look", "told"),
+    [
+        (rows(84), Fallen(fall=FALL), {}, f"rows | rows: 84 of 180 {FELL}; for 1 h"),
+        (rows(20, chat=300), Fallen(fall=FALL), {}, f"rows | rows of code: 20 of 65 {FELL}; for 1 h"),
+        (
+            rows(4, metadata=240),
+            Fallen(fall=FALL),
+            {},
+            f"consent | consent: 240 requests may not be trained on, and 4 of 180 may {FELL}; for 1 h",
+        ),
+        (
+            rows(4, metadata=240, chat=300),
+            Fallen(fall=FALL),
+            {},
+            f"consent | consent: 240 requests of code may not be trained on, and 4 of 65 may {FELL}; for 1 h",
+        ),
+        (
+            rows(240),
+            Fallen(fall=LATER),
+            {},
+            f"time | time: the next refresh in 9 min, after 2 refreshes in vain {FELL}; for 1 h",
+        ),
+        (
+            rows(240),
+            Due(fall=FALL),
+            {"short_of_memory": "0.2 GiB free, 0.5 wanted"},
+            f"memory | memory to train in: 0.2 GiB free, 0.5 wanted {FELL}; for 1 h",
+        ),
+        (
+            rows(240),
+            Due(fall=FALL),
+            {"error": "refused", "error_since_ms": NOW_MS - 60_000},
+            f"orchestrator | the orchestrator, which takes no refresh (refused) {FELL}; for 1 min",
+        ),
+        (
+            rows(240),
+            Due(fall=FALL),
+            {},
+            f"orchestrator | the orchestrator, which was asked for a refresh {FELL}; for 1 h",
+        ),
+    ],
+)
+def test_for_a_fallen_domain_it_says_what_is_lacking(
+    queue: Queue, state: State, look: dict[str, object], told: str
+) -> None:
+    assert line(queue, state, look=LOOK.model_copy(update=look)) == told
+
+
+@pytest.mark.parametrize(
+    ("queue", "interval_s", "told"),
+    [
+        (rows(40), 3600, "rows | rows: 40 of 180; for 1 h"),
+        (rows(0, metadata=500), 9, "consent | consent: 500 requests may not be trained on, and 0 of 180 may; for 1 h"),
+        (Queue(rows={}, unlogged=256), 3600, "consent | consent: 256 requests may not be trained on, and 0 of 180 may"),
+        (rows(500), 3600, "time | time: the next scheduled refresh in 58 min at most; for 2 min"),
+        (rows(500), None, "time | acceptance to fall; no refresh is scheduled; for 10 min"),
+    ],
+)
+def test_while_acceptance_is_good_it_waits_for_the_schedule(queue: Queue, interval_s: float | None, told: str) -> None:
+    assert line(queue, look=LOOK.model_copy(update={"interval_s": interval_s})) == told
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(3, "3 s"), (90, "2 min"), (5400, "2 h"), (200_000, "2 d")])
+def test_a_duration_is_told_in_its_largest_unit(seconds: float, told: str) -> None:
+    assert duration(seconds) == told

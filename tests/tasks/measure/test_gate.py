@@ -1,0 +1,92 @@
+"""The gate's error rates and power, with planted truths; `redraft bench gate` has more runs."""
+
+import numpy as np
+import pytest
+
+from models.betting import BETS, NUM_BINS, log_growth, log_wealth
+from models.gate import Evidence, Params, decide
+from models.paired import Score
+from tasks.measure import gate
+from tasks.measure.gate import CASES, Case, coverage, draw, make_report, simulate, simulate_former, summary
+
+K, ALPHA = 3, 0.05
+
+
+def promoted(name: str, num_runs: int = 400, num_windows: int = 200) -> list[int]:
+    return simulate(CASES[name], num_runs, num_windows, K, ALPHA, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.gain <= 0])
+def test_a_draft_without_gain_is_ever_promoted_in_one_of_twenty_lines_at_most(name: str) -> None:
+    found = summary(promoted(name), 400)
+    print(name, found)
+    assert found["promoted"] <= ALPHA
+
+
+def test_a_gain_of_20_percent_needs_one_window_and_one_of_5_percent_four() -> None:
+    for name, most in (("20% better", 1), ("5% better", 4)):
+        found = summary(promoted(name, num_windows=20), 400)
+        print(name, found)
+        assert found["promoted"] == 1
+        assert found["median_window"] <= most
+
+
+def test_the_former_test_took_a_cluster_for_a_proof() -> None:
+    case, rng = CASES["no gain, clusters of 30"], np.random.default_rng(0)
+    first = simulate_former(case, 1000, 1, K, ALPHA, rng)
+    assert len(first) / 1000 > 0.2  # at an error of 3%
+    assert len(simulate(case, 1000, 1, K, ALPHA, rng)) / 1000 <= 0.03
+
+
+def test_the_simulation_promotes_when_the_gate_does() -> None:
+    params, rng = Params(), np.random.default_rng(3)
+    for name in ("no gain", "5% better", "no gain, clusters of 30"):
+        evidence, growth = Evidence.start(K), np.zeros((1, 5))
+        for window in range(12):
+            differences, weights = draw(CASES[name], 1, K, rng)
+            held_out = differences[0][weights[0] > 0]
+            growth += log_growth(differences, weights, 0.0, K)
+            if not len(held_out):
+                continue
+            champion = [
+                Score(id=f"{window} {number}", domain="chat", steps=20, accepted=30.0)
+                for number in range(len(held_out))
+            ]
+            challenger = [
+                one.model_copy(update={"accepted": 20 * (1.5 + change)})
+                for one, change in zip(champion, held_out.tolist(), strict=True)
+            ]
+            evidence = evidence.after(champion, challenger)
+            wealth = float(log_wealth(growth)[0])
+            rounded = evidence.num_clusters * 2 * BETS.max() / NUM_BINS  # log wealth that values rounded down may cost
+            assert 0 <= wealth - evidence.test.log_wealth() <= 2 * rounded
+            if abs(wealth + np.log(evidence.alpha(params))) > 2 * rounded and evidence.last.value >= 0:
+                passes = wealth > -np.log(evidence.alpha(params))
+                assert (decide(evidence, {}, params).outcome == "passed") == passes
+
+
+def test_a_windows_interval_covers_what_fresh_prompts_of_its_traffic_give() -> None:
+    covered = coverage(200, np.random.default_rng(0))
+    print("covered", covered)
+    assert covered >= gate.COVERED
+
+
+def test_a_missed_bar_fails_the_benchmark_by_name() -> None:
+    found = {name: [1] * 10 if case.gain > 0 else [] for name, case in CASES.items()}
+    assert make_report(found, {}, 0.95, 10, 4).failures == []
+    bad = make_report(found | {"no gain": [3], "5% better": [5] * 10}, {}, 0.5, 10, 4)
+    assert [failure.partition(":")[0] for failure in bad.failures] == [
+        "no gain",
+        "5% better",
+        "the gain's interval covered 50.0% of the splits, wanted 93%",
+    ]
+
+
+def test_a_cluster_is_held_out_as_a_whole_and_shares_what_it_is_said_to() -> None:
+    case = Case(0.0, cluster_size=30)
+    differences, weights = draw(case, 4000, K, np.random.default_rng(0), spread_out=True)
+    of_cluster = differences.reshape(-1, 30)
+    assert (np.ptp(weights.reshape(-1, 30), axis=1) == 0).all()
+    assert weights.mean() == pytest.approx(gate.HELD_OUT, abs=0.01)
+    assert differences.std() == pytest.approx(gate.SIGMA, rel=0.01)
+    assert np.corrcoef(of_cluster[:, 0], of_cluster[:, 1])[0, 1] == pytest.approx(gate.RHO, abs=0.02)

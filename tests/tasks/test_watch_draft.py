@@ -1,0 +1,249 @@
+"""The watch over promoted drafts: a real registry, query log and scoring; drafts that are the target, or its noise."""
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from infra.artifacts import staged
+from infra.consent import Consent, QueryRow
+from infra.querylog import QueryLog
+from infra.registry import Registry
+from infra.settings import load_settings
+from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, WORK, Watch, Watches
+from models.drafts import lm, made_for
+from models.loading import load_floats
+from models.recipe import Recipe, load_recipe
+from models.targets import describe
+from tasks.watch_draft import EVIDENCE, watch_draft
+from tests.conftest import shake
+from tests.tags import draft_tags
+
+NUM_PROMPTS = 120
+NOISE = {"good": 0.0, "same": 1e-6, "worse": 0.05}
+
+
+class Answer(NamedTuple):
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+class Scene(NamedTuple):
+    """A home whose draft 1, which says what the target says, was replaced by draft 2."""
+
+    registry: Registry
+    log: QueryLog
+    watches: Watches
+    answers: Sequence[Answer]
+
+    def promote(self, drafts: Path, name: str) -> int:
+        number = self.registry.register("draft", drafts / name, draft_tags()).number
+        self.registry.promote("draft", number)
+        return number
+
+    def serve(self, first: int, last: int, draft: int = 2, consent: Consent = "full", domain: str = "chat") -> None:
+        content = {"prompt_ids", "completion_ids"} if consent == "full" else set()
+        self.log.append(
+            [
+                QueryRow(
+                    id=f"{consent}-{draft}-{number}",
+                    time_ms=0,
+                    domain=domain,
+                    consent=consent,
+                    scrubber_revision=1,
+                    target_version=1,
+                    draft_version=draft,
+                    sampling={"temperature": 0.0},
+                    finish_reason="length",
+                    speculating=True,
+                    **{name: value for name, value in self.answers[number]._asdict().items() if name in content},
+                )
+                for number in range(first, last)
+            ]
+        )
+
+    def champion(self) -> int | None:
+        found = self.registry.champion("draft")
+        return None if found is None else found.number
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_target: Path) -> list[Answer]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 67) for _ in range(6)] for _ in range(NUM_PROMPTS)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        told = model.generate(
+            torch.tensor(prompts),
+            attention_mask=torch.ones(NUM_PROMPTS, 6, dtype=torch.int64),
+            max_new_tokens=16,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    return [Answer(prompt, one[6:].tolist()) for prompt, one in zip(prompts, told, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def drafts(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafts")
+    for name, noise in NOISE.items():
+        model = load_floats(tiny_target)
+        model.config.redraft = made_for(describe(tiny_target))
+        shake(model, noise, seed=0)
+        with staged(folder / name) as directory:
+            lm.save(lm.Lm(model), directory)
+    return folder
+
+
+@pytest.fixture
+def scene(
+    store: Path,
+    tiny_target: Path,
+    drafts: Path,
+    answers: list[Answer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Scene:
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(store, home)
+    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    settings = load_settings()
+    registry = Registry(settings.mlflow_uri, settings.mlflow_files)
+    with staged(tmp_path / "target") as directory:
+        shutil.copytree(tiny_target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    registry.promote("target", registry.register("target", tmp_path / "target", draft_tags()).number)
+    scene = Scene(registry, QueryLog(settings.querylog), Watches(settings), answers)
+    scene.promote(drafts, "good")
+    return scene
+
+
+def recipe(**changed: object) -> Recipe:
+    tiny = load_recipe("tiny")
+    return tiny.model_copy(update={"watch": tiny.watch.model_copy(update={"patience_s": 0.0, **changed})})
+
+
+def looked(**changed: object) -> Watch:
+    watch = watch_draft.fn(recipe(**changed))
+    assert watch is not None
+    return watch
+
+
+def test_a_draft_that_does_worse_is_taken_back_with_the_evidence(scene: Scene, drafts: Path, tmp_path: Path) -> None:
+    worse = scene.promote(drafts, "worse")
+    for first in range(0, NUM_PROMPTS, 8):
+        scene.serve(first, first + 8)
+        watch = looked(per_look=8)
+        if watch.outcome != WATCHING:
+            break
+    assert (watch.outcome, watch.draft, watch.previous, scene.champion()) == (TAKEN_BACK, worse, 1, 1)
+    version = scene.registry.get("draft", worse)
+    assert version.quarantined.startswith(f"{watch.told()}; evidence: runs:/{watch.evidence}/")
+    assert "of draft 1 on the same" in watch.told()
+    assert f"{len(watch.compared)} requests" in watch.told()
+    kept = scene.registry.store.client.download_artifacts(watch.evidence, EVIDENCE, str(tmp_path))
+    evidence = Watch.model_validate_json(Path(kept).read_bytes())
+    assert evidence.compared == watch.compared
+    assert len({compared.seq for compared in evidence.compared}) == len(evidence.compared)
+    assert evidence.found[""].tau < 0.9 * evidence.found[""].previous_tau
+    assert watch_draft.fn(recipe()) is None  # nothing was served before draft 1
+    assert not (scene.watches.folder / WORK).exists()
+
+
+def test_a_draft_that_is_no_worse_is_settled_and_then_left_alone(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "same")
+    scene.serve(0, 50)
+    assert looked(per_look=30, num_requests=40).outcome == WATCHING
+    scene.serve(50, 100)
+    settled = looked(per_look=30, num_requests=40)
+    assert (settled.outcome, len(settled.compared), scene.champion()) == (SETTLED, 40, 2)
+    scene.serve(100, 120)
+    assert looked(per_look=30, num_requests=40) == settled
+
+
+def test_a_request_counts_once_and_only_with_the_draft_that_served_it(scene: Scene, drafts: Path) -> None:
+    scene.serve(0, 20, draft=1)
+    scene.promote(drafts, "same")
+    scene.serve(20, 40)
+    first = looked(per_look=30)
+    assert sorted(compared.seq for compared in first.compared) == list(range(21, 41))
+    assert looked(per_look=30) == first
+    scene.serve(40, 44)
+    assert sorted(compared.seq for compared in looked(per_look=30).compared) == list(range(21, 45))
+
+
+def test_of_requests_that_are_alike_one_counts_however_often_they_are_asked(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "same")
+    scene.serve(0, 10)
+    assert len(looked().compared) == 10
+    asked = scene.log.rows(1, 10)
+    scene.log.append([row.model_copy(update={"seq": None, "id": f"again-{row.seq}"}) for row in asked])
+    assert len(looked().compared) == 10
+    rng = random.Random(1)
+    text = [rng.randrange(3, 67) for _ in range(60)]
+    alike = [{"seq": None, "id": f"alike-{token}", "prompt_ids": [*text, token]} for token in range(70, 74)]
+    scene.log.append([asked[0].model_copy(update=one) for one in alike])
+    assert len(looked().compared) == 11
+
+
+def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "same")
+    scene.serve(0, 10)
+    assert len(looked(per_look=8, patience_s=3600.0).compared) == 8
+    scene.serve(10, 14)
+    assert len(looked(per_look=8, patience_s=3600.0).compared) == 8
+    scene.serve(14, 16)
+    assert len(looked(per_look=8, patience_s=3600.0).compared) == 16
+
+
+def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "worse")
+    assert not looked().blind
+    scene.serve(0, 20, consent="metadata")
+    blind = looked()
+    assert (blind.blind, blind.num_unreadable, blind.compared) == (True, 20, ())
+    assert looked() == blind
+    scene.serve(0, 5)
+    assert not looked().blind
+
+
+def test_a_watch_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "worse")
+    scene.serve(0, 100)
+    scene.watches.save(looked(per_look=8).model_copy(update={"outcome": LOST}))
+    left = scene.watches.folder / WORK
+    left.mkdir()
+    (left / "states.bin").write_text("text")
+    assert looked().outcome == TAKEN_BACK
+    assert (scene.champion(), left.exists()) == (1, False)
+    assert scene.watches.unfinished() == []
+
+
+def test_what_a_person_did_meanwhile_stays(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "worse")
+    scene.serve(0, 20)
+    lost = looked(per_look=8).model_copy(update={"outcome": LOST})
+    chosen = scene.promote(drafts, "same")
+    scene.watches.save(lost)
+    assert looked().outcome == LEFT
+    assert scene.champion() == chosen
+    assert scene.registry.get("draft", 2).quarantined == ""
+
+
+def test_a_new_champion_is_watched_anew(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "same")
+    scene.serve(0, 20)
+    assert (looked().previous, len(looked(per_look=20).compared) > 0) == (1, True)
+    scene.promote(drafts, "worse")
+    watch = looked()
+    assert (watch.draft, watch.previous, watch.compared) == (3, 2, ())
+
+
+def test_without_a_draft_before_it_there_is_nothing_to_watch(scene: Scene) -> None:
+    assert watch_draft.fn(recipe()) is None

@@ -1,0 +1,70 @@
+"""What a refresh tells of itself, however it ends."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from flows.refresh import Outcome
+from infra.registry import Version
+from infra.triggerfile import TriggerFile
+from infra.triggers import Fallen, Fell, Running
+from models.recipe import Recipe, load_recipe
+from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
+
+
+@pytest.fixture
+def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TriggerFile:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    trigger = TriggerFile(tmp_path / "queries.db")
+    trigger.tell({"code": Fell(draft=1, promised=1.7, served=1.1, now_ms=1)})
+    return trigger
+
+
+def test_every_outcome_of_a_refresh_means_something_to_the_trigger() -> None:
+    assert {name for union in get_args(RefreshOutcome) for name in get_args(union)} == RESULTS.keys()
+    assert set(get_args(Outcome)) <= RESULTS.keys()
+
+
+@pytest.mark.parametrize("outcome", RESULTS)
+def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile, outcome: RefreshOutcome) -> None:
+    @acknowledged
+    def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
+        seen = trigger.snapshot()
+        assert (seen.running, type(seen.domains["code"])) == (True, Running)
+        return outcome, None
+
+    assert refresh(load_recipe("tiny")) == (outcome, None)
+    seen = trigger.snapshot()
+    assert seen.last_run is not None
+    assert (seen.running, seen.last_run.outcome) == (False, outcome)
+    assert seen.domains.keys() == (set() if RESULTS[outcome] == "promoted" else {"code"})
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "attempts"), [(FloatingPointError(), "failed", 1), (KeyboardInterrupt(), "stopped", 0)]
+)
+def test_an_error_is_told_and_raised_and_who_stops_a_run_costs_no_attempt(
+    trigger: TriggerFile, error: BaseException, outcome: str, attempts: int
+) -> None:
+    @acknowledged
+    def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
+        raise error
+
+    with pytest.raises(type(error)):
+        refresh(load_recipe("tiny"))
+    seen = trigger.snapshot()
+    fallen = seen.domains["code"]
+    assert isinstance(fallen, Fallen)
+    assert seen.last_run is not None
+    assert (seen.last_run.outcome, fallen.fall.attempts, fallen.fall.wait_s) == (outcome, attempts, 300)
+
+
+def test_a_trigger_that_can_not_be_written_stops_no_refresh(trigger: TriggerFile) -> None:
+    trigger.path.write_bytes(b"x" * 4096)
+
+    @acknowledged
+    def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
+        return "refused", None
+
+    assert refresh(load_recipe("tiny")) == ("refused", None)

@@ -1,0 +1,203 @@
+"""Six simulated hours of bad acceptance, and whoever starts refreshes being down, busy or forgetful."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from infra.querylog import QueryLog
+from infra.triggerfile import TriggerFile, Wish
+from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
+from infra.waiting import Queue
+from models.recipe import Recipe, load_recipe
+from tasks.trigger.ask import Asker, is_enough
+from tests.infra.rows import row
+
+MINUTE_MS = 60_000
+NOTHING, REFUSED, PROMOTED = ("put off", "nothing to do"), ("in vain", "refused"), ("promoted", "promoted")
+
+
+@dataclass
+class Home:
+    """A log, a trigger on a clock that stands still, and an orchestrator that makes one run of a wish."""
+
+    folder: Path
+    now_ms: int = 1_700_000_000_000
+    up: bool = True
+    loses_runs: bool = False
+    runs: list[str] = field(default_factory=list)
+    minutes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.log = QueryLog(self.folder / "queries.db")
+        self.trigger = TriggerFile(self.log.path, lambda: self.now_ms)
+        self.recipe: Recipe = load_recipe("smollm2-cpu")
+        schedule = self.recipe.schedule
+        self.retry = Retry(first_s=schedule.retry_s, most_s=schedule.max_retry_s)
+        self.asker = Asker(self.recipe, self.log, self.trigger, self.orchestrate)
+        self.num_rows = 0
+
+    def orchestrate(self, wish: Wish) -> bool:
+        if not self.up:
+            raise ConnectionError("refused")
+        if wish.key not in self.runs:
+            self.runs.append(wish.key)
+        return self.loses_runs
+
+    def serve(self, number: int, domain: str = "code", served: float = 1.05) -> None:
+        names = (f"{domain}-{self.num_rows + one}" for one in range(number))
+        self.log.append([row(name, domain) for name in names])
+        self.num_rows += number
+        self.trigger.tell({domain: Fell(draft=1, promised=1.72, served=served, now_ms=self.now_ms)})
+
+    def pass_minutes(self, number: int, each: int = 1) -> None:
+        for _ in range(0, number, each):
+            self.now_ms += each * MINUTE_MS
+            self.asker.look()
+
+    def refresh(self, end: tuple[Result, str]) -> None:
+        """Do what flow `refresh` does."""
+        with self.trigger.run(self.retry) as tell:
+            if end != NOTHING and (window := self.log.claim(f"run {self.now_ms}", 2000, self.recipe.refresh.min_rows)):
+                self.log.commit(window)
+            tell(*end)
+
+    @property
+    def asked(self) -> int:
+        return len(self.runs)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    made = Home(tmp_path)
+    yield made
+    made.log.close()
+
+
+def test_84_of_180_rows_wait_and_later_240_start_it(home: Home) -> None:
+    home.serve(84)
+    home.pass_minutes(30, each=10)
+    assert home.asked == 0
+    home.serve(240 - 84)
+    home.pass_minutes(1)
+    assert home.asked == 1
+    home.pass_minutes(5)
+    assert home.asked == 1  # the same run, until it starts or ends
+    home.refresh(PROMOTED)
+    home.pass_minutes(60, each=10)
+    assert home.asked == 1
+
+
+def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(home: Home) -> None:
+    home.up = False
+    home.serve(240)
+    home.pass_minutes(90, each=10)
+    look = home.trigger.snapshot().last_look
+    assert look is not None
+    assert (look.error, look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
+    home.up = True
+    home.pass_minutes(1)
+    assert home.asked == 1
+
+
+def test_f32_what_fell_while_a_refresh_runs_is_followed_by_another(home: Home) -> None:
+    with home.trigger.run(home.retry) as end:
+        home.serve(240)
+        home.pass_minutes(10)
+        assert home.asked == 0
+        end(*REFUSED)
+    home.pass_minutes(1)
+    assert home.asked == 1
+
+
+def test_a_run_that_never_started_is_asked_for_anew(home: Home) -> None:
+    """As the orchestrator cancels one while another is active."""
+    home.loses_runs = True
+    home.serve(240)
+    home.pass_minutes(3)
+    assert home.asked == 3
+
+
+def test_six_hours_of_bad_acceptance_ask_again_and_again_with_waits_that_double(home: Home) -> None:
+    starts = []
+    for minute in range(0, 360, 4):
+        home.up = not 60 <= minute < 120  # the orchestrator is down for an hour
+        home.serve(40)
+        before = home.asked
+        home.pass_minutes(4, each=4)
+        if home.asked > before:
+            starts.append(minute)
+            home.refresh(REFUSED)
+    waits = [after - before for before, after in pairwise(starts)]
+    assert starts[0] == 16  # 180 rows
+    assert len(starts) >= 5
+    assert not any(60 <= start < 120 for start in starts)
+    assert 120 in starts
+    assert waits[-2:] == [40, 80]
+
+
+def test_nothing_is_asked_for_once_acceptance_is_back(home: Home) -> None:
+    home.serve(84)
+    home.pass_minutes(1)
+    home.trigger.tell({"code": Recovered()})
+    home.log.append([row(f"late-{one}", "code") for one in range(200)])
+    home.pass_minutes(10)
+    assert home.asked == 0
+
+
+def test_progress_goes_on_with_the_next_rows_and_a_run_that_did_nothing_waits(home: Home) -> None:
+    home.serve(240)
+    home.pass_minutes(1)
+    home.refresh(("progress", "undecided"))
+    home.pass_minutes(10)
+    assert home.asked == 1
+    home.serve(200)
+    home.pass_minutes(1)
+    assert home.asked == 2
+    home.refresh(NOTHING)
+    home.pass_minutes(4)
+    assert home.asked == 2
+    home.pass_minutes(1)
+    assert home.asked == 3
+
+
+def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home) -> None:
+    schedule = home.recipe.schedule.model_copy(update={"min_free_memory_gib": 1e6})
+    recipe = home.recipe.model_copy(update={"schedule": schedule})
+    home.asker = Asker(recipe, home.log, home.trigger, home.orchestrate)
+    home.serve(240)
+    home.pass_minutes(1)
+    seen = home.trigger.snapshot()
+    assert home.asked == 0
+    assert isinstance(seen.domains["code"], Due)
+    assert seen.last_look is not None
+    assert seen.last_look.short_of_memory.endswith("GiB free, 1e+06 wanted")
+
+
+def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(home: Home) -> None:
+    home.serve(10)
+    home.log.append([row(f"chat-{one}") for one in range(500)])
+    home.pass_minutes(1)
+    assert isinstance(home.trigger.snapshot().domains["code"], Fallen)
+    home.log.append([row(f"more-{one}") for one in range(1500)])
+    home.pass_minutes(1)
+    assert home.asked == 1
+
+
+def test_where_domains_are_not_told_apart_all_rows_count(home: Home) -> None:
+    home.log.append([row(f"chat-{one}") for one in range(240)])
+    queue = Queue(rows=home.log.waiting()[0])
+    assert is_enough("other", queue, 200, 180, 2000)
+    assert not is_enough("code", queue, 200, 180, 2000)
+
+
+def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
+    home.serve(240)
+    home.pass_minutes(1)
+    home.refresh(REFUSED)
+    home.now_ms -= 10**10  # four months back
+    home.serve(240)
+    home.pass_minutes(6)
+    assert home.asked == 2
