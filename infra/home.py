@@ -75,8 +75,18 @@ def _fold_serving(settings: Settings) -> None:
     _write(file, config)
 
 
+def _drop_cooldown(settings: Settings) -> None:
+    """Take out how often the watch may tell: how often a refresh is tried is the orchestrator's."""
+    file = config_path(settings)
+    if not file.is_file():
+        return
+    config = _read(file)
+    config.get("serve", {}).get("watch", {}).pop("cooldown_s", None)
+    _write(file, config)
+
+
 # Step n brings a home of format n to n + 1.
-STEPS: tuple[Callable[[Settings], None], ...] = (_fold_serving,)
+STEPS: tuple[Callable[[Settings], None], ...] = (_fold_serving, _drop_cooldown)
 
 
 def _read(file: Path) -> dict[str, Any]:

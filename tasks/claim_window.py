@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
 from infra.manifest import canonical_json
-from infra.probes import SIZE, Conversation, ProbeSets, judged_as, plan
+from infra.probes import SIZE, Conversation, ProbeSets, plan
 from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.registry import Pair
@@ -90,12 +90,12 @@ class Parts(Frozen):
     Attributes:
         samples: of kind "samples", with probes.
         shares: domain to its share of the traffic, what its keys' shares leave of it.
-        fresh: probe conversations that came with this traffic, which no draft has been judged by: id to domain.
+        fresh: ids of the probe conversations that came with this traffic, which no draft has been judged by.
     """
 
     samples: Artifact
     shares: dict[str, float]
-    fresh: dict[str, str]
+    fresh: tuple[str, ...]
 
 
 @task(cache_policy=NO_CACHE)
@@ -223,8 +223,7 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
         of_traffic = [sample for sample in samples if sample.domain == domain]
         of_first = [sample for sample in filling if sample.domain == domain]
         probes += of_traffic + draw_per_domain(of_first, max(0, SIZE - len(of_traffic)), seed=0)
-    names = judged_as(sample.domain for sample in probes)
-    return [sample._replace(domain=names[sample.domain]) for sample in probes], {row.cluster for row in inside.values()}
+    return probes, {row.cluster for row in inside.values()}
 
 
 def _write_parts(
@@ -248,7 +247,7 @@ def _write_parts(
     return Parts(
         samples=artifact,
         shares={name: count / len(traffic) for name, count in sorted(counts.items())},
-        fresh={sample.id: sample.domain for sample in traffic if sample.id in reserved},
+        fresh=tuple(sample.id for sample in traffic if sample.id in reserved),
     )
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from infra.lineage import GateVerdict
 from infra.lines import ancestors, best_versions
 from infra.manifest import canonical_json
 from infra.priority import gently
+from infra.probes import judged_as
 from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
@@ -45,7 +46,7 @@ class Judged(Frozen):
 
     Attributes:
         verdict: whether the draft may be promoted, and why not.
-        measured: its τ, on each domain's probe set or, without one, on what the window held out.
+        measured: its τ on each domain's probe set and, where that is small, on what the window held out as well.
         parent_tau: domain to the champion's τ on the same conversations.
         unjudged: domains that the champion was measured on, without any conversation here.
         learns: whether it may go on learning; a draft from elsewhere does not.
@@ -114,13 +115,20 @@ class _Bench:
         held_out, probe = (read_samples(parts.samples, part) for part in ("held_out", "probe"))
         window = self.scores(drafts, held_out)
         probes = self.scores(drafts | {one.sha256: one for one in past.values()}, probe)
-        champion, candidates = (window[name] + _fresh(probes[name], parts.fresh) for name in drafts)
+        fresh = set(parts.fresh)  # held out as well, and never looked at before
+        champion, candidates = (window[name] + [one for one in probes[name] if one.id in fresh] for name in drafts)
         evidence = before.after(champion, candidates, parts.shares) if champion else before
-        of_past = {domain: probes[files.sha256] for domain, files in past.items()}
-        best = {name: better(name, probes[CHAMPION], of_past.get(name, [])) for name in domains_of(probes[CHAMPION])}
-        floors = judge_floors(best, probes[CANDIDATE], params, seed)
+        groups = judged_as(one.domain for one in probe)
+        grouped = {name: [_renamed(one, groups) for one in found] for name, found in probes.items()}
+        of_past = [(groups.get(domain), grouped[files.sha256]) for domain, files in past.items()]
+        best = {
+            group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
+            for group in sorted({*groups.values()})
+        }
+        floors = judge_floors(best, grouped[CANDIDATE], params, seed)
         verdict = decide(evidence, floors, params)
-        parent, measured = (self.measure(probes[name], window[name]) for name in drafts)
+        large = {domain for domain, group in groups.items() if group == domain}
+        parent, measured = (self.measure(probes[name], window[name], large) for name in drafts)
         known = self.pair.draft.lineage.tau.keys()
         return Judged(
             verdict=verdict,
@@ -130,10 +138,9 @@ class _Bench:
             probe_sets=probe_versions(probe),
         )
 
-    def measure(self, probes: Sequence[Score], window: Sequence[Score]) -> Measured:
-        """Sum up a draft's scores: of each domain those on its probe set or, without one, those of the window."""
-        probed = {one.domain for one in probes}
-        return summarise([*probes, *(one for one in window if one.domain not in probed)], 1.0, self.recipe.seed)
+    def measure(self, probes: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
+        """Sum up a draft's scores: those on the probe sets and, of domains whose set is not large, of the window."""
+        return summarise([*probes, *(one for one in window if one.domain not in large)], 1.0, self.recipe.seed)
 
     def scores(self, drafts: Mapping[str, Artifact], samples: Sequence[Sample]) -> dict[str, list[Score]]:
         """Return each draft's scores."""
@@ -209,23 +216,18 @@ def decide(evidence: Evidence, floors: Mapping[str, Floor], params: gate.Params)
     )
 
 
-def _fresh(probes: Sequence[Score], domains: Mapping[str, str]) -> list[Score]:
-    """Return the scores of what the window gave to the probe sets: held out as well, and never looked at before."""
-    return [one.model_copy(update={"domain": domains[one.id]}) for one in probes if one.id in domains]
+def _renamed(score: Score, groups: Mapping[str, str]) -> Score:
+    return score.model_copy(update={"domain": groups[score.domain]})
 
 
-def domains_of(scores: Sequence[Score]) -> tuple[str, ...]:
-    """Return the domains of scores, by name."""
-    return tuple(sorted({one.domain for one in scores}))
+def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
+    """Return the scores of the draft that has the highest τ in a domain, the first of those that are equal.
 
-
-def better(domain: str, champion: Sequence[Score], past: Sequence[Score]) -> Sequence[Score]:
-    """Return the scores of the draft that has the higher τ in a domain, both on the same conversations.
-
-    It is the champion if they are equal, or if there is no other.
+    Args:
+        domain: in which all were scored.
+        drafts: their scores of the same conversations, of other domains too.
     """
-    here, before = ([one for one in scores if one.domain == domain] for scores in (champion, past))
-    return past if before and tau_of(before) > tau_of(here) else champion
+    return max(drafts, key=lambda scores: tau_of([one for one in scores if one.domain == domain]))
 
 
 def judge_floors(
@@ -271,7 +273,7 @@ def judged_report(
         verdict=judged.gate,
         reasons=judged.reasons,
         num_draft_tokens=num_draft_tokens,
-        domains={domain: _domain(domain, judged, params) for domain in judged.measured.tau},
+        domains={domain: _domain(domain, judged, params) for domain in (judged.measured.tau | verdict.floors)},
         test=GateTest(
             parent=parent,
             continues=continues,
@@ -290,11 +292,11 @@ def judged_report(
 
 
 def _domain(domain: str, judged: Judged, params: gate.Params) -> DomainEvidence:
-    floor = judged.verdict.floors.get(domain)
+    floor, tau = judged.verdict.floors.get(domain), judged.measured.tau.get(domain)
     return DomainEvidence(
-        num_conversations=judged.measured.num_conversations[domain],
+        num_conversations=floor.num_conversations if floor else judged.measured.num_conversations[domain],
         tau_before=judged.parent_tau.get(domain),
-        tau_after=judged.measured.tau[domain].value,
+        tau_after=floor.tau if tau is None and floor else None if tau is None else tau.value,
         reference=None if floor is None else floor.best,
         change=None if floor is None else Interval.of(floor.relative),
         refusals=() if floor is None else tuple(gate.refusals(domain, floor, params)),

@@ -141,6 +141,7 @@ def test_a_kill_between_steps_does_no_harm(settings: Settings, monkeypatch: pyte
     first = home.STEPS[0]
     first(settings)  # killed before the number moved
     assert not (settings.home / FORMAT_FILE).exists()
+    others = home.STEPS[1:]
     monkeypatch.setattr(home, "STEPS", (first, killed))
     with pytest.raises(KeyboardInterrupt):
         open_home(settings)
@@ -148,6 +149,8 @@ def test_a_kill_between_steps_does_no_harm(settings: Settings, monkeypatch: pyte
     monkeypatch.setattr(home, "STEPS", (killed, lambda _: done.append("second")))
     open_home(settings)  # what was done is not done again
     assert (format_of(settings), done) == (3, ["killed", "second"])
+    for step in others:
+        step(settings)
     assert read_config(config_path(settings)).follow_drafts
 
 

@@ -52,7 +52,7 @@ def test_a_locked_database_never_makes_an_offer_wait(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("infra.querylog.BUSY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("infra.logfile.BUSY_TIMEOUT_S", 0.5)
     log.append([row("first")])
     locker = sqlite3.connect(log.path, isolation_level=None)
     locker.execute("BEGIN IMMEDIATE")

@@ -255,9 +255,10 @@ def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fr
     parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
     assert parts.shares == {"code": 0.75, "math": 0.25}
     assert parts.fresh
-    assert parts.fresh.keys() <= {one.id for one in read_samples(parts.samples, "probe")}
+    probes = {one.id: one.domain for one in read_samples(parts.samples, "probe")}
     of_window = {one.id: one.domain for one in log.rows(window.first_seq, window.last_seq)}
-    assert parts.fresh.items() <= of_window.items()  # by their own names, also where they are judged as others
+    assert set(parts.fresh) <= probes.keys() & of_window.keys()
+    assert {id: probes[id] for id in parts.fresh}.items() <= of_window.items()  # by their own names, in small sets too
     assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == parts
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from models.gate import Params
 from models.paired import Score
-from tasks.gate_draft import better, judge_floors
+from tasks.gate_draft import best_of, judge_floors
 from tests.conftest import judge
 
 
@@ -26,9 +26,9 @@ def test_a_domain_without_conversations_here_is_not_judged():
 
 def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_same_conversations():
     champion, past = scores(5.0, "chat", "code"), [*scores(6.0, "chat"), *scores(4.0, "code")]
-    assert better("chat", champion, past) is past
-    assert better("code", champion, past) is champion
-    assert better("chat", champion, []) is champion
+    assert best_of("chat", [champion, past]) is past
+    assert best_of("code", [champion, past]) is champion
+    assert best_of("chat", [champion]) is champion
 
 
 @pytest.mark.parametrize(
