@@ -131,7 +131,7 @@ def watch(
     output: Output = None,
     num_runs: Annotated[int, typer.Option("--runs", min=1, help="How often each case is simulated.")] = 1000,
 ) -> None:
-    """B10: how soon a draft that does worse is taken back, and how often one that does not, by simulation.
+    """How soon a draft that does worse is taken back, and how often one that does not, by simulation.
 
     Example: redraft bench watch --runs 200
     """

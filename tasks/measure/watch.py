@@ -1,4 +1,4 @@
-"""B10: how soon the watch takes back a draft that does worse, and how often one that does not, by simulation.
+"""How soon the watch takes back a draft that does worse, and how often one that does not, by simulation.
 
 Requests are drawn whose truth is known, from three domains, and looked at as the watch does (models/lookback.py): all
 findings of all looks count, and no draft is settled. They differ by 0.5 in τ, and the two drafts by 0.3 on one request,
@@ -18,7 +18,7 @@ from models.betting import BETS, log_wealth
 from models.lookback import allowed_errors, bound_of
 from tasks.measure.run import Run
 
-TITLE, QUESTION = "B10", "how soon is a draft that does worse taken back, and how often one that does not?"
+TITLE, QUESTION = "watch", "how soon is a draft that does worse taken back, and how often one that does not?"
 BETWEEN_REQUESTS, BETWEEN_DRAFTS = 0.5, 0.3  # standard deviations of τ
 SHARES = {"chat": 0.5, "code": 0.3, "math": 0.2}
 WEEK_S = 7 * 24 * 3600.0
