@@ -14,10 +14,12 @@ from prefect import Task
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.registry import Registry, Version
+from infra.secret import NAME, NUM_BYTES
 from models.engines import torch as reference
 from models.recipe import Recipe, load_recipe
 from models.sources import synthetic
 from tasks.promote import roll_back
+from tasks.stages.task import task
 from tests.flows.conftest import answered, registry_of
 
 pytestmark = pytest.mark.slow
@@ -40,7 +42,7 @@ def _plain_tasks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (import_module(f"flows.{name}") for name in ("build", "refresh", "adopt")):
             for name, value in vars(module).items():
-                if isinstance(value, Task):
+                if isinstance(value, Task | task):
                     patch.setattr(module, name, value.fn)
         yield
 
@@ -50,6 +52,9 @@ def tiny_build(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path
     home = tmp_path_factory.mktemp("challenger") / "home"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDRAFT_HOME", str(home))
+        home.mkdir()
+        (home / NAME).touch(0o600)
+        (home / NAME).write_bytes(bytes(NUM_BYTES))  # every split is the same each time
         import_module("flows.build").build.fn(recipe)
     return home
 

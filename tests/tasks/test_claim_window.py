@@ -12,6 +12,7 @@ from infra.artifacts import Artifact, publish, staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.registry import Pair, Version
+from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
 from models.hidden import Sample
 from models.recipe import Refresh
@@ -25,8 +26,10 @@ REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_
 
 @pytest.fixture
 def log(tmp_path, monkeypatch) -> QueryLog:
-    """Return the query log of a fresh home."""
+    """Return the query log of a fresh home whose secret, and so every split, is the same each time."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    (tmp_path / NAME).touch(0o600)
+    (tmp_path / NAME).write_bytes(bytes(NUM_BYTES))
     return QueryLog(load_settings().querylog)
 
 
@@ -276,12 +279,15 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
     def unsalted(prompt_ids: list[int]) -> float:
         return int.from_bytes(hashlib.sha256(json.dumps(prompt_ids).encode()).digest()[:8]) / 2**64
 
-    held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(400)], refresh)
+    def others(*numbers: int) -> list[QueryRow]:
+        return [row(n, key=f"team-{n % 2}", prompt_ids=words(n)) for n in range(*numbers)]
+
+    held(log, pair, first_samples, others(400), refresh)
     chosen = itertools.islice((prompt for n in itertools.count(9000) if unsalted(prompt := words(n)) < 0.25), 622)
     flood = [row(n, domain="flood", key="flooder", prompt_ids=prompt) for n, prompt in enumerate(chosen)]
-    before = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(500, 700)], refresh)
-    during = held(log, pair, first_samples, [*flood, *(row(n, prompt_ids=words(n)) for n in range(700, 900))], refresh)
-    after = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(900, 1100)], refresh)
+    before = held(log, pair, first_samples, others(500, 700), refresh)
+    during = held(log, pair, first_samples, [*flood, *others(700, 900)], refresh)
+    after = held(log, pair, first_samples, others(900, 1100), refresh)
 
     def sizes(parts: dict[str, list[Sample]]) -> list[int]:
         return [sum(one.domain == "code" for one in parts[part]) for part in ("held_out", "probe")]
@@ -294,7 +300,7 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
     held_out_share = sum(one in during["held_out"] for one in flooded) / len(flooded)
     assert held_out_share == pytest.approx(0.25, abs=0.1)
     copies = [row(n, domain="copies", key="flooder", prompt_ids=[*words(1), n % 200]) for n in range(622)]
-    last = held(log, pair, first_samples, [*copies, *(row(n, prompt_ids=words(n)) for n in range(1100, 1300))], refresh)
+    last = held(log, pair, first_samples, [*copies, *others(1100, 1300)], refresh)
     assert sizes(last)[1] == 100
     assert sizes(last)[0] > 0.6 * sizes(before)[0]
 
