@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import httpx
 from prefect.client.orchestration import get_client
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 
 from infra.machine import free_memory_gib
 from infra.querylog import QueryLog
@@ -142,6 +142,8 @@ def prefect_server(deployment: str) -> Orchestrator:
             with get_client(sync_client=True) as client:
                 found = client.read_deployment_by_name(deployment)
                 run = client.create_flow_run_from_deployment(found.id, idempotency_key=wish.key)
+        except ObjectNotFound as error:
+            raise ConnectionError(f"deployment {deployment} was not found") from error
         except (httpx.HTTPError, PrefectException, RuntimeError) as error:  # RuntimeError: no server to start up
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         return run.state is not None and run.state.is_final()

@@ -72,7 +72,7 @@ def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -
 
 
 def test_an_orchestrator_that_is_down_or_knows_no_such_deployment_can_not_be_asked(api: str) -> None:
-    with pytest.raises(ConnectionError, match="not found"):
+    with pytest.raises(ConnectionError, match="^deployment refresh/unknown was not found"):
         prefect_server("refresh/unknown")(Wish(log="a log"))
     away = f"http://127.0.0.1:{free_port()}/api"
     with temporary_settings({PREFECT_API_URL: away}), pytest.raises(ConnectionError):
