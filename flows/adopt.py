@@ -13,14 +13,14 @@ from tasks.claim_window import hold_out_past
 from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
-from tasks.promote import find_champions, find_judged, promote_build, promote_candidate
+from tasks.promote import Outcome, find_champions, find_judged, promote_build, promote_candidate
 from tasks.register import first_samples, register_adopted, register_judged, register_target
 
-Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval", "registered"]
+AdoptOutcome = Outcome | Literal["registered"]
 
 
 @flow(name="adopt")
-def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[Outcome, Version]:
+def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[AdoptOutcome, Version]:
     """Register a published draft; where none is served yet it becomes the champion, else the gate must pass it first.
 
     Args:

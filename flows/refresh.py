@@ -1,7 +1,5 @@
 """Flow `refresh`: what was served since the last time becomes the next draft, if that is better."""
 
-from typing import Literal
-
 from prefect import flow
 
 from infra.registry import Pair, Version
@@ -14,16 +12,12 @@ from tasks.find_challenger import find_challenger
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
 from tasks.register import first_samples, register_candidate
-from tasks.trigger.acknowledge import acknowledged
-
-Outcome = Literal[
-    "promoted", "undecided", "refused", "outdated", "already trained", "waits for approval", "nothing to do"
-]
+from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
 
 @flow(name="refresh")
 @acknowledged
-def refresh(recipe: Recipe) -> tuple[Outcome, Version | None]:
+def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     """Let the champion's challenger learn from the next window, and promote it once the gate passes it.
 
     Returns what came of it, and the snapshot. One that is "undecided" is gone on with in the next window; one that is

@@ -14,7 +14,7 @@ from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger
 
-RefreshOutcome = Outcome | Literal["undecided", "nothing to do"]
+RefreshOutcome = Outcome | Literal["nothing to do"]
 Refresh = Callable[[Recipe], tuple[RefreshOutcome, Version | None]]
 RESULTS: dict[RefreshOutcome, Result] = {
     "promoted": "promoted",

@@ -5,11 +5,11 @@ from typing import get_args
 
 import pytest
 
-from flows.refresh import Outcome
 from infra.registry import Version
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen, Fell, Running
 from models.recipe import Recipe, load_recipe
+from tasks.promote import Outcome
 from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
 
 
