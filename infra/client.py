@@ -232,7 +232,7 @@ async def _ask(connection: Any, chat: Chat, max_tokens: int, temperature: float,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True},
-            extra_headers={"X-Redraft-Domain": chat.domain, "X-Redraft-Log": log},
+            extra_headers={"X-Redraft-Domain": chat.domain, "X-Redraft-Log": log, "X-Redraft-Steps": "on"},
             **({"logprobs": True, "top_logprobs": 2} if gaps else {}),
         )
         async for chunk in stream:

@@ -30,6 +30,7 @@ REQUEST_HEADERS = {
     "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it.",
     "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
     "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
+    "X-Redraft-Steps": "`on` adds what was drafted and accepted in each step to `usage.redraft`; `off` without it.",
 }
 RESPONSE_HEADERS = {
     "X-Redraft-Request": "Id of the request, as in the service's log.",
@@ -242,6 +243,18 @@ def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], 
     consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
     secret = key.key if key else None
     return Origin(request_id, domain, consent, subject_of(secret, body.get("user") or None), subject_of(secret, None))
+
+
+def wants_steps(headers: Headers) -> bool:
+    """Return whether a request asks for the figures of each step.
+
+    Raises:
+        Refusal: 400, the header is neither "on" nor "off".
+    """
+    said = headers.get("x-redraft-steps", "off")
+    if said not in ("on", "off"):
+        raise Refusal(400, f'X-Redraft-Steps is "{said[:32]}", wanted on or off', "X-Redraft-Steps")
+    return said == "on"
 
 
 def _require_shallow(value: dict[str, Any]) -> None:

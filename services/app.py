@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from models.engines.vllm.openai import Answer
 from services import metrics
-from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body
+from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body, wants_steps
 from services.handlers import answered, from_error
 from services.service import Service
 from services.stream import opened
@@ -94,6 +94,7 @@ async def _body(raw: Request) -> dict[str, Any]:
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
     body = await _body(raw)
     check_limits(body)
+    by_step = wants_steps(raw.headers)
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
     recorder.expect(describe_origin(request_id, raw.headers, body, raw.scope["redraft.key"]))
     try:
@@ -102,11 +103,13 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
         recorder.forget(request_id)
         raise
     if isinstance(answer, dict):
-        if (usage := recorder.usage(request_id)) is not None:
+        if (usage := recorder.usage(request_id, by_step)) is not None:
             answer["usage"]["redraft"] = usage
         recorder.forget(request_id)
         return JSONResponse(answer)
-    frames = await opened(answer, from_error, lambda: recorder.usage(request_id), lambda: recorder.forget(request_id))
+    frames = await opened(
+        answer, from_error, lambda: recorder.usage(request_id, by_step), lambda: recorder.forget(request_id)
+    )
     return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 

@@ -60,8 +60,8 @@ class Speculated(Frozen):
         accepted: drafted tokens that the target kept.
         steps: verification steps.
         mean_accepted_length: τ, 1 + accepted / steps; null without a step.
-        drafted_per_step: tokens drafted in each step.
-        accepted_per_step: tokens accepted in each step.
+        drafted_per_step: tokens drafted in each step; left out unless `X-Redraft-Steps` asks for it.
+        accepted_per_step: tokens accepted in each step; likewise.
     """
 
     draft_version: str
@@ -69,8 +69,8 @@ class Speculated(Frozen):
     accepted: int
     steps: int
     mean_accepted_length: float | None
-    drafted_per_step: list[int]
-    accepted_per_step: list[int]
+    drafted_per_step: list[int] | None = None
+    accepted_per_step: list[int] | None = None
 
 
 class Recorder:
@@ -125,7 +125,7 @@ class Recorder:
         except queue.Full:
             self.dropped += 1
 
-    def usage(self, request_id: str) -> dict[str, Any] | None:
+    def usage(self, request_id: str, by_step: bool = False) -> dict[str, Any] | None:
         """Return what speculation did for a request so far, as the response reports it; None if nothing finished."""
         completions = self._finished.get(request_id)
         if not completions:
@@ -133,7 +133,7 @@ class Recorder:
         drafted = sum(sum(completion.drafted) for completion in completions)
         accepted = sum(sum(completion.accepted) for completion in completions)
         steps = sum(len(completion.drafted) for completion in completions)
-        return Speculated(
+        speculated = Speculated(
             draft_version=completions[-1].draft_version,
             drafted=drafted,
             accepted=accepted,
@@ -141,7 +141,8 @@ class Recorder:
             mean_accepted_length=round(1 + accepted / steps, 4) if steps else None,
             drafted_per_step=[count for completion in completions for count in completion.drafted],
             accepted_per_step=[count for completion in completions for count in completion.accepted],
-        ).model_dump()
+        )
+        return speculated.model_dump(exclude=None if by_step else {"drafted_per_step", "accepted_per_step"})
 
     def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
         """Return the acceptance of each domain's last requests that began with a draft."""

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.consent import subject_of
-from services.access import MAX_DEPTH, Admission, Keys, Refusal, check_limits, describe_origin, parse_body
+from services.access import MAX_DEPTH, Admission, Keys, Refusal, check_limits, describe_origin, parse_body, wants_steps
 from services.config import ApiKey
 
 KEY = ApiKey(key="first-key-123")
@@ -215,6 +215,14 @@ def test_a_malformed_domain_is_400(domain: str) -> None:
         describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None)
     assert origin({"X-Redraft-Domain": "text-to_sql2"}, {}).domain == "text-to_sql2"
     assert origin({}, {}).domain == "default"
+
+
+def test_the_figures_of_each_step_are_told_to_who_asks_for_them() -> None:
+    assert wants_steps(Headers({"X-Redraft-Steps": "on"}))
+    assert not wants_steps(Headers({"X-Redraft-Steps": "off"}))
+    assert not wants_steps(Headers())
+    with pytest.raises(Refusal, match='X-Redraft-Steps is "yes", wanted on or off'):
+        wants_steps(Headers({"X-Redraft-Steps": "yes"}))
 
 
 def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:

@@ -219,6 +219,7 @@ class VllmEngine:
                 "scheduling_policy": "priority",
                 "async_scheduling": False,
                 "disable_log_stats": False,
+                "per_request_spec_decode_metrics": "summary",  # of an answer: metrics.speculative_decoding
                 **speculative,
                 **params.extra,
             }
