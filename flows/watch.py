@@ -22,6 +22,9 @@ from infra.settings import load_settings
 from infra.watches import TAKEN_BACK, Watches
 from models.recipe import Recipe, load_recipe
 
+# Seconds that a watch before this one may take to end.
+HAND_OVER_S = 20.0
+
 log = logging.getLogger("redraft")
 
 
@@ -38,7 +41,7 @@ def main() -> int:
     with ExitStack() as held:
         try:
             open_home(settings)
-            held.enter_context(Watches(settings).alone())
+            held.enter_context(Watches(settings).alone(HAND_OVER_S))
             recipe = load_recipe(name)
         except ValueError as error:
             print(error, flush=True)

@@ -8,6 +8,7 @@ log.
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ TAKEN_BACK: Literal["taken back"] = "taken back"
 LEFT: Literal["left"] = "left"
 SETTLED: Literal["settled"] = "settled"
 WORK = "work"
+POLL_S = 0.1
 ALL = ""  # the finding on all domains together
 
 
@@ -161,18 +163,27 @@ class Watches:
         temporary.replace(file)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, wait_s: float = 0.0) -> Iterator[None]:
         """Keep other processes from watching this home.
+
+        Args:
+            wait_s: seconds that another one may take to end; one that was killed holds on for a moment.
 
         Raises:
             ValueError: another one watches it.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        until_s = time.monotonic() + wait_s
         with (self.folder / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by kill -9 too
-            except BlockingIOError as error:
-                raise ValueError(f"another process watches the drafts of {self.folder.parent}") from error
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by kill -9 too
+                except BlockingIOError as error:
+                    if time.monotonic() >= until_s:
+                        raise ValueError(f"another process watches the drafts of {self.folder.parent}") from error
+                    time.sleep(POLL_S)
+                else:
+                    break
             yield
 
     def _file(self, draft: int, previous: int) -> Path:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,22 @@ def test_a_home_is_watched_by_one_process(watches: Watches) -> None:
         assert "another process watches the drafts of" in other.stderr
     other = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert other.stdout == "alone\n"
+
+
+def test_a_watch_that_ends_in_time_is_waited_for(watches: Watches) -> None:
+    released = threading.Event()
+
+    def hold() -> None:
+        with watches.alone():
+            held.set()
+            released.wait(0.5)
+
+    held = threading.Event()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    with pytest.raises(ValueError, match="another process watches"), watches.alone():
+        pass
+    with watches.alone(wait_s=10):
+        pass
+    holder.join()
