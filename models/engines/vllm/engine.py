@@ -198,13 +198,14 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
             raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
-        speculative = {}
+        speculative: dict[str, Any] = {}
         if draft is not None and params.num_draft_tokens > 0:
             speculative["speculative_config"] = {
                 **family_of(draft).vllm_config(draft),
                 "num_speculative_tokens": params.num_draft_tokens,
                 "draft_sample_method": params.draft_sample_method,
             }
+            speculative["per_request_spec_decode_metrics"] = "summary"  # of an answer: metrics.speculative_decoding
         args = AsyncEngineArgs(
             **{
                 "model": str(target),
@@ -219,7 +220,6 @@ class VllmEngine:
                 "scheduling_policy": "priority",
                 "async_scheduling": False,
                 "disable_log_stats": False,
-                "per_request_spec_decode_metrics": "summary",  # of an answer: metrics.speculative_decoding
                 **speculative,
                 **params.extra,
             }
