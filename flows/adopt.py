@@ -6,10 +6,11 @@ from typing import Literal
 from prefect import flow
 
 from flows.build import make_target, prepare
+from infra.memory import gives_way
 from infra.registry import Version
 from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft
-from tasks.claim_window import hold_out_past
+from tasks.claim_window import hold_out_past, reading_rows
 from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
@@ -20,6 +21,7 @@ AdoptOutcome = Outcome | Literal["registered"]
 
 
 @flow(name="adopt")
+@gives_way
 def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[AdoptOutcome, Version]:
     """Register a published draft; where none is served yet it becomes the champion, else the gate must pass it first.
 
@@ -35,10 +37,11 @@ def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[AdoptOut
     if pair is not None and promote:
         candidate = find_judged(pair, version, adopted.draft)
         if candidate is None:
-            parts = hold_out_past(recipe, pair, first_samples(pair.draft))
-            test = start_test(recipe, pair)
-            judged = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
-            candidate = register_judged(recipe, pair, adopted, samples, judged)
+            with reading_rows():
+                parts = hold_out_past(recipe, pair, first_samples(pair.draft))
+                test = start_test(recipe, pair)
+                judged = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
+                candidate = register_judged(recipe, pair, adopted, samples, judged)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)
     draft = register_adopted(recipe, version, target, adopted, samples, measured)

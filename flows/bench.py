@@ -26,6 +26,9 @@ Output = Annotated[
 ]
 NumPrompts = Annotated[int, typer.Option("--prompts", min=1, help="Held-out prompts per domain.")]
 NumRounds = Annotated[int, typer.Option("--rounds", min=1, help="How many times the compared ways take turns.")]
+STREAMS = [1, 2, 4, 8, 16, 32, 64]
+SIZES, FIRST_SIZES = [60, 125, 250, 500, 1000, 2000, 4000], [250, 1000, 4000]
+DRAFTS = ["bad", "first", "champion"]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight.")]
 
 
@@ -35,12 +38,38 @@ def speed(
     output: Output = None,
     num_prompts: NumPrompts = 100,
     num_rounds: NumRounds = 4,
+    peers: Annotated[
+        list[str],
+        typer.Option("--peer", help="Ask these peers beside plain vLLM; give it once for each. All if left out."),
+    ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
-    """B1: tokens/s and inter-token latency at one stream, compared with vLLM's other ways, transformers, our reference.
+    """B1: tokens/s and latency at one stream, compared with vLLM's own compiled endpoint, transformers, our reference.
 
-    Example: redraft bench speed --prompts 16 --rounds 1
+    Example: redraft bench speed --prompts 16 --rounds 1 --peer "vLLM with ngram"
     """
-    _run("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds)
+    _run("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds, peers=peers)
+
+
+@command
+def load(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    num_prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="Held-out prompts per domain and block, or two for each stream.")
+    ] = 16,
+    streams: Annotated[
+        list[int], typer.Option("--streams", min=1, help="Requests at once; give it once for each number.")
+    ] = STREAMS,
+    drafts: Annotated[list[str], typer.Option("--draft", help="Give it once for each.")] = DRAFTS,
+    num_pairs: Annotated[int, typer.Option("--pairs", min=1, help="How often on and off take turns.")] = 4,
+    stock: Annotated[bool, typer.Option("--stock", help="Measure vLLM's own compiled endpoint too.")] = False,
+) -> None:
+    """B2: throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
+
+    Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2
+    """
+    options = {"num_prompts": num_prompts, "streams": sorted(set(streams)), "drafts": drafts, "num_pairs": num_pairs}
+    _run("load", recipe, output, **options, stock=stock)
 
 
 @command
@@ -118,7 +147,7 @@ def gate(
         int, typer.Option("--windows", min=4, help="Windows that a champion is challenged for.")
     ] = 1000,
 ) -> None:
-    """How often the gate promotes a draft without gain, and how soon one with a gain; by simulation.
+    """How often gate, trigger and watch err, and how soon they see what there is to see; by simulation.
 
     Example: redraft bench gate --runs 200
     """
@@ -126,16 +155,94 @@ def gate(
 
 
 @command
-def watch(
+def coverage(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
-    num_runs: Annotated[int, typer.Option("--runs", min=1, help="How often each case is simulated.")] = 1000,
+    num_splits: Annotated[int, typer.Option("--splits", min=2, help="Splits of the log, each with a secret.")] = 100,
+    num_prompts: Annotated[
+        int, typer.Option("--prompts", min=2, help="Requests of each domain that were never logged.")
+    ] = 400,
 ) -> None:
-    """How soon a draft that does worse is taken back, and how often one that does not, by simulation.
+    """How often the interval of a window's gain holds what fresh requests give; on splits of this home's log.
 
-    Example: redraft bench watch --runs 200
+    Example: redraft bench coverage --splits 20 --prompts 100
     """
-    _run("watch", recipe, output, num_runs=num_runs)
+    _run("coverage", recipe, output, num_splits=num_splits, num_prompts=num_prompts)
+
+
+@command
+def refreshes(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    num_refreshes: Annotated[int, typer.Option("--refreshes", min=1, help="One after the other.")] = 3,
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Of each domain before each refresh.")] = 80,
+    num_prompts: NumPrompts = 60,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DOMAIN=FILE", help="A further domain's prompts, as source dataset reads them."),
+    ] = None,
+) -> None:
+    """Refresh after refresh under mixed traffic of two API keys: verdicts, and τ of every domain.
+
+    Example: redraft bench refreshes --data math=gsm8k.jsonl
+    """
+    options = {"num_refreshes": num_refreshes, "num_requests": num_requests, "num_prompts": num_prompts}
+    _run("refreshes", recipe, output, **options, data=data)
+
+
+@command
+def learning(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    domain: Annotated[
+        str, typer.Option(help="Whose requests are learnt; by default the one that the demo changes to.")
+    ] = "",
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DOMAIN=FILE", help="A domain's prompts in place of that, as source dataset reads them."),
+    ] = None,
+    sizes: Annotated[
+        list[int], typer.Option("--size", min=1, help="Requests that a refresh learns; give it once for each number.")
+    ] = SIZES,
+    first_sizes: Annotated[
+        list[int],
+        typer.Option("--first", min=0, help="Conversations of a first draft; once for each number, 0 for none."),
+    ] = FIRST_SIZES,
+    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="Of each number up to 1,000.")] = 3,
+    num_prompts: NumPrompts = 100,
+) -> None:
+    """B10: acceptance by place and training seconds after 60 to 4,000 requests, and of first drafts.
+
+    Example: redraft bench learning --size 60 --size 250 --first 0 --seeds 1
+    """
+    options = {
+        "domain": domain,
+        "sizes": sorted(set(sizes)),
+        "first_sizes": sorted(set(first_sizes) - {0}),
+        "num_seeds": num_seeds,
+        "num_prompts": num_prompts,
+    }
+    _run("learning", recipe, output, **options, data=data)
+
+
+@command
+def drift(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    data: Annotated[
+        str, typer.Option(metavar="DOMAIN=FILE", help="The domain that traffic shifts to, as source dataset reads it.")
+    ] = "",
+    num_requests: Annotated[int, typer.Option("--requests", min=8, help="Of a window.")] = 100,
+    num_windows: Annotated[int, typer.Option("--windows", min=1, help="Of the further domain.")] = 4,
+    num_back: Annotated[int, typer.Option("--back", min=1, help="Windows of the domain that returns.")] = 1,
+    num_prompts: NumPrompts = 100,
+) -> None:
+    """B3: how soon a draft follows a shift of traffic, and what it forgets, compared with other ways to follow.
+
+    Example: redraft bench drift --data math=gsm8k.jsonl
+    """
+    options = {"num_requests": num_requests, "num_windows": num_windows, "num_back": num_back}
+    _run("drift", recipe, output, **options, num_prompts=num_prompts, data=data)
 
 
 def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:

@@ -3,6 +3,7 @@
 from prefect import flow
 
 from infra.artifacts import Artifact
+from infra.memory import gives_way
 from infra.registry import Version
 from models.recipe import Recipe
 from tasks.distill_draft import distill_draft
@@ -22,6 +23,7 @@ from tasks.shrink_model import shrink_model
 
 
 @flow(name="build")
+@gives_way
 def build(recipe: Recipe) -> Version:
     """Build what is not there yet, and make it the champion; returns the draft's version."""
     weights = make_target(recipe)
@@ -53,7 +55,7 @@ def make_target(recipe: Recipe) -> Artifact:
     if recipe.prune:
         target = prune_model(recipe.prune, recipe.seed, target, text)
     if recipe.finetune:
-        target = finetune_model(recipe.finetune, recipe.seed, target, text, keep_zeros=recipe.prune is not None)
+        target = finetune_model(recipe.finetune, recipe.seed, target, text)
     if recipe.quantize:
         target = quantize_target(recipe.quantize, recipe.seed, target, text)
     return target

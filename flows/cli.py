@@ -4,6 +4,9 @@ Torch, Prefect and MLflow take seconds to import, so each command imports what i
 environment before that, because these libraries read it when they are imported.
 """
 
+import atexit
+import gc
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +17,11 @@ from rich.table import Table
 
 from flows.bench import bench
 from flows.command import RecipeName, command_of, open_settings, out, prepare
+from flows.home_commands import backup, clean, restore
+from flows.key_commands import KEYS, keys
+from flows.privacy_commands import erase, retain
 from flows.service_commands import down, logs, serve, status, traffic, up
+from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
 from models.recipe import DEFAULT_RECIPE
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 
 WIDEST = 60
 MEASURE = "Measure"
+ALL_ROWS: list[str] = []
 
 app = typer.Typer(
     name="redraft",
@@ -38,6 +46,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; SIGTERM ends it as Ctrl-C does, so that what it started ends too."""
     signal.signal(signal.SIGTERM, _interrupt)
+    # At its end the interpreter would look for garbage among all objects of PyTorch and others, for three seconds.
+    atexit.register(gc.freeze)
     app()
 
 
@@ -48,6 +58,7 @@ def build(recipe: RecipeName = DEFAULT_RECIPE) -> None:
     """
     _, parsed = prepare(recipe)
     lower_session()
+    go_first()
     from flows.build import build as flow
 
     _show_draft("built", flow(parsed))
@@ -64,6 +75,7 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
     open_champions.fn()  # with nothing built it fails here in one line, not in the flow with a traceback
     lower_session()
+    go_first()
 
     outcome, version = flow(parsed)
     if version is None:
@@ -204,15 +216,35 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for cells and report; by default in the home folder.")
     ] = None,
+    only: Annotated[
+        list[str],
+        typer.Option(help='Measure the baseline and rows of this name alone, such as "gptq*"; give it once for each.'),
+    ] = ALL_ROWS,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help='Of FAMILY "all": bounds such as "110 MiB, KL 0.1"; prints the fastest that fits as a recipe.'
+        ),
+    ] = None,
+    margin: Annotated[
+        str | None,
+        typer.Option(
+            help='A column and what makes no difference, such as "kl 0.05": adds seeds until rows are decided.'
+        ),
+    ] = None,
+    most_seeds: Annotated[
+        int, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin.")
+    ] = 12,
 ) -> None:
     """Measure every method of a family on a recipe's target and text. Finished cells are reused.
 
-    Example: redraft compare prune --budget 0.1
+    Example: redraft compare all --fit "110 MiB, KL 0.1"
     """
     settings = open_settings()
     from flows.compare import compare as run
 
-    run(family, recipe, settings, budget, num_seeds, output, " ".join(["redraft", *sys.argv[1:]]))
+    typed = shlex.join(["redraft", *sys.argv[1:]])
+    run(family, recipe, settings, budget, num_seeds, output, typed, fit, margin, most_seeds, only)
 
 
 def doctor() -> None:
@@ -241,6 +273,8 @@ def _taus(version: "Version") -> str:
 
 def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
+    if version.lineage.returns:
+        out.print(version.lineage.returns, markup=False)
     if outcome in ("refused", "undecided"):
         out.print(version.quarantined or version.lineage.gate_reasons, markup=False)
     if outcome == "outdated":
@@ -251,11 +285,14 @@ def _show_draft(outcome: str, version: "Version") -> None:
 for panel, functions in {
     "Every day": (build, serve, refresh, up, down, status, logs, report, doctor),
     "Drafts": (promote, rollback, diff, import_draft, import_logs),
+    "Privacy": (erase, retain),
+    "Home": (backup, restore, clean),
     MEASURE: (demo, traffic, compare),
 }.items():
     for function in functions:
         command_of(app, panel)(function)
 app.add_typer(bench, rich_help_panel=MEASURE)
+app.add_typer(keys, rich_help_panel=KEYS)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ And what commands begin with: settings, a recipe, and where to write.
 """
 
 import os
+import sqlite3
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, NoReturn
@@ -21,11 +22,19 @@ out = Console()
 RecipeName = Annotated[str, typer.Option("--recipe", "-r", help="Name of a recipe that ships, or path of a TOML file.")]
 
 
-def command_of(app: typer.Typer, panel: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the decorator that adds a function to `app`, under heading `panel` of its help, with our exit codes."""
+def command_of(
+    app: typer.Typer, panel: str | None = None, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the decorator that adds a function to `app`, with our exit codes.
+
+    Args:
+        app: gets the command.
+        panel: heading of its help.
+        name: of the command, by default the function's.
+    """
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
-        @app.command(rich_help_panel=panel)
+        @app.command(name, rich_help_panel=panel)
         @wraps(function)
         def wrapped(**options: Any) -> None:
             try:
@@ -34,6 +43,8 @@ def command_of(app: typer.Typer, panel: str | None = None) -> Callable[[Callable
                 _fail(error, USAGE)
             except (RuntimeError, TimeoutError, FloatingPointError) as error:
                 _fail(error, FAILED)
+            except sqlite3.Error as error:  # torn, locked or full
+                _fail(f"a database of the home can't be used: {error}", FAILED)
             except KeyboardInterrupt:
                 _fail("interrupted", INTERRUPTED)
 
@@ -60,14 +71,29 @@ def open_settings() -> Settings:
     """
     settings = load_settings()
     settings.prepare_environment()
+    from infra.guard import pages_login
     from infra.home import open_home
     from infra.supervisor import read_state
 
     open_home(settings)
 
-    if (state := read_state(settings.home)) is not None and (prefect := state.url("prefect")):
-        os.environ.setdefault("PREFECT_API_URL", f"{prefect}/api")  # flows show up in the server that runs
+    if "PREFECT_API_URL" not in os.environ:  # the server of `redraft up`, or one that Prefect starts for this command
+        login = pages_login(settings.home)
+        os.environ |= {"PREFECT_API_AUTH_STRING": login, "PREFECT_SERVER_API_AUTH_STRING": login}
+        if (state := read_state(settings.home)) is not None and (prefect := state.url("prefect")):
+            os.environ["PREFECT_API_URL"] = f"{prefect}/api"  # flows show up in the server that runs
     return settings
+
+
+def complete_erasures(settings: Settings) -> None:
+    """Complete erasures that were killed; one that has to wait for a refresh is completed by the next start."""
+    from infra.erase import finish_erasures
+
+    try:
+        for certificate in finish_erasures(settings):
+            out.print(f"erasure {certificate.number} is complete", markup=False)
+    except (TimeoutError, ConnectionError) as error:
+        out.print(f"an erasure is not complete: {error}", soft_wrap=True, markup=False)
 
 
 def _fail(message: object, code: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """`redraft compare FAMILY`: every method of a family on one target and one text, against a baseline, over seeds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ def compare(
     num_seeds: int,
     output: Path | None,
     typed: str,
+    wanted: str | None = None,
+    margin: str | None = None,
+    most_seeds: int = 12,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure what is missing and report; returns what `result.json` holds.
 
@@ -27,16 +32,32 @@ def compare(
         num_seeds: the seeds are 0, 1, ….
         output: where cells and report lie; None takes a folder below the home.
         typed: the command to repeat it.
+        wanted: bounds such as "110 MiB, KL 0.1", under which the best row is printed as tables of a recipe.
+        margin: a column's name and what makes no difference, such as "kl 0.05"; see `tasks.measure.decide`.
+        most_seeds: that may go into a row under a margin.
+        only: patterns of rows' names; none means all.
 
     Raises:
-        ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup.
+        ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, or bounds
+            or margin can't be read.
     """
     comparison = load_comparison(family)
-    from infra.views.comparison import comparison_report
+    from infra.views.comparison import comparison_report, draw_tradeoffs
     from infra.views.results import publish
     from tasks.measure.compare_methods import compare_methods
+    from tasks.measure.decide import parse_margin
+    from tasks.measure.fit import fitted, parse_bounds
 
+    if wanted is not None and not hasattr(comparison, "BOUNDS"):
+        raise ValueError(f'--fit chooses a target to serve, of "redraft compare all"; {family} measures none')
+    bounds = None if wanted is None else parse_bounds(wanted, comparison.BOUNDS)
+    within = None if margin is None else parse_margin(margin, most_seeds)
+    recipe = load_recipe(recipe_name)
     folder = (output or settings.home / "compare" / f"{family}-{Path(recipe_name).stem}").absolute()
-    found, setup = compare_methods(family, comparison, load_recipe(recipe_name), folder, budget, num_seeds)
+    found, setup = compare_methods(family, comparison, recipe, folder, budget, num_seeds, within, only)
     report = comparison_report(found, folder / "compare.png")
+    if hasattr(comparison, "DRAWN"):
+        draw_tradeoffs(found.figures, found.headings, "kl", comparison.DRAWN, folder / "compare.png")
+    if bounds is not None:
+        report = fitted(report, found, comparison, bounds, recipe, budget)
     return publish(report, folder, f"compare {family}", found.question, typed, setup)

@@ -1,4 +1,4 @@
-"""When flows run by themselves: `build` on a schedule, `refresh` on an interval and when acceptance fell.
+"""When flows run by themselves: by the clock, and `refresh` on an interval and when acceptance fell.
 
     python -m flows.deployments --recipe FILE
 
@@ -17,17 +17,22 @@ from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLi
 from prefect.types.entrypoint import EntrypointType
 
 from flows.build import build
+from flows.clean import clean
 from flows.refresh import refresh
+from flows.retain import retain
+from infra.home import open_home
+from infra.memory import go_first
 from infra.priority import lower_session
 from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
 from models.recipe import Recipe, load_recipe
-from tasks.trigger.ask import Asker, prefect_server
+from tasks.trigger.ask import Asker, of_registry, prefect_server
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
 NAME = "online"
+EVERY_NIGHT, AFTER_IT = "17 3 * * *", "47 3 * * *"
 
 
 def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
@@ -47,22 +52,30 @@ def deployments(recipe: Recipe, work_pool: str | None = None) -> list[Any]:
     }
     schedule = recipe.schedule
     interval = None if schedule.refresh_interval_s is None else timedelta(seconds=schedule.refresh_interval_s)
-    return [
+    served = [
         build.to_deployment(NAME, cron=schedule.build_cron, **common),
         refresh.to_deployment(NAME, interval=interval, **common),
     ]
+    if schedule.retain_days is not None:  # by the clock: an interval would begin anew at each start
+        served.append(retain.to_deployment(NAME, cron=EVERY_NIGHT, **common))
+    served.append(clean.to_deployment(NAME, cron=AFTER_IT, **common))
+    return served
 
 
 def main() -> None:
     """Serve a recipe's deployments until a signal comes; what they run gives way to a service on the same machine."""
     lower_session()
+    go_first()
     parser = argparse.ArgumentParser(prog="python -m flows.deployments", description="Run flows when they are due.")
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--only-ask", action="store_true", help="serve nothing: workers of a pool run the flows")
     options = parser.parse_args()
     recipe, stop = load_recipe(options.recipe), threading.Event()
-    querylog = load_settings().querylog
-    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), prefect_server(f"{refresh.name}/{NAME}"))
+    settings = load_settings()
+    open_home(settings)
+    querylog = settings.querylog
+    orchestrator = prefect_server(f"{refresh.name}/{NAME}")
+    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), orchestrator, of_registry(recipe))
     if options.only_ask:
         asker.run(stop)
     else:

@@ -8,43 +8,50 @@ from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import train_challenger
-from tasks.find_challenger import find_challenger
+from tasks.find_challenger import find_challenger, start_test
+from tasks.find_past import find_past, find_returned
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
-from tasks.register import first_samples, register_candidate
+from tasks.register import first_samples, register_candidate, register_returned
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
 
 @flow(name="refresh")
 @acknowledged
 def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
-    """Let the champion's challenger learn from the next window, and promote it once the gate passes it.
+    """Let a past champion return for what it was good at or, if none does, the champion's challenger learn.
 
-    Returns what came of it, and the snapshot. One that is "undecided" is gone on with in the next window; one that is
-    "refused" was shown worse, and the next challenger starts from the champion.
+    Returns what came of it, and the draft. A challenger that is "undecided" is gone on with in the next window; one
+    that is "refused" was shown worse, and the next challenger starts from the champion.
 
     Each step leaves something that the next run finds, and the cursor moves last, so it may be killed anywhere. A
-    window that three runs failed on is set aside, so that no window stops the ones after it. One whose candidate is
-    outdated stays open: the next run takes the same rows for the draft that is the champion then, unless its line has
-    them by that time.
+    window that three runs failed on is set aside, so that no window stops the ones after it. One that nothing was
+    trained on for the champion of now stays open: its candidate is outdated, or a past draft returns. The next run
+    takes the same rows for the draft that is the champion then, unless its line has them by that time.
     """
     pair = open_champions()
     window = claim_window(recipe.refresh)
     if window is None:
         return "nothing to do", None
     with hold_window(window):
-        candidate = find_candidate(pair, window) or _train(recipe, pair, window)
+        candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _judge(recipe, pair, window)
         outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
-        if outcome == "outdated":
+        if outcome == "outdated" or candidate.lineage.returns:
             leave_window(window)
         else:
             advance_cursor(window)
     return outcome, candidate
 
 
-def _train(recipe: Recipe, pair: Pair, window: Window) -> Version:
-    start = find_challenger(recipe, pair, window)
+def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
     parts = hold_out(recipe, pair, window, first_samples(pair.draft))
+    past = find_past(recipe, pair, window, parts)
+    if past is not None:
+        judged = gate_draft(recipe, pair, start_test(recipe, pair), past.files, parts, learns=False)
+        returned = register_returned(recipe, pair, past, judged)
+        if judged.gate == "passed":
+            return returned
+    start = find_challenger(recipe, pair, window)
     trained = train_challenger(recipe, pair, start, parts.samples)
     judged = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
     return register_candidate(recipe, pair, start, trained, window, parts.samples, judged)

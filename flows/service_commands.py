@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flows.command import RecipeName, open_settings, out, prepare
+from flows.command import RecipeName, complete_erasures, open_settings, out, prepare
 from models.recipe import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
@@ -30,12 +30,15 @@ def serve(
     settings, parsed = prepare(recipe)
     if port is not None:
         parsed = parsed.model_copy(update={"serve": parsed.serve.model_copy(update={"port": port})})
+    complete_erasures(settings)
     from infra.client import SERVED_NAME
-    from infra.service_process import END_TIMEOUT_S, start_service
+    from infra.service_process import END_TIMEOUT_S, require_startable, start_service, starting
+
+    require_startable(settings, parsed.serve.port)
     from tasks.configure_service import configure_service
 
-    with out.status("starting the service"):
-        config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
+    config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
+    with out.status(starting(config, settings)):
         child, url = start_service(config, settings)
     try:
         out.print(f'serving model "{SERVED_NAME}" on {url}/v1, log in {child.log_path}', soft_wrap=True)
@@ -58,13 +61,12 @@ def traffic(
     Example: redraft traffic --domain code --num-requests 50
     """
     settings, parsed = prepare(recipe)
-    from infra.client import Client
-    from infra.service_process import last_url
+    from infra.service_process import client_of
     from tasks.send_traffic import choose_requests, send_traffic
 
     domain = domain or next(iter(parsed.traffic))
     prompts = choose_requests(parsed, domain, num_requests)
-    client = Client(url or last_url(settings), settings.api_key)
+    client = client_of(settings, url)
     columns = (TextColumn(f"{domain} traffic"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out) as bar:
         task = bar.add_task(domain, total=len(prompts))
@@ -88,6 +90,7 @@ def up(recipe: RecipeName = DEFAULT_RECIPE) -> None:
         out.print(
             f"{program.name:8} {program.url}{path}" if program.url else f"{program.name:8} running", soft_wrap=True
         )
+    out.print("Prefect's and MLflow's pages ask for what `redraft keys pages` prints")
 
 
 def down() -> None:

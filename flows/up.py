@@ -15,16 +15,27 @@ import sys
 import time
 from pathlib import Path
 
+from flows.command import complete_erasures
 from infra.doctor import openmp_preload
+from infra.guard import LOOPBACK, pages_login
 from infra.home import open_home
 from infra.processes import free_port, process_identity
-from infra.service_process import END_TIMEOUT_S, START_TIMEOUT_S, health_url, service_argv, write_config
+from infra.service_process import (
+    END_TIMEOUT_S,
+    START_TIMEOUT_S,
+    health_url,
+    require_startable,
+    service_argv,
+    write_config,
+)
 from infra.settings import Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import load_recipe
 
 PREFECT, MLFLOW, SERVICE, RUNNER, WATCH = "prefect", "mlflow", "service", "runner", "watch"
 SUPERVISOR = "supervisor"
+# Whatever the service binds, these are for people on this machine who know the home's secret.
+GUARDED = (sys.executable, "-m", "infra.guard", "--port")
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
 
@@ -37,11 +48,13 @@ def start(recipe: str, settings: Settings) -> UpState:
         settings: where everything lies.
 
     Raises:
-        ValueError: something runs here already.
+        ValueError: something runs here already, or the service can't be started, see `require_startable`.
         RuntimeError: a program did not start; nothing is left running.
     """
     if (running := read_state(settings.home)) is not None:
-        raise ValueError(f"redraft is up already (process {running.pid}); see: redraft status")
+        at = running.url(SERVICE) or "an address that is not known yet"
+        raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
+    require_startable(settings, load_recipe(recipe).serve.port)
     (settings.home / STATE).unlink(missing_ok=True)
     log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,26 +108,36 @@ def _failure(settings: Settings, log_path: Path) -> str:
     return "\n".join(log_path.read_text(errors="replace").splitlines()[-5:])
 
 
-def _programs(recipe: str, settings: Settings) -> list[Program]:
-    host = settings.host
-    prefect_port = free_port(host)
-    prefect = f"http://{host}:{prefect_port}"
-    orchestrated = {"PREFECT_API_URL": f"{prefect}/api"}
+def pages(settings: Settings) -> list[Program]:
+    """Return Prefect's server and, where its store is the home's, MLflow's page: for who knows the home's secret."""
+    port = free_port()
+    prefect, login = f"http://{LOOPBACK}:{port}", pages_login(settings.home)
     programs = [
         Program(
             PREFECT,
-            [sys.executable, "-m", "prefect", "server", "start", "--host", host, "--port", str(prefect_port)],
+            [*GUARDED, str(port), "prefect.server.api.server:create_app()"],
             url=prefect,
             health=f"{prefect}/api/health",
-            env={"PREFECT_UI_API_URL": f"{prefect}/api", **orchestrated},
+            env={
+                "PREFECT_API_URL": f"{prefect}/api",
+                "PREFECT_UI_API_URL": f"{prefect}/api",
+                "PREFECT_API_AUTH_STRING": login,
+                "PREFECT_SERVER_API_AUTH_STRING": login,
+                "PREFECT__SERVER_FINAL": "1",  # as `prefect server start` has it
+            },
         )
     ]
     if settings.mlflow_uri.startswith("sqlite:"):
-        port = free_port(host)
-        mlflow = f"http://{host}:{port}"
-        argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", settings.mlflow_uri]
-        argv += ["--host", host, "--port", str(port), "--workers", "1"]
+        port = free_port()
+        mlflow = f"http://{LOOPBACK}:{port}"
+        argv = [*GUARDED, str(port), "--login", "infra.mlflow_page:app()"]
         programs.append(Program(MLFLOW, argv, url=mlflow, health=f"{mlflow}/health"))
+    return programs
+
+
+def _programs(recipe: str, settings: Settings) -> list[Program]:
+    programs = pages(settings)
+    orchestrated = {name: programs[0].env[name] for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")}
     from tasks.configure_service import configure_service  # torch: too slow for who only asks what runs
 
     parsed = load_recipe(recipe)
@@ -125,7 +148,7 @@ def _programs(recipe: str, settings: Settings) -> list[Program]:
             service_argv(settings),
             url=service,
             health=health_url(service),
-            env=openmp_preload(),
+            env={**openmp_preload(), **orchestrated},
             start_timeout_s=START_TIMEOUT_S,
             grace_s=parsed.serve.drain_s + END_TIMEOUT_S,
         )
@@ -147,6 +170,7 @@ def main() -> int:
     settings.prepare_environment()
     try:
         open_home(settings)
+        complete_erasures(settings)
         programs = _programs(recipe, settings)
     except ValueError as error:
         print(error, flush=True)

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from infra.events import DRAFT_RESOURCE, DRAFT_TAKEN_BACK, Emitter
 from infra.home import open_home
+from infra.memory import gives_way, go_first, read_memory
 from infra.priority import lower_session
 from infra.registry import ForeignVersion
 from infra.settings import load_settings
@@ -38,6 +39,7 @@ def main() -> int:
     settings = load_settings()
     settings.prepare_environment()
     lower_session()
+    go_first()
     with ExitStack() as held:
         try:
             open_home(settings)
@@ -52,10 +54,10 @@ def main() -> int:
 def _watch(recipe: Recipe) -> NoReturn:
     from tasks.watch_draft import watch_draft  # torch: too slow for who is refused
 
-    emitter = Emitter(os.environ.get("PREFECT_API_URL", ""))
+    emitter, look = Emitter(os.environ.get("PREFECT_API_URL", "")), gives_way(watch_draft.fn)
     while True:
         try:
-            watch = watch_draft.fn(recipe)
+            watch = look(recipe) if read_memory().room_gib > recipe.schedule.min_free_memory_gib else None
         except (ConnectionError, sqlite3.Error, ForeignVersion) as error:  # of registry or log: it may pass
             log.warning("no look this time: %s", error)
         else:

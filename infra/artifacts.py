@@ -5,6 +5,7 @@ a directory that has files in it, so an older one is first renamed aside; `sweep
 died between the two renames, and `staged` sweeps its parent before it starts.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -66,6 +67,33 @@ def staged(final: Path) -> Iterator[Path]:
     with renamed_when_complete(final) as staging:
         yield staging
         write_manifest(staging)
+
+
+@contextmanager
+def held(directory: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a folder that lasts over several runs, so that nobody takes it for that of a dead one.
+
+    Args:
+        directory: exists.
+        wait: for whoever holds it; otherwise False is yielded at once.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # kill -9 lets go of it too
+            is_held = True
+        except BlockingIOError:
+            is_held = False
+        yield is_held
+    finally:
+        os.close(descriptor)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory; if the process dies meanwhile, nothing stands under its name any more."""
+    staging = _sibling(directory, "staging")
+    directory.rename(staging)
+    shutil.rmtree(staging)
 
 
 def sweep_staging(parent: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The client of our own service: what it says of itself, the switch of speculation, and chats with how each ended.
+"""The client of a service: what it says of itself, the switch of speculation, and chats with how each ended.
 
 It asks over HTTP like any other client. The library for chats takes most of a second to import, so the first chat pays
 for it: `redraft status` asks for none.
@@ -25,6 +25,7 @@ POLL_S = 0.1
 PAUSE_AFTER_FAILURE_S = 0.2
 
 LogLevel = Literal["none", "metadata", "full"]
+Speculation = Literal["on", "off", "head"]
 
 
 class Chat(NamedTuple):
@@ -48,7 +49,9 @@ class Answer(BaseModel):
         prompt_id: id of the chat.
         status: "ok"; "truncated" for a stream that ended without a finish reason; else what failed, such as "http 503".
         token_ids: of the answer, and `gaps` at each: the best token's log-probability minus the second's, if wanted.
-        drafted_per_step, accepted_per_step: as the service counted them; None where it did not say.
+        num_steps, num_accepted: verification steps, and drafted tokens that the target kept.
+        drafted_per_step, accepted_per_step: as the service counted them; None where it did not say. vLLM's own endpoint
+            leaves out the steps that drafted nothing.
         sent_s: when it was sent, on the machine's monotonic clock.
         arrival_ms: when each token came, from sending; those of one step come together.
         seconds: from sending to the end of the stream.
@@ -64,6 +67,8 @@ class Answer(BaseModel):
     draft_version: str | None = None
     token_ids: tuple[int, ...] = ()
     gaps: tuple[float, ...] = ()
+    num_steps: int = 0
+    num_accepted: int = 0
     drafted_per_step: tuple[int, ...] | None = None
     accepted_per_step: tuple[int, ...] | None = None
     num_tokens: int = 0
@@ -76,16 +81,21 @@ class Answer(BaseModel):
 class Client:
     """One service; a `with` block closes the connection that its status is asked on."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout_s: float = TIMEOUT_S, *, operates: bool = True
+    ) -> None:
         """Connect at the first question.
 
         Args:
             url: of the service, without /v1.
-            api_key: bearer key, if the service asks for one.
+            api_key: bearer key: an operator's, see `infra.keys.operator_key`.
             timeout_s: for whatever is not a chat.
+            operates: false if the key is a client's or missing: then nothing but chats is answered, without the counts
+                of each step.
         """
         self.url = url.rstrip("/")
         self._api_key = api_key
+        self._detail = {"X-Redraft-Detail": "steps"} if operates else {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
 
@@ -144,6 +154,7 @@ class Client:
         temperature: float = 0.0,
         log: LogLevel = "full",
         gaps: bool = False,
+        speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
     ) -> list[Answer]:
         """Send chats and stream their answers.
@@ -155,6 +166,7 @@ class Client:
             temperature: 0 is greedy.
             log: what the service may log.
             gaps: whether to ask for the two best tokens at each position.
+            speculation: how the answers are drafted; "head" measures the draft alone.
             on_answer: called with each answer as it ends.
 
         Returns:
@@ -165,7 +177,7 @@ class Client:
 
             async def ask(chat: Chat) -> Answer:
                 async with slots:
-                    answer = await _ask(connection, chat, max_tokens, temperature, log, gaps)
+                    answer = await _ask(connection, self._detail, chat, max_tokens, temperature, log, gaps, speculation)
                 if on_answer is not None:
                     on_answer(answer)
                 return answer
@@ -197,7 +209,7 @@ class Client:
 
             async def ask() -> None:
                 while not stop():
-                    answer = await _ask(connection, next(waiting), max_tokens, 0.0, "none", gaps=False)
+                    answer = await _ask(connection, self._detail, next(waiting), max_tokens, 0.0, "none", gaps=False)
                     on_answer(answer)
                     await asyncio.sleep(pause_s if answer.status == "ok" else max(pause_s, PAUSE_AFTER_FAILURE_S))
 
@@ -218,7 +230,16 @@ class Client:
             yield connection
 
 
-async def _ask(connection: Any, chat: Chat, max_tokens: int, temperature: float, log: LogLevel, gaps: bool) -> Answer:
+async def _ask(
+    connection: Any,
+    detail: Mapping[str, str],
+    chat: Chat,
+    max_tokens: int,
+    temperature: float,
+    log: LogLevel,
+    gaps: bool,
+    speculation: Speculation = "on",
+) -> Answer:
     import openai
 
     started_s = time.monotonic()
@@ -232,7 +253,12 @@ async def _ask(connection: Any, chat: Chat, max_tokens: int, temperature: float,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"return_token_ids": True},
-            extra_headers={"X-Redraft-Domain": chat.domain, "X-Redraft-Log": log, "X-Redraft-Steps": "on"},
+            extra_headers={
+                "X-Redraft-Domain": chat.domain,
+                "X-Redraft-Log": log,
+                "X-Redraft-Speculation": speculation,
+                **detail,
+            },
             **({"logprobs": True, "top_logprobs": 2} if gaps else {}),
         )
         async for chunk in stream:
@@ -268,5 +294,8 @@ def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
     if chunk.usage is not None:
         seen["num_tokens"] = chunk.usage.completion_tokens
         counts = (chunk.usage.model_extra or {}).get("redraft") or {}
-        seen |= {name: counts.get(name) for name in ("drafted_per_step", "accepted_per_step")}
+        own = ((chunk.model_extra or {}).get("metrics") or {}).get("speculative_decoding") or {}  # vLLM's
+        for what in ("drafted", "accepted"):
+            seen[f"{what}_per_step"] = counts.get(f"{what}_per_step", own.get(f"per_step_{what}"))
+        seen |= {"num_steps": counts.get("steps", 0), "num_accepted": counts.get("accepted", 0)}
         seen["draft_version"] = None if counts.get("draft_version") is None else str(counts["draft_version"])

@@ -27,9 +27,11 @@ Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class QueryRow(BaseModel):
     """One served request, after scrubbing.
 
-    `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many subjects.
-    `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each step. The log
-    gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
+    `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many
+    subjects. `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each
+    step, and `matches` of those that were looked up how many tokens matched, 0 of the draft's. `drafting` says how
+    the request was drafted: by the "head" alone and up to K, as "auto" found fastest, or "off". The log gives
+    `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
@@ -57,6 +59,8 @@ class QueryRow(BaseModel):
     first_token_ms: Milliseconds | None = None
     per_token_ms: Milliseconds | None = None
     speculating: bool
+    drafting: Literal["auto", "head", "off"] = "head"
+    matches: list[Count] | None = None
     schema_version: Literal[1] = 1
 
     @field_validator("prompt", "completion", "sampling")
@@ -72,6 +76,8 @@ class QueryRow(BaseModel):
         drafted, accepted = self.drafted or [], self.accepted or []
         if len(drafted) != len(accepted) or any(a > d for d, a in zip(drafted, accepted, strict=True)):
             raise ValueError(f"accepted {accepted} does not fit drafted {drafted}, step by step")
+        if self.matches and len(self.matches) != len(drafted):
+            raise ValueError(f"matches has {len(self.matches)} steps, drafted {len(drafted)}")
         if self.drafted_ids is not None and [len(step) for step in self.drafted_ids] != drafted:
             raise ValueError(
                 f"drafted_ids has steps of {[len(s) for s in self.drafted_ids]} tokens, drafted: {drafted}"

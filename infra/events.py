@@ -1,11 +1,15 @@
 """Events for the orchestrator, sent by a thread: nobody waits for them, and the orchestrator may be down.
 
+What it asks for is in PREFECT_API_AUTH_STRING, as for Prefect's own client.
+
 An event that finds the queue full or nobody listening is dropped and counted. What is worth an event, and how often, is
 decided by who emits it.
 """
 
+import base64
 import json
 import logging
+import os
 import queue
 import threading
 import urllib.request
@@ -46,6 +50,9 @@ class Emitter:
         self.sent = self.dropped = 0
         self.last_error: str | None = None
         self._url = api_url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if login := os.environ.get("PREFECT_API_AUTH_STRING"):
+            self._headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="events", daemon=True)
         self._thread.start()
@@ -87,7 +94,7 @@ class Emitter:
             request = urllib.request.Request(
                 f"{self._url}/events",
                 data=json.dumps([body], allow_nan=False).encode(),
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
             )
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):

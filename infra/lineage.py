@@ -98,7 +98,8 @@ class Lineage(_Tags):
     Attributes:
         target: what it drafts for.
         target_version: the target's number in the registry.
-        parent: the champion that it was trained from, None if from nothing or elsewhere.
+        parent: the champion that it was trained from, None if from nothing or elsewhere; of a past draft that returns,
+            the version that has the same weights.
         continues: the snapshot that it went on from, which the gate had left undecided against the same champion; None
             where it started from the champion itself.
         window: what it was trained on beyond its first samples.
@@ -109,11 +110,13 @@ class Lineage(_Tags):
         gate: None if it was never judged.
         gate_reasons: why it was not passed.
         gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
-        gated_against: the champion that a draft from elsewhere was judged against.
+        gated_against: the champion that a draft from elsewhere, or one that returns, was judged against.
+        returns_for: the domain that a past draft was tried again for, "" for all other drafts.
         line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
         probe_tau: the same on the target's golden prompts; the service measures it again.
         probe_sets: domain to the version of the probe set that it was held to.
+        judged_on: the conversations that its gate judged it by; beside the log it is known which rows these are.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         samples_uri, samples_sha256: the answers that its line started with.
@@ -133,10 +136,12 @@ class Lineage(_Tags):
     gate_reasons: str = ""
     gate_test: Annotated[int, BeforeValidator(lambda value: 0 if value == "" else value)] = 0
     gated_against: Number = None
+    returns_for: str = ""
     line: str = ""
     tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
     probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
     probe_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
+    judged_on: str = ""
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""
@@ -151,6 +156,11 @@ class Lineage(_Tags):
     def judged_against(self) -> int | None:
         """The champion that it was judged against, None if it never was."""
         return None if self.gate is None else self.gated_against or self.parent
+
+    @property
+    def returns(self) -> str:
+        """Which draft returns in it, and for what; "" for a draft of its own."""
+        return f"draft {self.parent} returns for {self.returns_for}" if self.returns_for else ""
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:

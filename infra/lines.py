@@ -3,11 +3,15 @@
 A line starts with a draft that was trained from nothing. A draft's `parent` is the champion that it was trained from;
 the registry's own `previous` is the champion that it replaced. A challenger is one or more snapshots, one a window, of
 which each `continues` the one before; all challengers of a champion share one error budget.
+
+A past champion that is tried again is a version of its own: its parent is the one whose weights it has, and it was
+judged against the champion of the day. So a line tells what a draft was trained on, and `predecessors` whom it had to
+beat.
 """
 
 from collections.abc import Sequence
 
-from infra.registry import Registry, Version, is_quarantined
+from infra.registry import Registry, Version, is_quarantined, is_usable
 from infra.windows import Window
 
 
@@ -17,6 +21,51 @@ def ancestors(registry: Registry, version: Version) -> list[Version]:
     while (parent := line[-1].lineage.parent) is not None:
         line.append(registry.get("draft", parent))
     return line
+
+
+def predecessors(registry: Registry, version: Version) -> list[Version]:
+    """Return a draft, the champions that it was trained from or judged against, and theirs, newest first."""
+    found, waiting = {version.number: version}, [version]
+    while waiting:
+        lineage = waiting.pop().lineage
+        for number in (lineage.parent, lineage.judged_against):
+            if number is not None and number not in found:
+                found[number] = registry.get("draft", number)
+                waiting.append(found[number])
+    return [found[number] for number in sorted(found, reverse=True)]
+
+
+def past_champions(
+    versions: Sequence[Version], champion: Version, domain: str, num_draft_tokens: int, window: Window
+) -> list[Version]:
+    """Return the drafts that served before the champion and may serve again, the best in a domain first.
+
+    One was replaced by another draft; who was taken back by a person does not count. It is of the same target and K,
+    its files were never found bad, in whichever version, and are not the champion's. None that was trained on rows of
+    the window counts: all the window's rows came after its training, so that it is judged by what it never saw.
+
+    Args:
+        versions: newest first.
+        champion: which serves.
+        domain: by whose τ they are ordered, each at the gate of its own time; unknown ones come last, newest first.
+        num_draft_tokens: K.
+        window: whose rows they are to be judged by.
+    """
+    replaced = {one.previous for one in versions}
+    seen = ((one, one.lineage.window) for one in versions)
+    out = {one.sha256 for one, rows in seen if is_quarantined(one) or (rows and rows.last_seq >= window.first_seq)}
+    found: dict[str, Version] = {}
+    for one in versions:
+        fits = one.target.sha256 == champion.target.sha256 and one.lineage.num_draft_tokens == num_draft_tokens
+        if one.number in replaced and fits and not one.cleaned and one.sha256 not in {*out, champion.sha256}:
+            found.setdefault(one.sha256, one)
+    return sorted(found.values(), key=lambda one: (one.lineage.tau.get(domain, 0.0), one.number), reverse=True)
+
+
+def tried_again(versions: Sequence[Version], champion: int, domain: str) -> Version | None:
+    """Return the past draft that was held against a champion, by its number, to return for a domain, if one was."""
+    found = (one for one in versions if one.lineage.judged_against == champion)
+    return next((one for one in found if one.lineage.returns_for == domain), None)
 
 
 def best_versions(line: Sequence[Version]) -> dict[str, Version]:
@@ -29,8 +78,8 @@ def best_versions(line: Sequence[Version]) -> dict[str, Version]:
     return best
 
 
-def challenger_to_go_on(versions: Sequence[Version], champion: int, window: Window) -> Version | None:
-    """Return the snapshot that the training on a window goes on from, None where it starts from the champion.
+def challenger_to_go_on(versions: Sequence[Version], champion: int, first_seq: int) -> Version | None:
+    """Return the snapshot that the training on the next rows goes on from, None where it starts from the champion.
 
     It is the champion's last challenger, if its gate was left undecided. One that was shown worse or quarantined is
     not gone on with; nor is one that passed and does not serve, because somebody took it back.
@@ -38,11 +87,11 @@ def challenger_to_go_on(versions: Sequence[Version], champion: int, window: Wind
     Args:
         versions: newest first.
         champion: the champion's number.
-        window: what is to be trained on. A snapshot of the same rows, of which some were erased since, does not count.
+        first_seq: first of the rows. A snapshot of the same ones, of which some were erased since, does not count.
     """
     found = ((one, one.lineage.window) for one in versions if one.lineage.parent == champion)
-    last = next((one for one, seen in found if seen and seen.last_seq < window.first_seq), None)
-    return None if last is None or last.lineage.gate != "undecided" or is_quarantined(last) else last
+    last = next((one for one, seen in found if seen and seen.last_seq < first_seq), None)
+    return None if last is None or last.lineage.gate != "undecided" or not is_usable(last) else last
 
 
 def next_challenger(versions: Sequence[Version], champion: int) -> int:

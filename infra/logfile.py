@@ -4,17 +4,23 @@ Rows, windows and what stands beside them each have a module of their own over t
 full durability, and erased text is overwritten in the file (secure_delete).
 """
 
+import fcntl
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 BUSY_TIMEOUT_S = 5.0
+POLL_S = 0.2
 ENDED = "the process ended before it said why"
-# A version only adds tables to the one before, empty ones: the schema brings any older log up to date, and needs no
-# backup for it.
-SCHEMA_VERSION = 3
+# A version only adds tables to the one before, empty ones: the schema brings any older log up to date. A copy of it
+# as it was is kept all the same.
+SCHEMA_VERSION = 4
+COPIES = "backups"
+TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS rows (
@@ -40,6 +46,13 @@ CREATE TABLE IF NOT EXISTS sketches (
     seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE, secret TEXT NOT NULL, turn BLOB NOT NULL,
     grams BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS probes (seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE);
+CREATE TABLE IF NOT EXISTS reads (
+    seq INTEGER NOT NULL, snapshot TEXT NOT NULL, role TEXT NOT NULL, PRIMARY KEY (seq, snapshot, role)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS erasures (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, certificate TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS erasing (
+    seq INTEGER PRIMARY KEY, erasure INTEGER NOT NULL REFERENCES erasures, id TEXT NOT NULL, consent TEXT NOT NULL,
+    body TEXT NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicates', 0);
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -60,7 +73,12 @@ class LogFile:
             del self._local.db
 
     def connection(self) -> sqlite3.Connection:
-        """Return the calling thread's connection; ValueError if the file is of a newer schema."""
+        """Return the calling thread's connection.
+
+        Raises:
+            ValueError: the file is of a newer schema.
+            sqlite3.DatabaseError: it is torn, locked or can't be written.
+        """
         if not hasattr(self._local, "db"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -71,9 +89,20 @@ class LogFile:
                 db.execute("PRAGMA foreign_keys = ON")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > SCHEMA_VERSION:
-                    raise ValueError(f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}")
+                    raise ValueError(
+                        f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}: upgrade redraft"
+                    )
                 if version < SCHEMA_VERSION:
+                    if version:
+                        copy_database(self.path, self.path.parent / COPIES / f"{self.path.stem}-schema-{version}.db")
                     db.executescript(SCHEMA)
+            except sqlite3.DatabaseError as error:
+                db.close()
+                if error.sqlite_errorcode in TORN:
+                    torn = type(error)(f"{self.path} is torn ({error}); bring a backup back: redraft restore FILE")
+                    torn.sqlite_errorcode = error.sqlite_errorcode
+                    raise torn from error
+                raise
             except BaseException:
                 db.close()
                 raise
@@ -93,6 +122,53 @@ class LogFile:
             if db.in_transaction:  # a full disk makes SQLite roll back by itself
                 db.execute("ROLLBACK")
             raise
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep erasures from cleaning up files while rows are turned into files; waits while one does."""
+        with self._locked(fcntl.LOCK_SH, wait_s=None):
+            yield
+
+    @contextmanager
+    def unread(self, wait_s: float) -> Iterator[None]:
+        """Wait until nobody turns rows into files, and keep others from it.
+
+        Raises:
+            TimeoutError: somebody still does after `wait_s` seconds.
+        """
+        with self._locked(fcntl.LOCK_EX, wait_s):
+            yield
+
+    @contextmanager
+    def _locked(self, kind: int, wait_s: float | None) -> Iterator[None]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        until_s = None if wait_s is None else time.monotonic() + wait_s
+        with self.path.with_name(f".{self.path.name}.readers").open("a") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, kind | (0 if until_s is None else fcntl.LOCK_NB))  # kill -9 lets go of it too
+                except BlockingIOError as error:
+                    if until_s is not None and time.monotonic() >= until_s:
+                        raise TimeoutError(
+                            f"{self.path}: a refresh, an adoption or the watch is at its rows"
+                        ) from error
+                    time.sleep(POLL_S)
+                else:
+                    break
+            yield
+
+
+def copy_database(file: Path, copy: Path) -> None:
+    """Copy a database as it is at this moment, whoever writes to it meanwhile; an older copy is replaced."""
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = copy.with_name(f".{copy.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600))
+        with closing(sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)) as read, closing(sqlite3.connect(temporary)) as db:
+            read.backup(db)
+        temporary.replace(copy)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

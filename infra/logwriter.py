@@ -79,12 +79,13 @@ class BackgroundWriter:
             return
         try:
             self._log.append(rows, dropped=unrecorded)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, ValueError) as error:  # ValueError: the file is of a newer version
             if not self._failing:  # once, and not at every try
                 logger.warning("the query log takes no rows, they are dropped and counted: %s", error)
             with self._lock:
                 self._failing, self.last_error = True, str(error)
                 self._drop(len(rows))
+            self._log.close()  # the file may be replaced meanwhile, and is opened anew
         else:
             with self._lock:
                 self._failing = False

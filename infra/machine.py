@@ -22,12 +22,6 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def free_memory_gib() -> float:
-    """Return the memory of this machine that a new process can take without swapping, in GiB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) / 2**20
-
-
 def _processor() -> str:
     """Return the processor's name; some virtual machines don't tell it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():

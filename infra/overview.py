@@ -1,7 +1,11 @@
 """What there is and what runs in a home folder: drafts, the query log, the service, the programs of `redraft up`."""
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
 
+from infra.home import FORMAT_FILE
+from infra.probes import ProbeSets
 from infra.querylog import LogStats, QueryLog
 from infra.registry import Version, open_registry
 from infra.service_process import last_status
@@ -23,6 +27,7 @@ class DraftOverview(BaseModel):
         rows: first and last row of the query log that it was trained on, or "".
         verdict: of its gate, or "quarantined".
         reasons: why it was refused, left undecided or quarantined.
+        returns: which past draft it is and what it was tried again for, or "".
         tau: domain to τ on held-out conversations.
     """
 
@@ -34,6 +39,7 @@ class DraftOverview(BaseModel):
     rows: str
     verdict: str
     reasons: str
+    returns: str = ""
     tau: dict[str, float]
     target_version: str
     created_ms: int
@@ -44,10 +50,11 @@ class Overview(BaseModel):
 
     Attributes:
         drafts: newest first.
-        last_refresh: the newest draft that was trained on served requests.
+        last_refresh: the newest draft that a refresh made or tried again.
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
         waiting: what the loop waits for.
+        probe_sets: domain to the logged conversations in its set.
         watch: of the champion against the draft before it; None without one.
     """
 
@@ -59,6 +66,7 @@ class Overview(BaseModel):
     service: RunningService | None
     programs: tuple[Running, ...]
     waiting: Waiting
+    probe_sets: dict[str, int] = {}
     watch: Watch | None = None
 
 
@@ -71,19 +79,27 @@ def overview(settings: Settings) -> Overview:
     """
     registry = open_registry(settings)
     champion, versions = registry.champion("draft"), registry.versions("draft")
-    refreshed = [version for version in versions if version.lineage.window]
+    refreshed = [version for version in versions if version.lineage.window or version.lineage.returns]
     state, log, service = read_state(settings.home), QueryLog(settings.querylog), last_status(settings)
     rows, first_ms = log.waiting()
-    queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.unlogged)
+    queue = Queue(rows=rows, first_ms=first_ms, unlogged=0 if service is None else service.log.unlogged)
     return Overview(
         drafts=tuple(_draft(version, champion) for version in versions),
         last_refresh=_draft(refreshed[0], champion) if refreshed else None,
         log=log.stats(),
         service=service,
         programs=() if state is None else state.programs,
-        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).snapshot()),
+        waiting=waiting_for(
+            champion, versions, queue, TriggerFile(settings.querylog).snapshot(), _made_ms(settings.home)
+        ),
+        probe_sets=ProbeSets(settings.querylog).sizes(),
         watch=None if champion is None else Watches(settings).of_draft(champion.number),
     )
+
+
+def _made_ms(home: Path) -> int:
+    file = home / FORMAT_FILE
+    return (file if file.is_file() else home).stat().st_mtime_ns // 1_000_000
 
 
 def _draft(version: Version, champion: Version | None) -> DraftOverview:
@@ -95,6 +111,7 @@ def _draft(version: Version, champion: Version | None) -> DraftOverview:
         rows="" if window is None else f"{window.first_seq}–{window.last_seq}",
         verdict=QUARANTINED if version.quarantined else lineage.gate or "",
         reasons=version.quarantined or lineage.gate_reasons,
+        returns=lineage.returns,
         tau=lineage.tau,
         target_version="" if lineage.target_version is None else str(lineage.target_version),
         created_ms=version.created_ms,

@@ -1,4 +1,5 @@
 """Work that gives way: it runs in a thread of low priority, so that a service on the same cores hardly notices it.
+Who gives way where memory runs short is in `infra.memory`.
 
 Linux keeps a priority for each thread, and the threads that torch starts for it inherit it. A process that lowered its
 own could not raise it again. Many kernels group processes by session, though, and a thread's priority then only counts

@@ -1,9 +1,9 @@
 """Probe sets: conversations of each domain that nothing is trained on, so that drafts can be held to them for long.
 
 They are rows of the log, named by `seq`: erased rows leave their set, and no text is kept twice. A set grows to 100
-conversations, each of another cluster; of the rows that a window brings, at most a quarter goes there. When it is full
-it is renewed slowly, by two conversations a window, so that half of it is new after 25 windows of its domain. One that
-heard nothing of its domain for 30 days is given up.
+conversations, each of another cluster; of the rows of a window that could be trained on, at most a quarter goes there.
+When it is full it is renewed slowly, by two conversations a window, so that half of it is new after 25 windows of its
+domain. One that heard nothing of its domain for 30 days is given up.
 
 A set's conversations are drawn by a keyed hash, the API keys in turn: one key fills it alone only while nobody else
 asks. What is alike to a member is not trained on either, and nobody may stop the training with that: a member whose
@@ -51,6 +51,11 @@ class ProbeSets(LogFile):
     def members(self) -> list[int]:
         """Return the members of all sets, by seq."""
         return [seq for (seq,) in self.connection().execute("SELECT seq FROM probes ORDER BY seq")]
+
+    def sizes(self) -> dict[str, int]:
+        """Return domain to the number of its members."""
+        query = "SELECT domain, count(*) FROM probes JOIN rows USING (seq) GROUP BY domain ORDER BY domain"
+        return dict(self.connection().execute(query).fetchall())
 
     def apply(self, change: Change) -> None:
         """Write a change in one transaction; rows that were erased meanwhile are left out."""
@@ -106,8 +111,9 @@ def plan(
         if row.seq in usable and row.cluster not in taken and within:
             free[judged(row.domain)].append(row)
             taken.add(row.cluster)
-    of_window = Counter(judged(row.domain) for row in rows if row.seq >= first_seq)
-    cost = Counter(row.cluster for row in rows if row.seq >= first_seq)
+    # Of what could be trained on: a key that asks for more than its share brings rows that never are.
+    of_window = Counter(judged(row.domain) for row in rows if row.seq in usable)
+    cost = Counter(row.cluster for row in rows if row.seq in usable)
     reserved: list[int] = []
     for name, candidates in sorted(free.items()):
         own = [row for row in kept if judged(row.domain) == name]

@@ -8,6 +8,7 @@ would not do: it follows the thread that started the child, and it does not reac
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import shutil
@@ -29,7 +30,10 @@ TAIL_BYTES = 1 << 16
 
 
 class Child:
-    """A running program in a session of its own, with its output in a log file. Made by `Child.start`."""
+    """A running program in a session of its own, with its output in a log file. Made by `Child.start`.
+
+    What it writes, other users can't read.
+    """
 
     def __init__(self, name: str, guard: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
@@ -51,8 +55,8 @@ class Child:
         """
         if shutil.which(argv[0]) is None:
             raise ValueError(f"{name}: there is no program {argv[0]!r}")
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
             guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, *argv],
                 stdin=subprocess.PIPE,
@@ -60,6 +64,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
+                umask=0o077,
             )
         return cls(name, guard, log_path)
 
@@ -141,13 +146,14 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def require_port_free(host: str, port: int) -> None:
-    """Raise ValueError if something listens on the port, before a service is started that would fail on it."""
+    """Raise ValueError if something listens on the port, or nothing can, before a service is started that fails."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection is no user
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ValueError(f"port {port} of {host} is in use: {error.strerror}") from error
+            what = f"port {port} of {host} is in use" if error.errno == errno.EADDRINUSE else f"{host} can't be bound"
+            raise ValueError(f"{what}: {error.strerror}") from error
 
 
 def process_identity(pid: int) -> str | None:

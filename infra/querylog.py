@@ -13,31 +13,9 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from infra.consent import Consent, QueryRow, require_loggable
-from infra.logfile import ENDED, count, counter
-from infra.windows import Attempt, SetAside, Window, Windows, attempt_at, shrink_claim, windows_set_aside
-
-ERASED = "the error was erased with rows of the window"
-
-
-class ErasedReport(BaseModel):
-    """What an erasure removed.
-
-    Attributes:
-        rows: how many.
-        seqs: their numbers, ascending.
-        windows: the windows, committed or set aside, that had held any of them; snapshots made of these must be
-            rewritten, and drafts that name them in their lineage saw the rows.
-        probes: domain to how many of them were in its probe set, which others will take the places of.
-        wal_cleared: whether the write-ahead log was emptied. If a reader prevented it, erase again later.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rows: int
-    seqs: tuple[int, ...]
-    windows: tuple[Window, ...]
-    probes: dict[str, int]
-    wal_cleared: bool
+from infra.erasures import Erasures
+from infra.logfile import count, counter
+from infra.windows import Attempt, SetAside, attempt_at, windows_set_aside
 
 
 class LogStats(BaseModel):
@@ -63,8 +41,8 @@ class LogStats(BaseModel):
     set_aside: tuple[SetAside, ...]
 
 
-class QueryLog(Windows):
-    """The rows of a log, and its windows."""
+class QueryLog(Erasures):
+    """The rows of a log, its windows, and what was erased from it."""
 
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction; a row whose id is there already is left out and counted.
@@ -99,6 +77,11 @@ class QueryLog(Windows):
         """Return the rows of one consent level from `first_seq` to `last_seq`, both included, by seq."""
         return self._read("seq BETWEEN ? AND ? AND consent = ?", (first_seq, last_seq, consent))
 
+    def ids(self, last_seq: int | None = None) -> list[str]:
+        """Return the ids of all rows with full consent, or of those up to `last_seq`."""
+        query = "SELECT id FROM rows WHERE consent = 'full' AND seq <= coalesce(?, seq)"
+        return [row_id for (row_id,) in self.connection().execute(query, (last_seq,))]
+
     def rows_of(self, seqs: Iterable[int]) -> list[QueryRow]:
         """Return the rows of these numbers that there are, of any consent, by seq."""
         return self._read("seq IN (SELECT value FROM json_each(?))", (json.dumps(list(seqs)),))
@@ -111,25 +94,18 @@ class QueryLog(Windows):
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
 
         The rows with the smallest hashes of seed and id are taken: the same seed gives the same rows, and new rows
-        only displace some of them. Rows of windows that were set aside are among them: this is how they come back.
-        Members of probe sets are not, since they are never trained on.
+        only displace some of them. Members of probe sets are not among them, since they are never trained on, nor rows
+        of windows that were set aside: what no run got through once would stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
         query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
         query += " AND seq NOT IN (SELECT seq FROM probes)"
+        query += " AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"
         for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
             key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()
             hashed.setdefault(domain, []).append((key, seq))
         seqs = [seq for keys in hashed.values() for _, seq in heapq.nsmallest(per_domain, keys)]
         return self.rows_of(seqs)
-
-    def erase(self, subject: str) -> ErasedReport:
-        """Delete every row of a hashed subject, from the file's free pages and its write-ahead log too."""
-        return self._erase("subject = ?", subject)
-
-    def erase_older_than(self, time_ms: int) -> ErasedReport:
-        """Delete every row served before `time_ms`, in the same way."""
-        return self._erase("time_ms < ?", time_ms)
 
     def waiting(self) -> tuple[dict[str, Counter[Consent]], int | None]:
         """Return domain to the number of rows after the cursor, by consent, and when the first of them was served."""
@@ -158,35 +134,6 @@ class QueryLog(Windows):
             bytes=sum(file.stat().st_size for file in files if file.exists()),
             attempt=attempt_at(db),
             set_aside=windows_set_aside(db),
-        )
-
-    def _erase(self, condition: str, value: str | int) -> ErasedReport:
-        with self.transaction() as db:
-            found = db.execute(f"SELECT seq FROM rows WHERE {condition} ORDER BY seq", (value,)).fetchall()
-            seqs = tuple(seq for (seq,) in found)
-            windows = [
-                Window(**dict(zip(Window.model_fields, columns, strict=True)))
-                for columns in db.execute(
-                    f"""WITH windows AS (SELECT * FROM committed
-                    UNION ALL SELECT first_seq, last_seq, num_rows, sha256, owner FROM set_aside)
-                    SELECT * FROM windows WHERE EXISTS (SELECT 1 FROM rows WHERE {condition}
-                    AND consent = 'full' AND seq BETWEEN first_seq AND last_seq) ORDER BY first_seq""",
-                    (value,),
-                )
-            ]
-            db.execute(
-                f"""UPDATE attempts SET error = '{ERASED}' WHERE error != '{ENDED}' AND EXISTS
-                (SELECT 1 FROM rows WHERE {condition} AND seq BETWEEN first_seq AND last_seq)""",
-                (value,),
-            )
-            probes = db.execute(
-                f"SELECT domain, count(*) FROM probes JOIN rows USING (seq) WHERE {condition} GROUP BY domain", (value,)
-            ).fetchall()
-            db.execute(f"DELETE FROM rows WHERE {condition}", (value,))
-            shrink_claim(db)
-        busy = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        return ErasedReport(
-            rows=len(seqs), seqs=seqs, windows=tuple(windows), probes=dict(probes), wal_cleared=not busy
         )
 
     def _read(self, condition: str, values: tuple[object, ...]) -> list[QueryRow]:

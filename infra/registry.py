@@ -7,21 +7,22 @@ directories with a manifest; nothing here imports a model library, pickles, or s
 """
 
 import fcntl
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from infra.artifacts import Artifact, renamed_when_complete
 from infra.lineage import Lineage, Target
 from infra.manifest import check_manifest
-from infra.settings import Settings, load_settings
+from infra.settings import load_settings
 from infra.store import NotFound, Store, translated
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 Kind = Literal["target", "draft"]
 
 CHAMPION = "champion"
-OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced")
+SHA256 = r"^[0-9a-f]{64}$"
+CLEANED = "cleaned"
+OWN_TAGS = ("sha256", "model_id", "previous", "quarantined", "forced", CLEANED)
 
 
 class ForeignVersion(ValueError):
@@ -52,7 +55,7 @@ class Version(BaseModel):
 
     kind: Kind
     number: int = Field(ge=1)
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(pattern=SHA256)
     tags: dict[str, str]
     created_ms: int
 
@@ -90,6 +93,11 @@ class Version(BaseModel):
     def forced(self) -> str:
         """Why it was promoted against its gate, "" if it was not."""
         return self.tags.get("forced", "")
+
+    @property
+    def cleaned(self) -> str:
+        """When its files were let go of, "" while they are there (infra/clean.py)."""
+        return self.tags.get(CLEANED, "")
 
     def require_lineage(self) -> None:
         """Raise ForeignVersion if the draft's lineage can't be read."""
@@ -224,7 +232,9 @@ class Registry:
         with translated(f"listing versions of {kind}"):
             while True:
                 page = self.store.client.search_model_versions(f"name = '{kind}'", page_token=token)
-                found += [_version(version) for version in page if "sha256" in version.tags]
+                for version in page:
+                    with suppress(ForeignVersion):
+                        found.append(_version(version))
                 if not (token := page.token):
                     return sorted(found, key=lambda version: version.number, reverse=True)
 
@@ -261,6 +271,8 @@ class Registry:
             version = self.get(kind, number)
             if is_quarantined(version):
                 raise ValueError(f"{kind} {number} is quarantined: {version.quarantined}")
+            if version.cleaned:
+                raise ValueError(f"the files of {kind} {number} were cleaned away on {version.cleaned}")
             try:
                 champion = self.champion(kind)
             except ForeignVersion:  # promoting is how the alias is put right
@@ -356,7 +368,7 @@ class Registry:
             ValueError: what the store holds is not what was registered.
             StoreUnavailable: the store failed and there is no good copy.
         """
-        final = cache / version.kind / f"{version.number}-{version.sha256[:12]}"
+        final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
         with _locked(final.parent / f".{final.name}.lock"):
             if final.exists():
@@ -390,9 +402,9 @@ class Registry:
     def previous_good(self, version: Version) -> Version | None:
         """Return the last good champion before a version, None if there was none."""
         seen = {version.number}  # going back and forth between two can make it a circle
-        while (previous := version.previous) is not None and previous not in seen:
+        while (previous := _replaced_by(version)) is not None and previous not in seen:
             version = self.get(version.kind, previous)
-            if not is_quarantined(version):
+            if is_usable(version):
                 return version
             seen.add(version.number)
         return None
@@ -407,10 +419,39 @@ class Registry:
                 raise
 
 
-def open_registry(settings: Settings | None = None) -> Registry:
-    """Return the registry that settings name, by default those of this process."""
-    settings = settings or load_settings()
-    return Registry(settings.mlflow_uri, settings.mlflow_files)
+class Addresses(Protocol):
+    """Where a registry is: settings say so, and what a service was started with."""
+
+    @property
+    def mlflow_uri(self) -> str:
+        """MLflow's store."""
+
+    @property
+    def mlflow_files(self) -> Path:
+        """Where MLflow keeps files."""
+
+
+def _replaced_by(version: Version) -> int | None:
+    """Return the champion that a version replaced, None if there was none.
+
+    No tag says so where somebody moved the alias in MLflow: then it is the one that the version was judged against.
+    """
+    if version.was_champion or version.kind != "draft":
+        return version.previous
+    with suppress(ForeignVersion):  # whose tags somebody damaged
+        return version.lineage.judged_against
+    return None
+
+
+def open_registry(addresses: Addresses | None = None) -> Registry:
+    """Return the registry that lies there, by default that of this process's settings."""
+    addresses = addresses or load_settings()
+    return Registry(addresses.mlflow_uri, addresses.mlflow_files)
+
+
+def cached(version: Version, cache: Path) -> Path:
+    """Return where a version's files lie once they were downloaded."""
+    return cache / version.kind / f"{version.number}-{version.sha256[:12]}"
 
 
 def is_quarantined(version: Version) -> bool:
@@ -418,18 +459,26 @@ def is_quarantined(version: Version) -> bool:
     return "quarantined" in version.tags
 
 
+def is_usable(version: Version) -> bool:
+    """Return whether the version may be served and its files are there."""
+    return not is_quarantined(version) and not version.cleaned
+
+
 def same_files(versions: Sequence[Version], artifact: Artifact) -> list[Version]:
     """Return the versions that hold an artifact's files and may be served, in the order given."""
-    return [one for one in versions if one.sha256 == artifact.sha256 and not is_quarantined(one)]
+    return [one for one in versions if one.sha256 == artifact.sha256 and is_usable(one)]
 
 
 def _version(version: "ModelVersion") -> Version:
-    if "sha256" not in version.tags:
+    sha256 = version.tags.get("sha256")
+    if sha256 is None:
         raise ForeignVersion(f"{version.name} {version.version} was not registered by redraft: it has no tag sha256")
+    if re.fullmatch(SHA256, sha256) is None:
+        raise ForeignVersion(f"{version.name} {version.version}: tag sha256 is {sha256[:60]!r}, wanted a digest")
     return Version(
         kind=version.name,
         number=int(version.version),
-        sha256=version.tags["sha256"],
+        sha256=sha256,
         tags=version.tags,
         created_ms=version.creation_timestamp,
     )

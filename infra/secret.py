@@ -1,7 +1,7 @@
-"""The home's secret: what clients must not know, so that they can't compute where their prompts fall.
+"""The home's secrets: 32 random bytes each, in a file that its owner alone may read, made once.
 
-32 random bytes in a file that its owner alone may read, made once. Whoever removes it draws new sides: hashes under the
-old one are made anew, and what stands in probe sets stays there.
+`split.key` is what clients must not know, so that they can't compute where their prompts fall. Whoever removes it draws
+new sides: hashes under the old one are made anew, and what stands in probe sets stays there.
 """
 
 import os
@@ -12,13 +12,13 @@ NAME = "split.key"
 NUM_BYTES = 32
 
 
-def home_secret(home: Path) -> bytes:
-    """Return the home's secret, made now if there is none; processes that come at the same time get the same one.
+def home_secret(home: Path, name: str = NAME) -> bytes:
+    """Return a secret of the home, made now if there is none; processes that come at the same time get the same one.
 
     Raises:
         ValueError: the file does not hold one, or others may read it.
     """
-    file = home / NAME
+    file = home / name
     if not file.exists():
         _make(file)
     found = file.read_bytes()
@@ -30,8 +30,8 @@ def home_secret(home: Path) -> bytes:
 
 
 def _make(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{NAME}.{os.getpid()}.{secrets.token_hex(4)}")
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
             stream.write(secrets.token_bytes(NUM_BYTES))

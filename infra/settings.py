@@ -7,13 +7,15 @@ imported, because they read their variables then.
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 PREFIX = "REDRAFT_"
+KEY = r"[\x21-\x7e]{8,512}"
 
 QUIET_MLFLOW = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -32,11 +34,22 @@ def _split_commas(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def _keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    for number, key in enumerate(keys, 1):
+        if re.fullmatch(KEY, key) is None:  # the key itself is never told
+            wanted = "wanted 8 to 512, printable and without spaces"
+            raise ValueError(f"key {number} of {len(keys)} has {len(key)} characters; {wanted}")
+    return keys
+
+
 def _absolute(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
 
 AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
+
+# Folder in a cache; see `Settings.costs`.
+COSTS = "costs"
 
 
 class Settings(BaseModel):
@@ -49,7 +62,7 @@ class Settings(BaseModel):
         querylog: the query log's SQLite file.
         cache: where replicas keep the versions they downloaded.
         artifacts: where tasks and MLflow keep checkpoints and snapshots.
-        api_keys: accepted bearer keys; none means that the endpoint asks for none.
+        api_keys: clients' keys that a service of this home is to accept besides those of its file (infra/keys.py).
         host: the address that services bind.
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
@@ -62,14 +75,21 @@ class Settings(BaseModel):
     querylog: AbsolutePath = Field(default_factory=lambda data: data["home"] / "queries.db")
     cache: AbsolutePath = Field(default_factory=lambda data: data["home"] / "cache")
     artifacts: AbsolutePath = Field(default_factory=lambda data: data["home"] / "artifacts")
-    api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = Field(default=(), repr=False)
+    api_keys: Annotated[tuple[str, ...], BeforeValidator(_split_commas), AfterValidator(_keys)] = Field(
+        default=(), repr=False
+    )
     host: str = Field(default="127.0.0.1", min_length=1)
     hub: bool = False
 
     @property
     def api_key(self) -> str | None:
-        """The key that redraft's own requests carry; None if the endpoint asks for none."""
+        """The key for a service of another home; one of this home is asked with its operator's key."""
         return self.api_keys[0] if self.api_keys else None
+
+    @property
+    def costs(self) -> Path:
+        """Where engines keep what their steps take."""
+        return self.cache / COSTS
 
     @property
     def mlflow_files(self) -> Path:
@@ -77,9 +97,13 @@ class Settings(BaseModel):
         return self.artifacts / "mlflow"
 
     def prepare_environment(self) -> None:
-        """Set the process variables of Prefect, MLflow and Hugging Face; one that is already set stays."""
+        """Set the process variables of Prefect, MLflow and Hugging Face; one that is already set stays.
+
+        Keys leave the environment: no child needs them.
+        """
         for name, value in self.process_variables().items():
             os.environ.setdefault(name, value)
+        os.environ.pop(f"{PREFIX}API_KEYS", None)
 
     def process_variables(self) -> dict[str, str]:
         """Return the variables that this process and its children need."""
@@ -90,6 +114,8 @@ class Settings(BaseModel):
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "prefect" / "results"),
             "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # By default any site's pages may read what it answers; its own need no leave.
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": "http://127.0.0.1",
             # Prefect's own server makes its tables at the first start: on a busy machine that takes more than its 20 s.
             "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -130,4 +156,5 @@ def load_settings(environment: Mapping[str, str] | None = None) -> Settings:
     except ValidationError as error:
         # Only the causes, without their values: one may be a key.
         faults = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
-        raise ValueError("\n".join(f"{PREFIX}{str(one['loc'][0]).upper()}: {one['msg']}" for one in faults)) from None
+        lines = (f"{PREFIX}{str(one['loc'][0]).upper()}: {one['msg'].removeprefix('Value error, ')}" for one in faults)
+        raise ValueError("\n".join(lines)) from None

@@ -51,7 +51,7 @@ class Proof(_Told):
 class DomainAcceptance(_Told):
     """Acceptance of one domain's last requests."""
 
-    requests: int = Field(description="number of requests that the figures are over, the last 256 at most")
+    requests: int = Field(description="number of requests that the figures are over, the last 64 at most")
     acceptance_rate: float | None = Field(description="accepted / drafted tokens; null if nothing was drafted")
     mean_accepted_length: float = Field(description="tokens a verification step yields, 1.0 is no gain")
 
@@ -61,6 +61,7 @@ class LogCounts(_Told):
 
     written: int = Field(description="rows written to the query log since the start")
     dropped: int = Field(description="rows lost since the start: the queue was full or the log refused them")
+    unlogged: int = Field(description="of the last 256 requests, those that may not be logged at all")
     last_error: str | None = Field(description="why the log refused rows last")
 
 
@@ -70,6 +71,27 @@ class EventCounts(_Told):
     sent: int = Field(description="events that the orchestrator took since the start")
     dropped: int = Field(description="events that it did not take")
     last_error: str | None = Field(description="why the last of them was dropped")
+
+
+class Pace(_Told):
+    """How steps are drafted at the present load, and what that is expected to give."""
+
+    num_draft_tokens: int = Field(description="tokens that the draft model drafts in a step, 0 where none pays")
+    why: str = Field(description="why: `pays`, `loses`, `explores`, `unmeasured` or `fixed`")
+    tokens_per_s: float = Field(description="expected of all running requests together; 0 as long as nothing tells")
+    plain_tokens_per_s: float = Field(description="the same without any draft")
+
+
+class Speed(_Told):
+    """How fast one request of a domain is decoded, as measured from the times of steps that read no prompt."""
+
+    tokens_per_s: float = Field(description="tokens a second of one request, as it is drafted")
+    plain_tokens_per_s: float = Field(description="the same without any draft, by what plain steps take")
+
+    def told(self) -> str:
+        """Return it in words."""
+        gain, plain = self.tokens_per_s / self.plain_tokens_per_s, f"{self.plain_tokens_per_s:.1f}"
+        return f"{self.tokens_per_s:.1f} tokens/s of one request, {gain:.2f}× the {plain} without a draft"
 
 
 class ServiceStatus(_Told):
@@ -82,6 +104,9 @@ class ServiceStatus(_Told):
     champion: int | None = Field(description="draft that the registry named last; null without one")
     draft_version: int | None = Field(description="draft in the engine; null without one")
     speculating: bool = Field(description="whether the draft is used")
+    pace: Pace | None = Field(description="how steps are drafted; null before one was planned")
+    speed: dict[str, Speed] = Field(description="how fast requests are decoded, by domain, against no speculation")
+    mode: str = Field(description="whether the engine is compiled or eager, and why")
     fallback: str | None = Field(description="why speculation must be off; null while it may be on")
     fault: str | None = Field(description="what the canary prompts showed of a broken draft or engine; null if nothing")
     replacement: str | None = Field(description="why another replica must take over; null while none must")
@@ -91,8 +116,14 @@ class ServiceStatus(_Told):
     refused: dict[str, str] = Field(description="drafts that are not tried again, by name, and why")
     postponed: dict[str, str] = Field(description="drafts that are tried again later, by name, with reason and wait")
     reconciler: dict[str, int] = Field(description="how often the draft loop did what, by kind of event")
-    acceptance: dict[str, DomainAcceptance] = Field(description="acceptance of the present draft, by domain")
+    acceptance: dict[str, DomainAcceptance] = Field(
+        description="acceptance of the present draft in requests that it drafted alone, by domain"
+    )
     log: LogCounts = Field(description="rows for the query log")
+    captured: dict[str, int] = Field(
+        description="requests whose hidden states were `written` for a refresh since the start, and those whose were "
+        "not, by why"
+    )
     events: EventCounts = Field(description="events for the orchestrator")
     tokens: int = Field(description="completion tokens served since the start")
     requests: dict[str, int] = Field(description="answers since the start, by HTTP status")
@@ -108,12 +139,6 @@ class ServiceStatus(_Told):
     def has_proven(self, number: int) -> bool:
         """Whether it drafts with a version that has passed its probation."""
         return self.speculating and self.proof is not None and self.drafts_with(number)
-
-    @property
-    def unlogged(self) -> int:
-        """How many of the last requests may not be logged at all."""
-        answered = sum(figures.requests for figures in self.acceptance.values())
-        return max(0, answered - self.log.written - self.log.dropped)
 
     @property
     def untried(self) -> dict[str, str]:

@@ -121,11 +121,14 @@ class Store:
 
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Turn MLflow's one exception class into NotFound or StoreUnavailable."""
+    """Turn MLflow's one exception class, and its database's, into NotFound or StoreUnavailable."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
+    except (SQLAlchemyError, sqlite3.Error) as error:  # torn, or locked for long: MLflow passes it on
+        raise StoreUnavailable(f"{doing}: {str(error).splitlines()[0]}") from error
     except MlflowException as error:
         # An alias that does not exist is an invalid value to MLflow.
         no_alias = error.error_code == "INVALID_PARAMETER_VALUE" and "alias" in str(error)

@@ -1,8 +1,9 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
 Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started
-again once its port is free, after a pause that doubles while it keeps failing. All of them die with the supervisor,
-however it ends (infra/processes.py).
+again once its port is free, after a pause that doubles while it keeps failing. What fails meanwhile, such as writing
+the state to a full disk, is said once and tried again. All of them die with the supervisor, however it ends
+(infra/processes.py).
 """
 
 import json
@@ -108,6 +109,7 @@ class Supervisor:
         self._due_s: dict[str, float] = {}
         self._ended = threading.Event()
         self._failure = ""
+        self._untold = False  # the state file is behind
 
     def run(self) -> int:
         """Keep the programs running until SIGTERM or SIGINT; return 1 if one could not be started at first."""
@@ -117,11 +119,14 @@ class Supervisor:
         try:
             for program in self._programs:
                 self._start(program)
+                self._write()
                 if not self._await(program):
                     return 0 if self._ended.is_set() else 1
             while not self._ended.wait(POLL_S):
                 for program in self._programs:
                     self._keep(program)
+                if self._untold:
+                    self._tell()
             return 0
         finally:
             for program in reversed(self._programs):
@@ -151,26 +156,40 @@ class Supervisor:
         if (code := self._children[name].poll()) is None:
             if name not in self._ready and answers(program.health):
                 self._ready.add(name)
-                self._write()
+                self._tell()
         elif name not in self._due_s:
             steady = now_s - self._started_s[name] > STEADY_S
             self._pause_s[name] = FIRST_PAUSE_S if steady else min(2 * self._pause_s[name], LONGEST_PAUSE_S)
             self._due_s[name] = now_s + self._pause_s[name]
             self._ready.discard(name)
             log.warning("%s ended with %s; restarting in %g s", name, code, self._pause_s[name])
-            self._write()
+            self._tell()
         elif now_s >= self._due_s[name] and (now_s >= self._due_s[name] + HELD_S or not _port_held(program)):
             del self._due_s[name]
             self._restarts[name] += 1
-            self._start(program)
+            try:
+                self._start(program)
+            except OSError as error:  # of memory, processes or disk; the program that ended stands for it
+                log.warning("%s could not be started: %s", name, error)
+            self._tell()
 
     def _start(self, program: Program) -> None:
+        self._started_s[program.name] = time.monotonic()
         log_path = self._home / "logs" / f"{program.name}.log"
         self._children[program.name] = Child.start(program.argv, program.env, log_path, program.name)
-        self._started_s[program.name] = time.monotonic()
         if not program.health:
             self._ready.add(program.name)
-        self._write()
+
+    def _tell(self) -> None:
+        """Write the state, or say once that it can't be written: what runs must not end for it."""
+        try:
+            self._write()
+        except OSError as error:
+            if not self._untold:
+                log.warning("%s can't be written and is behind: %s", self._home / STATE, error)
+            self._untold = True
+        else:
+            self._untold = False
 
     def _write(self) -> None:
         running = []

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, Value, step
 
@@ -20,6 +20,8 @@ BUSY_TIMEOUT_S = 5.0
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 LOCK_TRIES, LOCK_PAUSE_S = 40, 0.05  # whoever looks holds the lock for milliseconds
 NOTE_S = 15.0
+# Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
+WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
 SCHEMA_VERSION = 1
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -45,6 +47,12 @@ class LastRun(Value):
     retry: Retry
 
 
+class Need(Value):
+    """The memory that the last refresh took which learned something, at its peak."""
+
+    gib: float
+
+
 class LastLook(Value):
     """What the process that asks for refreshes saw when it looked last.
 
@@ -54,7 +62,7 @@ class LastLook(Value):
         wanted: fallen domain to the rows of its own that a refresh wants.
         interval_s: seconds between scheduled refreshes; None if there are none.
         interval_from_ms: since when these are counted, if no run was seen.
-        short_of_memory: why no refresh is asked for at the moment; "" if there is room.
+        short_of_memory: why no refresh is asked for that is wanted; "" if there is room.
         error: why the orchestrator took no wish; "" if it did, or none was due.
         error_since_ms: since when it has been so.
     """
@@ -98,6 +106,12 @@ class Snapshot(Value):
     running: bool
     last_run: LastRun | None
     last_look: LastLook | None
+    need: Need | None = None
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether the newest run went for want of memory."""
+        return not self.running and self.last_run is not None and self.last_run.outcome == WAITS_FOR_MEMORY
 
 
 def trigger_path(querylog: Path) -> Path:
@@ -121,8 +135,8 @@ class TriggerFile:
     def snapshot(self) -> Snapshot:
         """Return all that is known."""
         with self._open() as db:
-            domains, last_run, look = _domains(db), _fact(db, LastRun), _fact(db, LastLook)
-        return Snapshot(domains=domains, running=self._is_held(), last_run=last_run, last_look=look)
+            domains, last_run, look, need = _domains(db), _fact(db, LastRun), _fact(db, LastLook), _fact(db, Need)
+        return Snapshot(domains=domains, running=self._is_held(), last_run=last_run, last_look=look, need=need)
 
     def tell(self, events: Mapping[str, Event]) -> dict[str, State]:
         """Let something happen to domains; returns those whose state changed.
@@ -188,10 +202,10 @@ class TriggerFile:
             if _wish(db) == wish:
                 _keep(db, _next(wish))
 
-    def note(self, look: LastLook) -> None:
-        """Keep what was seen at a look."""
+    def note(self, fact: LastLook | Need) -> None:
+        """Keep what was seen at a look, or what a run took."""
         with self._open() as db, _transaction(db):
-            _keep(db, look)
+            _keep(db, fact)
 
     def _is_held(self) -> bool:
         with self._hold(fcntl.LOCK_SH) as held:

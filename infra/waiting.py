@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
-from infra.registry import Version, is_quarantined
+from infra.registry import Version, is_usable
 from infra.triggerfile import LastLook, Snapshot, now_ms
 from infra.triggers import Due, Fall, Fallen, Value
 
@@ -23,17 +23,15 @@ class Waiting(Value):
     Attributes:
         what: in a word; "refresh" is one that is at work.
         words: the same for people.
-        since_ms: since when, in Unix time; None if nobody knows.
+        since_ms: since when, in Unix time.
     """
 
     what: What
     words: str
-    since_ms: int | None = None
+    since_ms: int
 
     def line(self, at_ms: int) -> str:
         """Return words and duration."""
-        if self.since_ms is None:
-            return self.words
         return f"{self.words}; for {duration(max(0, at_ms - self.since_ms) / 1000)}"
 
 
@@ -64,7 +62,12 @@ class Queue(Value):
 
 
 def waiting_for(
-    champion: Version | None, drafts: Sequence[Version], queue: Queue, trigger: Snapshot, at_ms: int | None = None
+    champion: Version | None,
+    drafts: Sequence[Version],
+    queue: Queue,
+    trigger: Snapshot,
+    made_ms: int,
+    at_ms: int | None = None,
 ) -> Waiting:
     """Return what the loop waits for.
 
@@ -73,21 +76,28 @@ def waiting_for(
         drafts: all of them, newest first.
         queue: the rows that wait.
         trigger: what is wanted, and who looked.
+        made_ms: when the home was made, in Unix time.
         at_ms: the present in Unix time, by default the clock's.
     """
     at_ms = now_ms() if at_ms is None else at_ms
     if champion is None:
-        return Waiting(what="build", words="a first draft: redraft build")
+        return Waiting(what="build", words="a first draft: redraft build", since_ms=made_ms)
+    last = trigger.last_run
     if trigger.running:
-        started_ms = None if trigger.last_run is None else trigger.last_run.started_ms
-        return Waiting(what="refresh", words="the refresh that is running", since_ms=started_ms)
+        since_ms = at_ms if last is None else last.started_ms
+        return Waiting(what="refresh", words="the refresh that is running", since_ms=since_ms)
     if (candidate := wants_approval(champion, drafts)) is not None:
-        words = f"approval of draft {candidate.number}, which passed its gate: redraft promote {candidate.number}"
+        number, returns = candidate.number, candidate.lineage.returns
+        which = f"which passed its gate ({returns})" if returns else "which passed its gate"
+        words = f"approval of draft {number}, {which}: redraft promote {number}"
         return Waiting(what="approval", words=words, since_ms=candidate.created_ms)
     look = trigger.last_look
     if look is None or abs(at_ms - look.at_ms) > STALE_S * 1000:
         words = "the orchestrator: nothing starts refreshes by itself; run: redraft up"
-        return Waiting(what="orchestrator", words=words, since_ms=None if look is None else look.at_ms)
+        return Waiting(what="orchestrator", words=words, since_ms=champion.created_ms if look is None else look.at_ms)
+    if trigger.waits_for_memory and last is not None:
+        short = f": {look.short_of_memory}" if look.short_of_memory else ", which ran short; there is room again"
+        return Waiting(what="memory", words=f"memory to train in{short}", since_ms=last.ended_ms or last.started_ms)
     wanted = [(name, state) for name, state in trigger.domains.items() if isinstance(state, Fallen | Due)]
     for domain, state in sorted(wanted, key=lambda pair: (isinstance(pair[1], Fallen), pair[1].fall.since_ms)):
         return _of_domain(domain, state, queue, look, at_ms)
@@ -99,7 +109,7 @@ def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | No
     for draft in drafts:
         lineage = draft.lineage
         judged_here = lineage.gate == "passed" and (lineage.gated_against or lineage.parent) == champion.number
-        if judged_here and not draft.was_champion and not is_quarantined(draft):
+        if judged_here and not draft.was_champion and is_usable(draft):
             return draft
     return None
 
@@ -137,12 +147,14 @@ def _because(what: What, words: str, domain: str, fall: Fall, since_ms: int | No
 
 
 def _of_schedule(queue: Queue, look: LastLook, trigger: Snapshot, at_ms: int) -> Waiting:
+    run = trigger.last_run
     if queue.full() < look.min_rows:
         what, words = _lacking(queue.full(), queue.kept_back(), look.min_rows, "")
-        return Waiting(what=what, words=words, since_ms=queue.first_ms)
+        idle_ms = max(look.interval_from_ms, 0 if run is None else run.ended_ms or run.started_ms)
+        return Waiting(what=what, words=words, since_ms=idle_ms if queue.first_ms is None else queue.first_ms)
     if look.interval_s is None:
         return Waiting(what="time", words="acceptance to fall; no refresh is scheduled", since_ms=look.interval_from_ms)
-    from_ms = max(look.interval_from_ms, 0 if trigger.last_run is None else trigger.last_run.started_ms)
+    from_ms = max(look.interval_from_ms, 0 if run is None else run.started_ms)
     left_s = min(look.interval_s, max(0.0, look.interval_s - (at_ms - from_ms) / 1000))
     words = f"time: the next scheduled refresh in {duration(left_s)} at most"
     return Waiting(what="time", words=words, since_ms=from_ms)

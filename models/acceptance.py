@@ -6,6 +6,7 @@ answer are alike. Compare only figures of equal K and equal sampling settings; n
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,16 @@ class Trace(Frozen):
     def accepted_per_position(self) -> tuple[int, ...]:
         """In how many steps the token at each drafted place was accepted."""
         return tuple(sum(a > i for a in self.accepted) for i in range(max(self.drafted, default=0)))
+
+
+class Tally(NamedTuple):
+    """What speculation did for one request, in sums; `number` grows with the time at which requests ended."""
+
+    number: int
+    domain: str
+    steps: int
+    drafted: int
+    accepted: int
 
 
 class Estimate(Frozen):

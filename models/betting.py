@@ -117,6 +117,10 @@ class MeanTest(Frozen):
         """Return the log of what betting on a mean above `mean` has made of 1."""
         return _log_wealth(self._edges(), self._weights(), mean, self.bound)
 
+    def growth(self) -> Floats:
+        """Return [B]: by how much the log of each bet on a mean above 0 has grown."""
+        return log_growth(self._edges(), self._weights(), 0.0, self.bound)
+
     def lower(self, alpha: float) -> float:
         """Return the bound that the mean is above; wrong at any look with a chance of at most `alpha`."""
         return _lower(self._edges(), self._weights(), self.bound, alpha)

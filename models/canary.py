@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from models.acceptance import Trace
+from models.acceptance import Tally
 from models.golden import first_difference
 from models.params import Frozen
 
@@ -87,23 +87,23 @@ def lost_on_canaries(reference: Sequence[Answer], answers: Sequence[Answer]) -> 
     return 1 - (accepted_now / steps_now) / (accepted / steps)
 
 
-def lost_on_traffic(promised: Mapping[str, float], traces: Sequence[Trace], params: Params) -> float | None:
+def lost_on_traffic(promised: Mapping[str, float], tallies: Sequence[Tally], params: Params) -> float | None:
     """Return which share of the promised gain is missing on the last requests, negative if there is more.
 
     Args:
         promised: domain to τ at the gate; another domain is held against the best of these.
-        traces: requests that began with the draft, the oldest first.
+        tallies: requests that began with the draft, the oldest first.
         params: how many are needed and taken.
 
     Returns:
         None where there are too few, or nothing was promised.
     """
-    last = traces[-params.num_requests :]
+    last = tallies[-params.num_requests :]
     most = max(promised.values(), default=1.0)
-    wanted = sum(len(trace.accepted) * (promised.get(trace.domain, most) - 1) for trace in last)
+    wanted = sum(one.steps * (promised.get(one.domain, most) - 1) for one in last)
     if len(last) < params.num_requests or wanted <= 0:
         return None
-    return 1 - sum(sum(trace.accepted) for trace in last) / wanted
+    return 1 - sum(one.accepted for one in last) / wanted
 
 
 def has_fallen(lost: float | None, params: Params) -> bool:

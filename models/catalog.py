@@ -20,15 +20,19 @@ from models.params import BaseParams, did_you_mean, validate
 _ROOT = Path(__file__).parent
 
 
+def families() -> list[str]:
+    """Return the folders of `models/` that hold methods or what they share."""
+    return [module.name for module in iter_modules([str(_ROOT)]) if module.ispkg]
+
+
 def names(family: str) -> list[str]:
     """Return the names of a family's methods, sorted.
 
     Raises:
         ValueError: there is no such family.
     """
-    families = [module.name for module in iter_modules([str(_ROOT)]) if module.ispkg]
-    if family not in families:
-        raise ValueError(f'no family "{family}"{did_you_mean(family, families)}')
+    if family not in families():
+        raise ValueError(f'no family "{family}"{did_you_mean(family, families())}')
     modules = iter_modules([str(_ROOT / family)])
     return sorted(module.name for module in modules if not module.name.startswith("_"))
 

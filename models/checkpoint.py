@@ -1,6 +1,6 @@
 """Model directories: single tensors, and whole files with an error that says what is wrong with them.
 
-Quantized weights are read as the floats that they stand for.
+Quantized weights, and factors of those of low rank, are read as the floats that they stand for.
 """
 
 import json
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models import compressed
+from models.layers import factors
 
 
 def read_tensor(directory: Path, name: str) -> Tensor:
@@ -21,15 +22,14 @@ def read_tensor(directory: Path, name: str) -> Tensor:
     Raises:
         ValueError: no file holds it.
     """
-    layer, scheme = name.rpartition(".")[0], quantization(directory)
+    layer = name.rpartition(".")[0]
     found: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                if key == name or (scheme and key.rpartition(".")[0] == layer):
+                if key.rpartition(".")[0] == layer:
                     found[key] = tensors.get_tensor(key)
-    if scheme:
-        found = compressed.restore(found, scheme)
+    found = factors.join(_restored(found, directory))
     if name not in found:
         raise ValueError(f"no tensor {name} in {directory}")
     return found[name]
@@ -41,7 +41,16 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no file, one can't be read, or weights are quantized in a way that can't be.
     """
-    tensors, scheme = read_stored(directory), quantization(directory)
+    return factors.join(read_parts(directory))
+
+
+def read_parts(directory: Path) -> dict[str, Tensor]:
+    """Read all tensors of a model directory, those of low rank as they are stored; ValueError as `read_tensors`."""
+    return _restored(read_stored(directory), directory)
+
+
+def _restored(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    scheme = quantization(directory)
     return compressed.restore(tensors, scheme) if scheme else tensors
 
 

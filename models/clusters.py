@@ -1,12 +1,15 @@
 """Which conversations belong together: the same first turn, or first turns that share much of their wording.
 
-A cluster is the unit of a split and of its statistics, so that turns of a chat, functions of a module and fillings of a
-template stay on one side. First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that
-no client can compute where a prompt will fall. What more than a twentieth of a domain's conversations share is how the
-domain words things and joins nothing: without this a template would make one cluster of a domain. Turns that have next
-to nothing else are held against each other by all of it, so that copies stay together however many they are. Because
-what is common changes as a log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew
-each time, in numpy; that takes a second for ten thousand.
+A cluster is the unit of a split and of its statistics, so that turns of a chat, near copies and fillings of a template
+stay on one side. What belongs together and shares no wording is not seen, such as functions of one module that are
+asked for by their docstrings.
+
+First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that no client can compute where
+a prompt will fall. What more than a twentieth of a domain's conversations share is how the domain words things and
+joins nothing: without this a template would make one cluster of a domain. Turns that have next to nothing else are held
+against each other by all of it, so that copies stay together however many they are. Because what is common changes as a
+log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that
+takes a second for ten thousand.
 """
 
 import hashlib

@@ -86,13 +86,13 @@ def restore(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> d
     Raises:
         ValueError: the checkpoint is quantized in another way.
     """
-    weights = _require_known(quantization)
+    bits = _known_bits(quantization)
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
         scales = tensors.get(f"{layer}.weight_scale")
         if part == "weight_packed":
-            plain[f"{layer}.weight"] = _unpacked(tensors, layer, weights["num_bits"]).floats()
+            plain[f"{layer}.weight"] = _unpacked(tensors, layer, bits.get(layer, bits["Linear"])).floats()
         elif part == "weight" and scales is not None:
             plain[name] = tensor.float() * scales.float()
         elif part not in ("weight_scale", "weight_shape", "weight_zero_point", "input_scale"):
@@ -123,21 +123,26 @@ def round_inputs(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             model.set_submodule(layer, made)
 
 
-def _require_known(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how weights are quantized."""
+def _known_bits(quantization: Mapping[str, Any]) -> dict[str, int]:
+    """Return "Linear", and each layer that is an exception, to its bits a weight."""
     if quantization.get("quant_method") != METHOD:
         raise ValueError(f"weights quantized by {quantization.get('quant_method')!r} can't be read; {METHOD} can")
-    groups, form = list(quantization["config_groups"].values()), quantization.get("format")
-    if len(groups) != 1:
-        raise ValueError(f"a {METHOD} checkpoint of {len(groups)} groups of layers can't be read; one of one group can")
-    weights: Mapping[str, Any] = groups[0]["weights"]
-    inputs = groups[0].get("input_activations")
-    rounds = inputs is not None and inputs.get("symmetric", True)
-    if form == PACKED and inputs is None and weights.get("actorder") != "group":
-        return weights
-    if form in (INTEGER, FLOAT) and rounds and weights.get("symmetric", True) and weights["strategy"] == "channel":
-        return weights
-    raise ValueError(f"a {METHOD} checkpoint of format {form!r} with {weights} and inputs {inputs} can't be read")
+    form, bits = quantization.get("format"), dict[str, int]()
+    for group in quantization["config_groups"].values():
+        weights, inputs = group["weights"], group.get("input_activations")
+        plain = inputs is None and weights.get("actorder") != "group"
+        rounds = inputs is not None and inputs.get("symmetric", True)
+        by_row = rounds and weights.get("symmetric", True) and weights["strategy"] == "channel"
+        if not (form == PACKED and plain) and not (form in (INTEGER, FLOAT) and by_row):
+            raise ValueError(
+                f"a {METHOD} checkpoint of format {form!r} with {weights} and inputs {inputs} can't be read"
+            )
+        bits |= dict.fromkeys(group["targets"], weights["num_bits"])
+    if "Linear" not in bits or any(name.startswith("re:") for name in bits):
+        raise ValueError(
+            f"a {METHOD} checkpoint for layers {', '.join(sorted(bits))} can't be read; one for Linear can"
+        )
+    return bits
 
 
 def _unpacked(tensors: Mapping[str, Tensor], layer: str, bits: int) -> Integers:

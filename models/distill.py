@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
+from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
 from models.drafts import Draft, Rows, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
@@ -40,6 +41,7 @@ class Params(BaseParams):
             The mean does what a falling learning rate does, and the next run goes on from the weights themselves.
         weight_decay: of AdamW.
         num_epochs: passes over the answers.
+        min_steps: where these are fewer optimizer steps, as with a small window, passes go on until so many are done.
         max_grad_norm: gradients are clipped to this norm.
         num_threads: of the processor; 0 leaves it to torch.
         loss: what is minimised.
@@ -57,7 +59,8 @@ class Params(BaseParams):
     average: float = Field(0.0, ge=0, lt=1)
     weight_decay: float = 0.0
     num_epochs: int = 6
-    batch_tokens: int = 1536
+    min_steps: int = Field(0, ge=0)
+    batch_tokens: int = 512
     step_decay: float = 0.8
     follow: Literal["accepted", "all"] = "accepted"
     max_grad_norm: float = 1.0
@@ -117,6 +120,7 @@ def train(
     device: str = "cpu",
     state: Path | None = None,
     state_out: Path | None = None,
+    captured: Captures | None = None,
 ) -> Report:
     """Train `draft` in place.
 
@@ -133,6 +137,7 @@ def train(
         device: where target and draft run; the draft is moved there.
         state: the end of the run to go on from, as `state_out` of that run; its weights replace the draft's.
         state_out: file to write this run's end to.
+        captured: hidden states that need not be computed.
 
     Raises:
         ValueError: no sample has anything to learn from, K is 0, or `state` is of a draft of another shape.
@@ -147,7 +152,13 @@ def train(
         torch.set_num_threads(params.num_threads)
     report = on_progress or (lambda progress: None)
     states = hidden_states(
-        draft, target_dir, samples, work_dir, lambda d, t, r: report(Progress("hidden states", d, t, None, r)), device
+        draft,
+        target_dir,
+        samples,
+        work_dir,
+        lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
+        device,
+        captured,
     )
     draft.to(device)
     loop = _Loop(draft, target_dir, states, params, num_draft_tokens, work_dir, seed)
@@ -163,12 +174,13 @@ def hidden_states(
     work_dir: Path,
     on_progress: Callable[[int, int, float], None] | None = None,
     device: str = "cpu",
+    captured: Captures | None = None,
 ) -> HiddenStates:
     """Extract the states that `draft` reads, and the last layer's for the target's probabilities."""
     config = json.loads((target_dir / "config.json").read_text())
     layers = sorted({*draft.taps, config["num_hidden_layers"]})
     states = HiddenStates(work_dir / "hidden", samples, layers, config["hidden_size"])
-    states.extract(target_dir, on_progress=on_progress, device=device)
+    states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
     return states
 
 
@@ -198,7 +210,7 @@ class _Loop:
             fused=True,
         )
         self.buckets = length_buckets(states.samples, params.batch_tokens)
-        self.total = params.num_epochs * len(self.buckets)
+        self.total = max(params.num_epochs * len(self.buckets), params.min_steps)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.losses: list[tuple[int, float]] = []
         self.warmup = params.warmup
@@ -212,7 +224,7 @@ class _Loop:
 
     def run(self, report: Callable[[Progress], None], state_out: Path | None = None) -> Report:
         self._resume()
-        epoch_tokens = sum(len(s.token_ids) for s in self.states.samples)
+        all_tokens = sum(len(s.token_ids) for s in self.states.samples) * self.total // len(self.buckets)
         saved = shown = time.perf_counter()
         mean = self.losses[-1][1] if self.losses else None
         while (done := self._done()) < 1.0:
@@ -232,11 +244,7 @@ class _Loop:
             self.seconds += now - started
             if now - shown > 0.5 or self.step == self.total:
                 shown = now
-                report(
-                    Progress(
-                        "train", self.tokens, self.params.num_epochs * epoch_tokens, mean, self.tokens / self.seconds
-                    )
-                )
+                report(Progress("train", self.tokens, all_tokens, mean, self.tokens / self.seconds))
             if now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()

@@ -11,7 +11,8 @@ so that what counts is the head alone. Two questions:
 - Did a domain pay for it? Each domain's floor is taken on conversations of its own that no draft was trained on: the
   lower bound of (τ challenger − τ best) / τ best must be at least −floor, the best being the past draft that was best
   there. Both are scored on the same conversations, and resampled together. A domain with few of them is reported and
-  blocks nothing.
+  blocks nothing; nor does one whose answers are so short that no number of them that is kept can tell a loss of the
+  floor from none, but where a loss is shown. Else anyone whose requests want a word or two would stop every draft.
 """
 
 import math
@@ -37,7 +38,7 @@ class Params(BaseParams):
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
     num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")
     floor_conversations: int = Field(
-        100, ge=2, description="of a domain, from which on its floor holds; below, it is reported only"
+        100, ge=2, description="of a domain, from which on its floor may hold; below, it is reported only"
     )
     alpha_total: float = Field(
         0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
@@ -118,7 +119,7 @@ class Floor(Frozen):
         best: τ of the domain's best past draft on them.
         tau: the challenger's.
         relative: (τ − best) / best; its `low` is held against −floor.
-        binding: whether there are enough conversations for a loss to block.
+        binding: whether a loss blocks: there are enough conversations, and they say as much as the floor asks.
     """
 
     num_conversations: int
@@ -225,12 +226,14 @@ def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: Para
     # Resampling C clusters shows a spread smaller by the root of (C − 1) / C, so it is put back.
     degrees = max(1, len(rows) - 1)
     error = float(relative[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
+    found = within(float(relative[0]), error, degrees, 1 - params.confidence)
+    telling = found.value - found.low <= params.floor or found.high < -params.floor
     return Floor(
         num_conversations=len(best),
         best=float(best_tau[0]),
         tau=float(tau[0]),
-        relative=within(float(relative[0]), error, degrees, 1 - params.confidence),
-        binding=len(best) >= params.floor_conversations,
+        relative=found,
+        binding=len(best) >= params.floor_conversations and telling,
     )
 
 

@@ -4,11 +4,14 @@ Training reads each sequence many times and a forward pass of the target costs m
 kept in bfloat16 in one flat file that is read through the page cache, so memory stays bounded whatever the window's
 size. Each finished batch adds its lines to the index after its bytes are on disk; an interrupted extraction goes on
 after the last such line. A quantized target's states are those of its quantized layers, as transformers simulates them.
+
+What was captured while an answer was served (models/captured.py) is taken as it is: the target reads only the positions
+before it, those of equal beginnings once. It may differ in the last bits, since an engine computes in another order.
 """
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models.captured import Captured, Captures
 from models.layers.linears import blocks
 from models.loading import load_model
 from models.precision import fast_dtype
@@ -68,25 +72,29 @@ class HiddenStates:
 
     def extract(
         self,
-        target_dir: Path,
+        target: Path | PreTrainedModel,
         batch_tokens: int = 1024,
         on_progress: Callable[[int, int, float], None] | None = None,
         device: str = "cpu",
+        captured: Captures | None = None,
     ) -> None:
         """Compute what is not on disk yet.
 
         Args:
-            target_dir: the target's directory.
+            target: the target's directory, or the model itself where it lies in none.
             batch_tokens: tokens of one forward pass; four times as many leave a processor's caches and cost a fifth
                 of the speed.
             on_progress: called with (tokens done, tokens in all, tokens/s).
             device: where the target runs.
+            captured: states that need not be computed.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         done = self._read_index()
         wanted = [s for s in self.samples if s.id not in self._offsets]
         if wanted:
-            self._run(target_dir, wanted, done, batch_tokens, on_progress, device)
+            model = load_model(target, fast_dtype(device), device) if isinstance(target, Path) else target
+            running = _Target(model, self.layers, device)
+            self._run(running, wanted, done, batch_tokens, on_progress, captured)
         num_tokens = sum(len(s.token_ids) for s in self.samples)
         width = len(self.layers) * self.hidden_size
         size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
@@ -111,15 +119,13 @@ class HiddenStates:
 
     def _run(
         self,
-        target_dir: Path,
+        target: "_Target",
         wanted: list[Sample],
         done: int,
         batch_tokens: int,
         on_progress: Callable[[int, int, float], None] | None,
-        device: str,
+        captured: Captures | None,
     ) -> None:
-        model = load_model(target_dir, fast_dtype(device), device)
-        taps = _Taps(model, self.layers)
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]
         index = self._directory / "index.jsonl"
@@ -132,23 +138,15 @@ class HiddenStates:
         ):
             states.truncate(done * len(self.layers) * self.hidden_size * 2)
             log_sums.truncate(done * 4)
-            for batch in length_buckets(wanted, batch_tokens):
-                tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.token_ids) for s in batch], batch_first=True)
-                # Right padding needs no mask: no token attends to a later one.
-                final = model.model(input_ids=tokens.to(device), use_cache=False).last_hidden_state
-                tapped = taps.take().to("cpu", torch.bfloat16)
-                for row, sample in enumerate(batch):
-                    length = len(sample.token_ids)
-                    states.write(tapped[row, :length].contiguous().view(torch.int16).numpy().tobytes())
-                    sums = torch.zeros(length)
-                    first = len(sample.prompt_ids) - 1
-                    sums[first:] = model.lm_head(final[row, first:length]).float().logsumexp(-1).cpu()
+            for batch in self._batches(target, wanted, batch_tokens, captured):
+                for _, tapped, sums in batch:
+                    states.write(tapped.contiguous().view(torch.int16).numpy().tobytes())
                     log_sums.write(sums.numpy().tobytes())
                 for file in (states, log_sums):
                     file.flush()
                     os.fsync(file.fileno())
-                for sample in batch:
-                    length = len(sample.token_ids)
+                for sample, tapped, _ in batch:
+                    length = len(tapped)
                     lines.write(json.dumps({"id": sample.id, "start": done, "length": length}) + "\n")
                     self._offsets[sample.id] = done
                     done, finished = done + length, finished + length
@@ -156,7 +154,22 @@ class HiddenStates:
                 self.tokens_per_s = finished / (perf_counter() - started)
                 if on_progress:
                     on_progress(finished, total, self.tokens_per_s)
-        taps.remove()
+        target.close()
+
+    def _batches(
+        self, target: "_Target", wanted: list[Sample], batch_tokens: int, captured: Captures | None
+    ) -> Iterator[list[tuple[Sample, Tensor, Tensor]]]:
+        """Yield samples with [T, W] states in bfloat16 and [T] log sums, those that were captured first."""
+        rest = wanted
+        if captured is not None:
+            rest = []
+            for batch in length_buckets(wanted, batch_tokens):
+                found = [(sample, captured.find(sample.id, sample.token_ids, self.layers)) for sample in batch]
+                rest += [sample for sample, one in found if one is None]
+                if made := [(sample, *target.complete(sample, one)) for sample, one in found if one is not None]:
+                    yield made
+        for batch in length_buckets(rest, batch_tokens):
+            yield target.compute(batch)
 
     def _known(self) -> list[tuple[str, int, int]]:
         index = self._directory / "index.jsonl"
@@ -170,6 +183,53 @@ class HiddenStates:
                 break
             rows.append((row["id"], row["start"], row["length"]))
         return rows
+
+
+class _Target:
+    """The target at work: states at some layers, and what its logits sum up to after each token of an answer."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], device: str) -> None:
+        self._model, self._device = model, device
+        self._taps = _Taps(model, layers)
+        self._beginnings: dict[tuple[int, ...], Tensor] = {}
+
+    def close(self) -> None:
+        self._taps.remove()
+
+    def compute(self, batch: Sequence[Sample]) -> list[tuple[Sample, Tensor, Tensor]]:
+        """Run whole samples."""
+        tapped, final = self._read([sample.token_ids for sample in batch])
+        return [
+            (sample, tapped[row, : len(sample.token_ids)], self._log_sums(sample, final[row]))
+            for row, sample in enumerate(batch)
+        ]
+
+    def complete(self, sample: Sample, captured: Captured) -> tuple[Tensor, Tensor]:
+        """Run what is missing before captured states; the last token's are never read and are zeroes."""
+        states = torch.zeros(len(sample.token_ids), captured.states.shape[1], dtype=torch.bfloat16)
+        states[captured.first : -1] = captured.states
+        if captured.first:
+            beginning = tuple(sample.token_ids[: captured.first])
+            if beginning not in self._beginnings:
+                self._beginnings[beginning] = self._read([list(beginning)])[0][0]
+            states[: captured.first] = self._beginnings[beginning]
+        norm = self._model.model.norm
+        last = states[:, -len(norm.weight) :].to(self._device, self._model.dtype)
+        return states, self._log_sums(sample, norm(last))
+
+    def _read(self, token_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """[B, T] → [B, T, W] states in bfloat16 and [B, T, H] what the output matrix multiplies."""
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)
+        # Right padding needs no mask: no token attends to a later one.
+        final = self._model.model(input_ids=tokens.to(self._device), use_cache=False).last_hidden_state
+        return self._taps.take().to("cpu", torch.bfloat16), final
+
+    def _log_sums(self, sample: Sample, final: Tensor) -> Tensor:
+        length = len(sample.token_ids)
+        sums = torch.zeros(length)
+        first = len(sample.prompt_ids) - 1
+        sums[first:] = self._model.lm_head(final[first:length]).float().logsumexp(-1).cpu()
+        return sums
 
 
 class _Taps:

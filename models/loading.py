@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import compressed
-from models.checkpoint import quantization, read_stored, read_tensors
+from models.checkpoint import read_stored, read_tensors
+from models.layers import factors
 
 # What is not copied from one target to another that is made of it: the weights, what describes them, what lists files.
+_FILE = "model.safetensors"
 _OWN = ("config.json", "manifest.json", "golden.json", "model.safetensors.index.json")
 
 
@@ -22,7 +25,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str 
     Raises:
         ValueError: a tensor is missing, or it is quantized in a way that can't be read.
     """
-    if quantization(directory) is None:
+    if _is_plain(directory):
         return moved(_load_plain(directory, dtype), device)
     model = moved(load_floats(directory), dtype)
     compressed.round_inputs(model, read_stored(directory))
@@ -30,20 +33,26 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str 
 
 
 def load_floats(directory: Path) -> PreTrainedModel:
-    """Load a target in float32, to be changed or trained; quantized weights are the floats that they stand for.
+    """Load a target in float32, to be changed or trained; quantized weights and factors are the floats they stand for.
 
     Raises:
         ValueError: as `load_model`.
     """
-    if quantization(directory) is None:
+    if _is_plain(directory):
         return _load_plain(directory, torch.float32)
     config = AutoConfig.from_pretrained(directory)
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     _require_all(set(model.load_state_dict(read_tensors(directory), strict=False).missing_keys) - tied, directory)
     model.eval()
     return model
+
+
+def _is_plain(directory: Path) -> bool:
+    config = json.loads((directory / "config.json").read_text())
+    return "quantization_config" not in config and not config.get("redraft", {}).get("factors")
 
 
 def _load_plain(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -80,13 +89,21 @@ def save_model(model: PreTrainedModel, directory: Path, like: Path) -> None:
     """Write a model that was made of the target `like` into `directory`, in the same number format.
 
     Args:
-        model: of another shape or other weights; its own format is changed.
+        model: of another shape or other weights; its own format is changed. Layers of low rank are written as factors
+            where the config notes that.
         directory: gets config and weights, and all else from `like`.
         like: a target's directory.
     """
     config = json.loads((like / "config.json").read_text())
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-    model.to(dtype).save_pretrained(directory)
+    noted = getattr(model.config, "redraft", {})
+    if noted.get("factors"):
+        parts = factors.split(dict(model.named_parameters()), noted["ranks"])
+        save_file({name: part.detach().to(dtype).contiguous().cpu() for name, part in parts.items()}, directory / _FILE)
+        model.config.dtype = dtype
+        model.config.save_pretrained(directory)
+    else:
+        moved(model, dtype).save_pretrained(directory)
     complete(directory, like)
 
 

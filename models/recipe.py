@@ -20,7 +20,7 @@ from models.gate import Params as GateParams
 from models.lookback import Params as WatchParams
 from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
 from models.serving import Serve
-from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_text
+from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
 
 ParsedT = TypeVar("ParsedT")
 
@@ -87,6 +87,8 @@ class Refresh(Frozen):
         held_out_fraction: share of a window's conversations that is held out of its training, to judge by, and trained
             on by the next refresh; what probe sets take comes off first.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
+        pool: past champions that are scored on the rows of a domain whose acceptance fell, before anything is trained:
+            the best there first, then the newest. 0 looks at none.
         max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
             requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally
             more until so many are kept.
@@ -98,6 +100,7 @@ class Refresh(Frozen):
     max_rows: int = Field(4000, ge=1)
     held_out_fraction: float = Field(0.25, gt=0, lt=1)
     replay_per_domain: int = Field(200, ge=0)
+    pool: int = Field(3, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     distill: dict[str, Any] = Field(default_factory=dict)
 
@@ -126,7 +129,9 @@ class Schedule(Frozen):
         retry_s: seconds that a domain whose acceptance fell waits for the next refresh after one that promoted
             nothing; twice as long after each further one.
         max_retry_s: the longest such wait.
-        min_free_memory_gib: with less memory free, no refresh is started for a domain that fell.
+        min_free_memory_gib: memory in GiB that a refresh wants at least, below the 90% of the machine's that may be
+            used while it trains; one that took more wants as much the next time. With less it waits.
+        retain_days: days that logged requests are kept; what is older is erased every night. None keeps them.
     """
 
     build_cron: str | None = None
@@ -134,12 +139,29 @@ class Schedule(Frozen):
     retry_s: float = Field(300.0, gt=0)
     max_retry_s: float = Field(21600.0, gt=0)
     min_free_memory_gib: float = Field(0.5, ge=0)
+    retain_days: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _waits_fit(self) -> Self:
         if self.retry_s > self.max_retry_s:
             raise ValueError(f"retry_s {self.retry_s:g} is above max_retry_s {self.max_retry_s:g}")
         return self
+
+
+class Keep(Frozen):
+    """What a home keeps beyond what serves or may serve again; the rest goes every night and by `redraft clean`.
+
+    Attributes:
+        num_drafts: newest drafts whose files are kept.
+        days: age in days from which files go, whatever their number.
+        gib: size in GiB of drafts, results of steps, copies, history and sessions together; the oldest go first.
+        log_mib: size in MiB from which the older half of a log goes.
+    """
+
+    num_drafts: int = Field(20, ge=1)
+    days: float = Field(30.0, gt=1)
+    gib: float = Field(20.0, gt=0)
+    log_mib: float = Field(64.0, gt=0)
 
 
 class Demo(Frozen):
@@ -188,6 +210,7 @@ class Recipe(Frozen):
     watch: WatchParams = WatchParams()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
+    keep: Keep = Keep()
     demo: Demo | None = None
 
     @property
@@ -211,7 +234,11 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
-        require_text(self.text, {name: getattr(self, name) for name in TABLES})
+        require_chain(self.text, {name: getattr(self, name) for name in TABLES})
+        if self.shrink is not None:
+            module = catalog.load("shrink", self.shrink.method.name)
+            if hasattr(module, "require_engine"):
+                module.require_engine(self.shrink.method, self.engine.name)
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
         self.refresh_distill()

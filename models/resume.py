@@ -120,7 +120,10 @@ def _restore(tensors: Mapping[str, Tensor], trained: Mapping[str, nn.Parameter],
             parameter.copy_(tensors[f"weight/{name}"])
             if f"step/{name}" not in tensors:  # no step has given it a gradient yet
                 continue
-            optimizer.state[parameter] = {
-                part: tensors[f"{part}/{name}"].reshape(() if part == "step" else parameter.shape).to(parameter.device)
-                for part in ("step", "exp_avg", "exp_avg_sq")
-            }
+            state = optimizer.state[parameter]
+            for part in ("step", "exp_avg", "exp_avg_sq"):
+                value = tensors[f"{part}/{name}"].reshape(() if part == "step" else parameter.shape)
+                if part in state:  # which lies where somebody wants it
+                    state[part].copy_(value)
+                else:
+                    state[part] = value.to(parameter.device)

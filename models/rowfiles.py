@@ -100,14 +100,22 @@ def _parquet_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
 
 def _csv_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:
     csv.field_size_limit(MAX_FIELD_CHARS)
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file, strict=True)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    wanted = len(reader.fieldnames or ())
-                    on_fault(f"line {reader.line_num}", f"wanted {wanted} fields, as the first line has")
-                    continue
-                yield f"line {reader.line_num}", dict(row)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, after line {reader.line_num}: not CSV in UTF-8 ({error})") from error
+        while True:
+            try:
+                row = next(reader)
+                json.dumps(row, ensure_ascii=False).encode()
+            except StopIteration:
+                return
+            except csv.Error as error:  # the next line may be a row again
+                on_fault(f"after line {reader.line_num}", f"not CSV in UTF-8 ({error})")
+                continue
+            except UnicodeEncodeError as error:
+                on_fault(f"line {reader.line_num}", f"not CSV in UTF-8 ({error})")
+                continue
+            if None in row or None in row.values():
+                wanted = len(reader.fieldnames or ())
+                on_fault(f"line {reader.line_num}", f"wanted {wanted} fields, as the first line has")
+                continue
+            yield f"line {reader.line_num}", dict(row)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from models import catalog
+from models.acceptance import Trace
+from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
 from models.distill import hidden_states, pack
 from models.drafts import Draft, Rows
@@ -35,6 +37,7 @@ def score(
     work_dir: Path,
     device: str = "cpu",
     rules: Rules = STANDARD,
+    captured: Captures | None = None,
 ) -> list[Score]:
     """Score a draft conversation by conversation.
 
@@ -46,27 +49,69 @@ def score(
         work_dir: keeps the target's hidden states for the next draft.
         device: where target and draft run; the draft is moved there.
         rules: the engine's.
+        captured: hidden states that need not be computed.
 
     Returns:
         a score for each sample with at least one step, in the order given. Of a greedy answer `steps` and `accepted`
         are those of serving it; of a sampled one each token is taken as the start of a step.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
-    states = hidden_states(draft, target_dir, samples, work_dir, device=device)
+    states = hidden_states(draft, target_dir, samples, work_dir, device=device, captured=captured)
     draft.to(device)
     chosen = [s for s in samples if s.temperature == 0]
     sampled = [s for s in samples if s.temperature > 0]
     with torch.inference_mode():
-        scores = _greedy_scores(draft, states, chosen, num_draft_tokens, rules.greedy)
+        scores = greedy_scores(draft, states, chosen, num_draft_tokens, rules.greedy)
         if sampled:
             scores |= _sampled_scores(draft, target_dir, states, sampled, num_draft_tokens, rules.sampling)
     return [scores[s.id] for s in samples]
 
 
-def _greedy_scores(
+def greedy_scores(
     draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
 ) -> dict[str, Score]:
-    scores = {}
+    """Return id to score of greedy answers whose states are there; see `score`."""
+    steps = _greedy_steps(draft, states, samples, num_steps, rule)
+    return {s.id: _as_score(s, len(steps[s.id]), sum(steps[s.id])) for s in samples}
+
+
+def trace(
+    draft: Draft,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    num_draft_tokens: int,
+    work_dir: Path,
+    device: str = "cpu",
+    rule: BaseParams = STANDARD.greedy,
+) -> list[Trace]:
+    """Tell step by step what serving greedy answers would draft and accept; see `score`.
+
+    Raises:
+        ValueError: an answer was sampled, so that its steps are not those of serving it.
+    """
+    samples = [s for s in samples if len(s.completion_ids) > 2]
+    if sampled := [s.id for s in samples if s.temperature > 0]:
+        raise ValueError(f"answer {sampled[0]} was sampled; wanted greedy ones")
+    states = hidden_states(draft, target_dir, samples, work_dir, device=device)
+    with torch.inference_mode():
+        steps = _greedy_steps(draft.to(device), states, samples, num_draft_tokens, rule)
+    return [
+        Trace(
+            request_id=s.id,
+            token_ids=tuple(s.completion_ids),
+            drafted=(num_draft_tokens,) * len(steps[s.id]),
+            accepted=tuple(steps[s.id]),
+            domain=s.domain,
+        )
+        for s in samples
+    ]
+
+
+def _greedy_steps(
+    draft: Draft, states: HiddenStates, samples: Sequence[Sample], num_steps: int, rule: BaseParams
+) -> dict[str, list[int]]:
+    """Return sample id to the tokens accepted in each step of serving it."""
+    steps = {}
     for batch in length_buckets(samples, 2048):
         rows, _, _, lengths = pack(batch, states, num_steps, draft)
         last = lengths[rows.sequence] - 1
@@ -80,8 +125,8 @@ def _greedy_scores(
         p = torch.tensor([1.0, 0.0], device=q.device).expand_as(q)
         matches = catalog.load("verify", rule.name).expected_accepted(said, q, p, rule).long()
         for number, sample in enumerate(batch):
-            scores[sample.id] = _walk(sample, matches[rows.sequence == number].tolist())
-    return scores
+            steps[sample.id] = _walk(len(sample.completion_ids), matches[rows.sequence == number].tolist())
+    return steps
 
 
 def _matched(rows: Rows, last: Tensor, vocabulary: Tensor, step: int, running: Tensor, logits: Tensor) -> Tensor:
@@ -96,14 +141,18 @@ def _inside(rows: Rows, length: int, step: int, running: Tensor, logits: Tensor)
     return rows.index[running] + 3 + step < length
 
 
-def _walk(sample: Sample, matches: list[int]) -> Score:
+def _walk(num_tokens: int, matches: list[int]) -> list[int]:
     """Go through an answer as the engine would: `matches[i]` drafted tokens after answer token i are right."""
-    position, steps, accepted = 0, 0, 0
-    remaining = len(sample.completion_ids) - 1
+    position, accepted = 0, []
+    remaining = num_tokens - 1
     while remaining > 0:
         kept = min(matches[position], remaining) if position < len(matches) else 0
-        steps, accepted = steps + 1, accepted + kept
+        accepted.append(kept)
         position, remaining = position + kept + 1, remaining - kept - 1
+    return accepted
+
+
+def _as_score(sample: Sample, steps: int, accepted: float) -> Score:
     return Score(id=sample.id, domain=sample.domain, cluster=sample.cluster, steps=steps, accepted=accepted)
 
 
@@ -141,7 +190,5 @@ def _sampled_scores(
                 of_places.unfold(0, num_steps, 1).movedim(-1, 1) for of_places in (laws, rows.token_ids[0, places + 1])
             )
             expected += float(expected_accepted(said, q, p, rule).sum())
-        scores[sample.id] = Score(
-            id=sample.id, domain=sample.domain, cluster=sample.cluster, steps=len(rows.index), accepted=expected
-        )
+        scores[sample.id] = _as_score(sample, len(rows.index), expected)
     return scores

@@ -15,16 +15,39 @@ class Limits(Frozen):
     """What clients can take of a service.
 
     Attributes:
-        max_ongoing_requests: requests in the engine at once.
-        max_queued_requests: requests that wait in the proxy; above it the answer is 503.
+        max_share_per_key: share of the engine's sequences that one key's requests take at once, however few others ask;
+            without keys all of it is free.
+        max_queued_requests: requests that wait; above it the answer is 503. Of one key half as many; above it 429.
+        max_queued_tokens_per_key: tokens that the waiting requests of one key may take, prompts and answers; 429.
         max_body_bytes: largest request body.
         body_timeout_s: seconds that a body may take to arrive.
     """
 
-    max_ongoing_requests: int = Field(default=64, ge=1)
+    max_share_per_key: float = Field(default=0.75, gt=0, le=1)
     max_queued_requests: int = Field(default=256, ge=0)
+    max_queued_tokens_per_key: int = Field(default=1 << 20, ge=0)
     max_body_bytes: int = Field(default=1 << 20, ge=1)
     body_timeout_s: Positive = 30.0
+
+
+class Structured(Frozen):
+    """Answers of a form that the client names: a JSON schema, a regex, a grammar, a forced tool call.
+
+    Attributes:
+        enabled: whether they are given; each is compiled, first in a process of its own.
+        max_bytes: largest schema, grammar or list of choices.
+        max_depth: how deep a schema may be nested.
+        max_regex: longest pattern, in characters.
+        timeout_s: seconds that compiling may take.
+        max_memory_mib: memory that compiling may take.
+    """
+
+    enabled: bool = False
+    max_bytes: int = Field(default=16384, ge=1)
+    max_depth: int = Field(default=16, ge=1, le=64)
+    max_regex: int = Field(default=512, ge=1)
+    timeout_s: Positive = 1.0
+    max_memory_mib: int = Field(default=512, ge=1)
 
 
 class Probation(Frozen):
@@ -43,28 +66,52 @@ class Probation(Frozen):
     put_back_s: Positive = 20.0
 
 
+class Capture(Frozen):
+    """What is kept of the hidden states that the target computes for its answers, so that a refresh need not run it.
+
+    Only of requests whose text is logged and was not scrubbed, beside the query log, until a refresh had them.
+
+    Attributes:
+        share: of these requests, drawn at random; 0 keeps nothing. What it costs a stream was not measured yet.
+        max_disk_mib: size of all files; nothing is added above it.
+        max_memory_mib: held in the engine for requests that run; what does not fit is dropped.
+        keep_days: files go then at the latest.
+    """
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    max_disk_mib: Positive = 1024.0
+    max_memory_mib: Positive = 256.0
+    keep_days: Positive = 7.0
+
+
 class Serving(Frozen):
     """How a service serves, wherever it listens.
 
     Attributes:
         poll_s: seconds between looks at the registry.
         min_swap_interval_s: seconds between two swaps, at least.
+        min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
         drain_s: seconds that running requests get when the service ends.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
+        structured: whether clients can name the form of an answer.
         probation: the checks after a draft was loaded.
         canary: the checks of the served draft and its engine now and then.
         watch: when falling acceptance starts a refresh.
+        capture: what is kept of hidden states.
     """
 
     poll_s: Positive = 5.0
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     drain_s: Positive = 30.0
     tool_parser: str = ""
     limits: Limits = Limits()
+    structured: Structured = Structured()
     probation: Probation = Probation()
     canary: CanaryParams = CanaryParams()
     watch: WatchParams = WatchParams()
+    capture: Capture = Capture()
 
 
 class Serve(Serving):

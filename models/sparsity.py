@@ -55,6 +55,13 @@ class Pattern(Frozen):
         """The share of zeroes."""
         return self.sparsity if self.sparsity is not None else 1 - (self.kept or 0) / (self.group or 1)
 
+    def holds(self, weight: "Tensor") -> bool:
+        """Whether a layer [O, I] has zeroes as the pattern says, or more of them."""
+        if self.group is not None:
+            return bool(((weight.unflatten(1, (-1, self.group)) != 0).sum(-1) <= (self.kept or 0)).all())
+        # Rows or layers have round(n · sparsity) zeroes.
+        return float((weight == 0).float().mean()) >= self.zeroes - 0.5 / weight.shape[1] - 1e-6
+
     def keep(self, scores: "Tensor", over: Literal["row", "layer"]) -> "Tensor":
         """Choose the weights that stay, the highest scores first.
 

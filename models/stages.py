@@ -7,7 +7,7 @@ work is refused here, before the first stage has computed for hours.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from models import catalog
 from models.params import BaseParams, Frozen, TrainingParams, did_you_mean
@@ -61,6 +61,14 @@ class Select(Trained):
             raise ValueError(f"num_documents {self.num_documents} is less than num_rounds {self.num_rounds}")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_draft_where_one_is_asked(self) -> "Select":
+        if self.proxy is None and catalog.load("select", self.method.name).DRAFTS:
+            raise ValueError(
+                f'"{self.method.name}" asks what the target accepts of a small model, so it needs a table proxy'
+            )
+        return self
+
 
 def _compatible(methods: tuple[BaseParams, ...]) -> tuple[BaseParams, ...]:
     from models.training import require_compatible  # torch
@@ -83,6 +91,16 @@ class Shrink(Trained):
 
     method: Annotated[BaseParams, catalog.Method("shrink")]
 
+    @field_validator("method")
+    @classmethod
+    def _keeps_the_tokens(cls, method: BaseParams) -> BaseParams:
+        choices = [name for name in catalog.names("shrink") if catalog.load("shrink", name).KEEPS_TOKENS]
+        if method.name not in choices:
+            raise ValueError(
+                f'"{method.name}" leaves the target without a tokenizer that fits; choose one of: {", ".join(choices)}'
+            )
+        return method
+
 
 class Prune(Frozen):
     """Zero weights of the target.
@@ -102,6 +120,8 @@ class Prune(Frozen):
 class Finetune(Trained):
     """Train few parameters on one domain and merge them, so that a plain target comes out.
 
+    Where `learning_rate` is not given it is the method's own.
+
     Attributes:
         domain: one of [text].
     """
@@ -110,15 +130,35 @@ class Finetune(Trained):
     domain: str
     regimes: Regimes = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _learns_at_the_methods_rate(cls, table: Any) -> Any:
+        method = table.get("method") if isinstance(table, Mapping) else None
+        name = method.get("name") if isinstance(method, Mapping) else getattr(method, "name", None)
+        if name not in catalog.names("adapters"):
+            return table
+        return {"learning_rate": catalog.load("adapters", name).LEARNING_RATE, **table}
+
     @field_validator("method")
     @classmethod
     def _can_be_merged(cls, method: BaseParams) -> BaseParams:
         choices = [name for name in catalog.names("adapters") if hasattr(catalog.load("adapters", name), "fold")]
         if method.name not in choices:
-            raise ValueError(
-                f'"{method.name}" can\'t be merged into a plain target; choose one of: {", ".join(choices)}'
-            )
+            why = catalog.load("adapters", method.name).ELSEWHERE
+            raise ValueError(f'"{method.name}" can\'t be merged: {why}; choose one of: {", ".join(choices)}')
         return method
+
+
+def _parse_exceptions(value: object) -> object:
+    if not isinstance(value, Mapping):
+        raise ValueError(f'wanted a table of patterns, such as {{ "*.mlp.down_proj" = "float" }}; got {value!r}')
+    for form in value.values():
+        if not isinstance(form, Mapping | BaseParams) and form != "float":
+            raise ValueError(f'wanted a method\'s table or "float" for each pattern; got {form!r}')
+    return {
+        pattern: catalog.parse("quantize", form) if isinstance(form, Mapping) else form
+        for pattern, form in value.items()
+    }
 
 
 class Quantize(Trained):
@@ -126,17 +166,30 @@ class Quantize(Trained):
 
     Attributes:
         num_documents: to calibrate on, each cut to max_length.
+        exceptions: pattern of layers' names, such as "*.mlp.down_proj", to another method's table, or to "float".
     """
 
     method: Annotated[BaseParams, catalog.Method("quantize")]
     num_documents: int = Field(64, ge=1)
+    exceptions: Annotated[dict[str, Any], BeforeValidator(_parse_exceptions)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _exceptions_can_be_served_too(self) -> "Quantize":
+        if self.exceptions:
+            from models import mixed  # torch
+
+            mixed.require(self.method, self.exceptions)
+        return self
 
     @field_validator("method")
     @classmethod
     def _can_be_served(cls, method: BaseParams) -> BaseParams:
         choices = [name for name in catalog.names("quantize") if catalog.load("quantize", name).STORED]
         if method.name not in choices:
-            raise ValueError(f'no engine serves "{method.name}"; choose one of: {", ".join(choices)}')
+            why = catalog.load("quantize", method.name).ELSEWHERE
+            raise ValueError(
+                f'a checkpoint of "{method.name}" is not served: {why}; choose one of: {", ".join(choices)}'
+            )
         return method
 
 
@@ -150,8 +203,8 @@ TABLES: dict[str, type[Frozen]] = {
 }
 
 
-def require_text(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
-    """Raise ValueError if a stage has no text to work on, wants more of it than there is, or a domain that isn't.
+def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
+    """Raise ValueError if a stage has no text to work on, wants more than there is, or loses what one before it made.
 
     Args:
         text: domain to its table.
@@ -163,6 +216,10 @@ def require_text(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
     finetune, select = tables["finetune"], tables["select"]
     if finetune is not None and finetune.domain not in text:
         raise ValueError(f'[finetune]: key "domain": no [text.{finetune.domain}]{did_you_mean(finetune.domain, text)}')
+    shrink = tables["shrink"]
+    promised = shrink and getattr(catalog.load("shrink", shrink.method.name), "PROMISES", None)
+    if promised and (later := next((name for name in ("prune", "quantize") if tables[name] is not None), None)):
+        raise ValueError(f"[{later}] after [shrink] would lose {promised} of the layers; choose one of the two")
     pool = sum(table.num_train for table in text.values())
     if select is not None and select.num_documents > pool:
         raise ValueError(f'[select]: key "num_documents" is {select.num_documents}, the pool of [text] has {pool}')

@@ -1,7 +1,8 @@
 """The one training loop of language models: next-token cross-entropy with AdamW, changed by the hooks of regimes.
 
 Pretraining, finetuning, proxies and continued training after shrinking all run it. It trains whatever parameters of the
-model need a gradient, in the order that a seed gives, and a killed run goes on exactly where it was.
+model need a gradient, in the order that a seed gives, and a killed run goes on exactly where it was. Zeroes of a pruned
+model stay zero.
 """
 
 import json
@@ -16,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog
+from models.invariants import Holding
 from models.params import BaseParams, TrainingParams
 from models.regimes import PARTS, Batch, Plan, Regime
 from models.resume import load_progress, save_progress
@@ -81,7 +83,7 @@ def train(
         ValueError: nothing to learn from, or no parameter to train.
         FloatingPointError: the loss is NaN or infinite; the model must be thrown away.
     """
-    loop = _Loop(model, documents, params, regimes, seed, work_dir, label)
+    loop = _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label)
     return loop.run(on_progress or (lambda progress: None))
 
 
@@ -166,7 +168,9 @@ class _Loop:
     ) -> None:
         self.model, self.params, self.regimes, self.seed = model, params, regimes, seed
         self.work_dir, self.label = work_dir, label
-        self.batches = _batches(cut(documents, params.max_length), params.batch_tokens)
+        pieces = cut(documents, params.max_length)
+        grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
+        self.batches = next((own for own in grouped if own is not None), _batches(pieces, params.batch_tokens))
         self.total = params.num_epochs * len(self.batches)
         plan = Plan(self.total, len(self.batches))
         own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
@@ -182,6 +186,8 @@ class _Loop:
             weight_decay=params.weight_decay,
             fused=True,
         )
+        for regime in regimes:
+            regime.hold(self.optimizer)
         self.step = self.num_skipped = self.num_tokens = 0
         self.seconds = 0.0
         self.losses: list[tuple[int, float]] = []
@@ -293,6 +299,11 @@ class _Loop:
         settings = self.params.model_dump(exclude={"checkpoint_s"})
         names = [type(regime).__module__ for regime in self.regimes]
         return json.dumps([settings, names, self.label, self.seed, sorted(self.trained), _digest(self.batches)])
+
+
+def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:
+    """Return how many steps training takes that no regime changes."""
+    return params.num_epochs * len(_batches(cut(documents, params.max_length), params.batch_tokens))
 
 
 def learning_rate(params: TrainingParams, step: int, total: int) -> float:

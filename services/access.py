@@ -5,13 +5,15 @@ came here (services/edge.py). Each request gets an id of ours: one chosen by a c
 mix up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
-import hashlib
 import hmac
+import ipaddress
 import json
 import logging
+import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from starlette.datastructures import Headers
@@ -19,18 +21,26 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infra.consent import Consent, consent_level, parse_domain, subject_of
-from services.config import ApiKey
+from infra.keys import Role, read_keys, sha256_of
+from services.failures import place_of
 
 OPEN_PATHS = ("/healthz",)
+# Whose keys reach a path, by its start; the others are the operators'.
+ROLES_OF: dict[str, tuple[Role, ...]] = {"/v1/": ("client", "operator"), "/metrics": ("scraper", "operator")}
+OPERATORS: tuple[Role, ...] = ("operator",)
 # What of a request's headers reaches the service (services/edge.py), and what an answer has beyond HTTP's own.
 REQUEST_HEADERS = {
-    "Authorization": "`Bearer KEY`, on every path but `/healthz`, if the service was started with API keys.",
+    "Authorization": "`Bearer KEY`, on every path but `/healthz`. On loopback `/v1` needs none until a client's key is "
+    "made.",
     "Content-Type": "`application/json`, required with a body.",
-    "Host": "As in HTTP.",
-    "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it.",
+    "Host": "As in HTTP. Without a key it must be a name of this machine.",
+    "X-Redraft-Detail": "`steps` adds what was drafted and accepted in each step to `usage.redraft`; operators only.",
+    "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it. What "
+    "a key names beyond its first 16 counts for `other`.",
     "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
     "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
-    "X-Redraft-Steps": "`on` adds what was drafted and accepted in each step to `usage.redraft`; `off` without it.",
+    "X-Redraft-Speculation": "`on`, as the service finds it fastest, which is the default; `off`; or `head`: by the "
+    "draft alone, as many tokens as it was judged at, to measure a draft; the service judges no draft by it.",
 }
 RESPONSE_HEADERS = {
     "X-Redraft-Request": "Id of the request, as in the service's log.",
@@ -40,6 +50,7 @@ RESPONSE_HEADERS = {
 # On every answer that a replica gave, so that one which Serve made up is told apart.
 ANSWER_MARK = b"x-redraft-request"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SPECULATION = ("on", "off", "head")
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_PROMPTS = 16
@@ -69,7 +80,7 @@ class Refusal(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error's JSON."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -78,44 +89,93 @@ INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="
 
 
 class Origin(NamedTuple):
-    """What is known of a request before it runs; `subject` and `key` are hashes, None if nobody was named."""
+    """What is known of a request before it runs; `subject` and `key` are hashes, None if nobody was named.
+
+    `speculation` is what the request says of it: "on", "off" or "head".
+    """
 
     request_id: str
     domain: str
     consent: Consent
     subject: str | None
     key: str | None = None
+    speculation: str = "on"
+
+
+class Caller(NamedTuple):
+    """Who asks; `key` is the hash that the key is known by, so that an erasure can name who asked with it."""
+
+    key: str
+    role: Role
+    log: Consent | None = None
 
 
 class Keys:
-    """The accepted keys."""
+    """The accepted keys, read again when their file changed; where it can't be read, those read before go on."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = [(hashlib.sha256(key.key.encode()).digest(), key) for key in keys]
+    def __init__(self, file: Path, loopback: bool) -> None:
+        """Read the keys.
 
-    def identify(self, authorization: str | None) -> ApiKey | None:
-        """Return the key of a request, None if no keys are configured.
-
-        Every key is compared, over digests of one length, so that the time tells nothing about any of them.
+        Args:
+            file: of the home, see infra/keys.py.
+            loopback: whether only this machine reaches the service: then a client needs no key until one was made.
 
         Raises:
-            Refusal: 401, no key or an unknown one.
+            ValueError: the file does not hold keys.
         """
-        if not self._keys:
-            return None
-        scheme, _, sent = (authorization or "").partition(" ")
-        digest = hashlib.sha256(sent.strip().encode()).digest()
-        found = None
-        for known, key in self._keys:
-            if hmac.compare_digest(known, digest):
+        self._file, self._loopback = file, loopback
+        self._seen = self._stamp()
+        self._keys = read_keys(file)
+
+    def identify(self, headers: Headers, path: str) -> Caller | None:
+        """Return who asks, None for somebody without a key where none is needed.
+
+        Every key is compared, over digests of one length, so that the time tells nothing about any of them. A web page
+        can have its own name lead to loopback, but can't hide that name.
+
+        Raises:
+            Refusal: 401, no key or an unknown one; 403, a key of another role, or a foreign name without a key.
+        """
+        self._refresh()
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        digest, found = sha256_of(sent.strip()), None
+        for key in self._keys:
+            if hmac.compare_digest(key.sha256, digest) and key.accepted:
                 found = key
-        if found is None or scheme.lower() != "bearer":
+        roles = next((roles for start, roles in ROLES_OF.items() if path.startswith(start)), OPERATORS)
+        if found is not None and scheme.lower() == "bearer":
+            if found.role not in roles:
+                raise Refusal(403, f"this path is not for {found.role}s' keys", code="wrong_role")
+            return Caller(found.sha256, found.role, found.log)
+        if "client" not in roles or not self._loopback or any(key.role == "client" for key in self._keys):
             raise Refusal(401, "a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
-        return found
+        if not _is_own_name(headers.get("host", "")):
+            raise Refusal(403, "without a key this machine is asked by its own name", "Host", "foreign_host")
+        return None
+
+    def _refresh(self) -> None:
+        if (stamp := self._stamp()) == self._seen:
+            return
+        self._seen = stamp
+        try:
+            if stamp is None:
+                raise ValueError(f"{self._file} is gone")
+            self._keys = read_keys(self._file)
+        except (OSError, ValueError) as error:
+            log.warning("the keys stay as they were: %s", error)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            stat = self._file.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 class Admission:
     """ASGI middleware: id, key, counts, and an answer to what nobody caught.
+
+    What a route puts into the scope's "redraft.at_end" is called when its answer is sent, failed or called off.
 
     Attributes:
         responses: how many answers went out by status; a stream counts when it starts.
@@ -123,11 +183,11 @@ class Admission:
         draining: set to refuse new requests while the running ones end.
     """
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, keys: Keys) -> None:
         self.responses: Counter[int] = Counter()
         self.in_flight = 0
         self.draining = False
-        self._keys = Keys(keys)
+        self._keys = keys
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Return `app` behind this layer."""
@@ -153,27 +213,30 @@ class Admission:
             await send(message)
 
         self.in_flight += 1
+        at_end: list[Callable[[], None]] = []
         try:
             if scope["path"] not in OPEN_PATHS:
                 if self.draining:
                     raise Refusal(503, "the service is shutting down; ask again in a few seconds", code="draining")
-                scope["redraft.key"] = self._keys.identify(Headers(scope=scope).get("authorization"))
+                scope["redraft.caller"] = self._keys.identify(Headers(scope=scope), scope["path"])
             kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
             scope["headers"] = [*kept, (b"x-request-id", request_id.encode())]
-            scope["redraft.id"] = request_id
+            scope["redraft.id"], scope["redraft.at_end"] = request_id, at_end
             await app(scope, receive, counted)
         except Refusal as refusal:
             if started:
                 raise
             await refusal.response()(scope, receive, counted)
-        except Exception:
-            log.exception("request %s to %r failed", request_id, scope["path"])
+        except Exception as error:
+            log.error("request %s failed: %s", request_id, place_of(error))  # noqa: TRY400 - its text may quote the request
             if not started:
                 await INTERNAL_ERROR.response()(scope, receive, counted)
             elif not ended:
                 raise  # the server must cut the connection: a body that just stopped would look whole
         finally:
             self.in_flight -= 1
+            for call in at_end:
+                call()
 
 
 def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
@@ -214,6 +277,7 @@ def check_limits(body: Mapping[str, Any]) -> None:
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") not in ROLES:
             raise Refusal(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
+        _require_shallow_arguments(message)
     for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"):
         if body.get(name):
             raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
@@ -229,32 +293,56 @@ def check_limits(body: Mapping[str, Any]) -> None:
             raise Refusal(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
 
 
-def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], key: ApiKey | None) -> Origin:
-    """Read domain, consent and subject off a request.
+def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None) -> Origin:
+    """Read domain, consent, subject and how it is to be drafted off a request.
 
     Raises:
-        Refusal: 400, the domain is malformed.
+        Refusal: 400, the domain is malformed, or its speculation is none of the choices.
     """
     try:
         domain = parse_domain(headers.get("x-redraft-domain"))
     except ValueError as error:
         raise Refusal(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
-    consent = consent_level(", ".join(said) if said else None, body.get("store"), key.log if key else None)
-    secret = key.key if key else None
-    return Origin(request_id, domain, consent, subject_of(secret, body.get("user") or None), subject_of(secret, None))
+    consent = consent_level(", ".join(said) if said else None, body.get("store"), caller.log if caller else None)
+    secret = caller.key if caller else None
+    subject = subject_of(secret, body.get("user") or None)
+    return Origin(request_id, domain, consent, subject, subject_of(secret, None), _speculation(headers))
 
 
-def wants_steps(headers: Headers) -> bool:
-    """Return whether a request asks for the figures of each step.
+def wants_steps(headers: Headers, caller: Caller | None) -> bool:
+    """Return whether a request asks for the figures of each step, which tell what a draft was trained on.
 
     Raises:
-        Refusal: 400, the header is neither "on" nor "off".
+        Refusal: 400, the header has another value; 403, the caller is no operator.
     """
-    said = headers.get("x-redraft-steps", "off")
-    if said not in ("on", "off"):
-        raise Refusal(400, f'X-Redraft-Steps is "{said[:32]}", wanted on or off', "X-Redraft-Steps")
-    return said == "on"
+    said = headers.get("x-redraft-detail")
+    if said is None:
+        return False
+    if said != "steps":
+        raise Refusal(400, f'X-Redraft-Detail is "{said[:32]}", wanted steps', "X-Redraft-Detail")
+    if caller is None or caller.role != "operator":
+        raise Refusal(403, "the figures of each step are for operators", "X-Redraft-Detail", "wrong_role")
+    return True
+
+
+def _speculation(headers: Headers) -> str:
+    said = headers.get("x-redraft-speculation", SPECULATION[0])
+    if said not in SPECULATION:
+        message = f'X-Redraft-Speculation is "{said[:32]}", wanted {", ".join(SPECULATION[:-1])} or {SPECULATION[-1]}'
+        raise Refusal(400, message, "X-Redraft-Speculation")
+    return said
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a Host header names this machine's loopback, with any port."""
+    name = host.rpartition(":")[0] if re.fullmatch(r".*:[0-9]+", host) else host
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _require_shallow(value: dict[str, Any]) -> None:
@@ -265,6 +353,18 @@ def _require_shallow(value: dict[str, Any]) -> None:
         if not level:
             return
     raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep")
+
+
+def _require_shallow_arguments(message: Any) -> None:
+    """Refuse deep JSON in the text of a tool call's arguments, which is parsed for the prompt."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        said = function.get("arguments") if isinstance(function, Mapping) else None
+        try:
+            _require_shallow({"arguments": json.loads(said) if isinstance(said, str) and said.strip() else None})
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, "a tool call's arguments are not JSON, or nested too deeply", "messages") from error
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -53,17 +53,20 @@ def routes(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        """Prometheus' text format, see [METRICS.md](METRICS.md)."""
+        """Prometheus' text format, see [METRICS.md](METRICS.md). Needs a scraper's or an operator's key."""
         return Response(metrics.render(service.status()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/redraft/status")
     async def status() -> JSONResponse:
-        """What serves and why, with acceptance by domain, counts of requests, swaps and log rows."""
+        """What serves and why: acceptance by domain, counts of requests, swaps, log rows. Needs an operator's key."""
         return JSONResponse(service.status().model_dump(mode="json"))
 
     @app.post("/redraft/speculation")
     async def speculation(raw: Request) -> JSONResponse:
-        """Takes `{"on": true}` or `{"on": false}`; answers `{"speculating": …}`, false if there is no good draft."""
+        """Takes `{"on": true}` or `{"on": false}`; answers `{"speculating": …}`, false if there is no good draft.
+
+        Needs an operator's key.
+        """
         body = await _body(raw)
         if body.keys() != {"on"} or not isinstance(body["on"], bool):
             raise Refusal(400, 'wanted {"on": true} or {"on": false}', "on")
@@ -94,11 +97,15 @@ async def _body(raw: Request) -> dict[str, Any]:
 async def _generate(service: Service, handler: Handler, raw: Request) -> Response:
     body = await _body(raw)
     check_limits(body)
-    by_step = wants_steps(raw.headers)
+    caller = raw.scope["redraft.caller"]
+    by_step = wants_steps(raw.headers, caller)
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
-    recorder.expect(describe_origin(request_id, raw.headers, body, raw.scope["redraft.key"]))
+    origin = describe_origin(request_id, raw.headers, body, caller)
+    turn = await service.turns.take(origin.key, service.turns.cost(origin.key, body, len(await raw.body())))
+    raw.scope["redraft.at_end"].append(turn.end)
+    recorder.expect(origin._replace(domain=service.domains.admit(origin.key, origin.domain)))
     try:
-        answer = await answered(handler(body, raw))
+        answer = await answered(handler(body | {"priority": turn.priority}, raw), body)
     except BaseException:
         recorder.forget(request_id)
         raise

@@ -9,8 +9,8 @@ from models.engines import Completion, Engine
 from models.golden import Golden, equal_output
 from services.probation import answer, answers, differs_itself
 
-# Turn in a full engine: after every request, which have 0.
-LAST = 1
+# Turn in a full engine: after every request, whose turn is how many sequences their key runs.
+LAST = 1 << 16
 NUM_LOOKS = 2
 
 

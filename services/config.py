@@ -1,28 +1,15 @@
 """What one service is started with: a JSON file, read once."""
 
-import ipaddress
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from infra.consent import Consent
 from models import catalog
 from models.engines.vllm import Params, require_tool_parser
 from models.params import Frozen, validate
 from models.serving import Serving
-
-
-class ApiKey(Frozen):
-    """An accepted bearer key, and what its owner agreed to have logged; nothing agreed is None."""
-
-    key: str = Field(pattern=r"^[\x21-\x7e]{8,512}$", repr=False)
-    log: Consent | None = None
-
-
-def _as_key(value: object) -> object:
-    return {"key": value} if isinstance(value, str) else value
 
 
 class ServiceConfig(Frozen):
@@ -33,14 +20,14 @@ class ServiceConfig(Frozen):
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
         follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
         engine: table of the engine, with its name and Params.
-        registry_uri: MLflow's store.
-        artifact_root: where MLflow keeps files.
+        mlflow_uri: MLflow's store.
+        mlflow_files: where MLflow keeps files.
         querylog: the SQLite file.
         cache: where downloaded versions lie.
         state: the JSON file that remembers good and refused drafts over a restart.
-        host: address to bind; other than loopback it needs `api_keys`.
+        keys: the file of the accepted keys (infra/keys.py).
+        host: address to bind; other than loopback it needs a client's key.
         port: TCP port.
-        api_keys: accepted keys, as text or with a logging policy; none means that none is asked for.
         served_name: the model's name in requests.
         orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.
         serve: how it serves, as table [serve] of a recipe says.
@@ -50,14 +37,14 @@ class ServiceConfig(Frozen):
     target_version: int = Field(default=0, ge=0)
     follow_drafts: bool = True
     engine: dict[str, Any] = {"name": "vllm"}  # noqa: RUF012 - pydantic copies defaults
-    registry_uri: str = Field(min_length=1)
-    artifact_root: Path
+    mlflow_uri: str = Field(min_length=1)
+    mlflow_files: Path
     querylog: Path
     cache: Path
     state: Path
+    keys: Path
     host: str = "127.0.0.1"
     port: int = Field(ge=1, le=65535)
-    api_keys: tuple[Annotated[ApiKey, BeforeValidator(_as_key)], ...] = ()
     served_name: str = Field(default="target", pattern=r"^[\w./:-]{1,128}$")
     orchestrator: str = ""
     serve: Serving = Serving()
@@ -69,16 +56,15 @@ class ServiceConfig(Frozen):
             require_tool_parser(serve.tool_parser)
         return serve
 
-    @field_validator("target_dir", "artifact_root", "querylog", "cache", "state")
+    @field_validator("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
     @classmethod
     def _absolute(cls, path: Path) -> Path:
         return path.expanduser().absolute()  # a replica is another process with another working directory
 
-    @model_validator(mode="after")
-    def _strangers_need_a_key(self) -> "ServiceConfig":
-        if not self.api_keys and not is_loopback(self.host):
-            raise ValueError(f"host {self.host} is reachable from other machines, so api_keys must not be empty")
-        return self
+    @property
+    def follows(self) -> bool:
+        """Whether drafts are served: they are followed, and the engine is to draft anything."""
+        return self.follow_drafts and self.engine_params().num_draft_tokens > 0
 
     def engine_params(self) -> Params:
         """Return the engine's parsed settings; ValueError names a wrong key, or an engine that has no endpoint."""
@@ -86,14 +72,6 @@ class ServiceConfig(Frozen):
         if not isinstance(params, Params):
             raise ValueError(f'engine "{params.name}" has no endpoint; the service runs "vllm"')
         return params
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address; a name other than localhost does not count."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_config(path: Path) -> ServiceConfig:

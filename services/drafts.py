@@ -15,11 +15,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from infra.memory import free_memory_gib
 from infra.registry import ForeignVersion, Registry, Version, is_quarantined
 from infra.store import StoreUnavailable
 from models.drafts import UnknownFamily, check_draft
 from models.targets import TargetCard
 from services.states import Loaded, Memory, label
+
+# A draft's file is read whole, and its tensors are made anew beside those that serve.
+COPIES_OF_A_SWAP = 2
+WEIGHTS = "*.safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,10 @@ class Unfit(ValueError):
 
 class OtherReplica(ValueError):
     """The draft can't be swapped into this engine; a replica that boots with it serves it."""
+
+
+class ShortOfMemory(Exception):
+    """A second draft does not fit beside the one that serves, now."""
 
 
 def read_memory(path: Path) -> Memory:
@@ -139,6 +148,19 @@ class DraftSource:
             check_draft(draft.directory, boot.directory, self._target)
         except ValueError as error:
             raise OtherReplica(f"{name} needs a replica of its own: {error}") from error
+
+
+def require_room(draft: Loaded, min_free_gib: float) -> None:
+    """Raise ShortOfMemory if the machine has not the memory to load a draft beside the one that serves.
+
+    Args:
+        draft: a fetched one.
+        min_free_gib: what must be left.
+    """
+    num_bytes = sum(file.stat().st_size for file in draft.directory.glob(WEIGHTS))
+    wanted_gib = COPIES_OF_A_SWAP * num_bytes / 2**30 + min_free_gib
+    if (free_gib := free_memory_gib()) < wanted_gib:
+        raise ShortOfMemory(f"{free_gib:.2f} GiB of memory are free, a swap wants {wanted_gib:.2f}")
 
 
 def choose_boot_draft(

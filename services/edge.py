@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.access import ANSWER_MARK, REQUEST_HEADERS, Refusal
 from services.config import read_config
+from services.failures import place_of
 
 # The proxy is a process of Ray's: it learns by this variable which configuration it stands before.
 CONFIG_VARIABLE = "SERVICE_CONFIG"
@@ -60,8 +61,8 @@ class Edge:
         answer = _Answer(send)
         try:
             await self._app(inner, _replayed(body, receive), answer.see)
-        except Exception:
-            log.exception("the proxy failed on %r", scope["path"])
+        except Exception as error:  # noqa: BLE001 - the edge
+            log.error("the proxy failed on a request: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
         if not answer.started:
             await answer.refusal.response()(scope, receive, send)
         elif answer.cut_stream:

@@ -61,6 +61,15 @@ class NeedsReplica:
 
 
 @dataclass(frozen=True)
+class NoRoom:
+    """A champion is sound, and there is too little memory to load it beside the draft that serves."""
+
+    version: Version
+    reason: str
+    now_s: float
+
+
+@dataclass(frozen=True)
 class Swapped:
     """The engine took the candidate."""
 
@@ -139,8 +148,8 @@ class Reported:
 
 
 Event = (
-    Ticked | Switched | Named | Fetched | MadeForAnother | NeedsReplica | Swapped | Passed | Failed | Undecided
-    | CalledOff | Checked | Restored | Exhausted | Late | Quarantined | Reported
+    Ticked | Switched | Named | Fetched | MadeForAnother | NeedsReplica | NoRoom | Swapped | Passed | Failed
+    | Undecided | CalledOff | Checked | Restored | Exhausted | Late | Quarantined | Reported
 )  # fmt: skip
 
 
@@ -182,7 +191,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get a champion's files and check them; brings `Fetched`, `MadeForAnother`, `NeedsReplica` or `Failed`."""
+    """Get a champion's files and check them.
+
+    Brings `Fetched`, `MadeForAnother`, `NeedsReplica`, `NoRoom` or `Failed`.
+    """
 
     version: Version
 

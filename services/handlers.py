@@ -1,23 +1,42 @@
 """What a client is told of what the engine's handlers refuse."""
 
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from models.engines.vllm.openai import Answer, EngineStopped, Refused
 from services.access import INTERNAL_ERROR, Refusal
+from services.failures import place_of
 
 UNAVAILABLE = Refusal(503, "the engine is not running; it is being restarted", code="engine_unavailable")
 NOT_IMPLEMENTED = 501
+# What reading a tool's odd parameters fails with; anything else is a failure of ours.
+ODD = (LookupError, AttributeError, RecursionError)
+
+log = logging.getLogger(__name__)
 
 
-async def answered(running: Awaitable[Answer]) -> Answer:
-    """Return a handler's answer; Refusal for what it refused."""
+async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answer:
+    """Return a handler's answer.
+
+    Args:
+        running: the handler.
+        body: the request's JSON. What reads the parameters of its tools fails in more ways than it names.
+
+    Raises:
+        Refusal: what the handler refused.
+    """
     try:
         return await running
     except Refused as error:
         raise from_error(error.body) from error
     except EngineStopped as error:
         raise UNAVAILABLE from error
+    except ODD as error:
+        if not body.get("tools"):
+            raise
+        log.warning("a request's tools could not be used: %s", place_of(error))
+        raise Refusal(400, "tools can't be used as they are", "tools", "invalid_schema") from error
 
 
 def from_error(body: dict[str, Any]) -> Refusal:

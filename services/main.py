@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from infra.home import open_home
+from infra.home import close_to_others, open_home
+from infra.keys import bring_keys, require_client
 from infra.processes import require_port_free
+from infra.service_process import serving
 from infra.settings import load_settings
 from services.config import read_config
 
@@ -29,19 +31,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m services.main", description="Serve a target and its draft.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file, see services/config.py")
     arguments = parser.parse_args(argv)
-    try:
-        settings = load_settings()
-        open_home(settings)
-        config = read_config(arguments.config)
-        config.engine_params()
-        require_port_free(config.host, config.port)
-    except ValueError as error:
-        print(f"services.main: {error}", file=sys.stderr)
-        return 2
-    settings.prepare_environment()
-    return _watch(
-        [sys.executable, "-m", "services.runner", str(arguments.config)], config.serve.drain_s + SHUTDOWN_GRACE_S
-    )
+    with ExitStack() as held:
+        try:
+            settings = load_settings()
+            open_home(settings)
+            close_to_others(settings.home)
+            config = read_config(arguments.config)
+            config.engine_params()
+            bring_keys(config.keys, [(key, None) for key in settings.api_keys])
+            require_client(config.keys, config.host)
+            require_port_free(config.host, config.port)
+            held.enter_context(serving(settings.home, f"http://{config.host}:{config.port}"))
+        except ValueError as error:
+            print(f"services.main: {error}", file=sys.stderr)
+            return 2
+        settings.prepare_environment()
+        grace_s = config.serve.drain_s + SHUTDOWN_GRACE_S
+        return _watch([sys.executable, "-m", "services.runner", str(arguments.config)], grace_s)
 
 
 def _watch(argv: list[str], grace_s: float) -> int:

@@ -28,7 +28,9 @@ class StatusCollector(Collector):
             events.add_metric([event], number)
         yield events
         tau = GaugeMetricFamily(
-            "redraft_mean_accepted_length", "τ over the last 256 requests of a domain, 1 is no gain.", labels=["domain"]
+            "redraft_mean_accepted_length",
+            "τ over the last 64 requests of a domain that the draft drafted alone, 1 is no gain.",
+            labels=["domain"],
         )
         for domain, figures in status.acceptance.items():
             tau.add_metric([domain], figures.mean_accepted_length)
@@ -37,9 +39,38 @@ class StatusCollector(Collector):
         yield CounterMetricFamily(
             "redraft_log_dropped", "Rows that did not reach the query log.", value=status.log.dropped
         )
+        captured = CounterMetricFamily(
+            "redraft_captured", "Requests whose hidden states were wanted, by what became of them.", labels=["outcome"]
+        )
+        for outcome, number in status.captured.items():
+            captured.add_metric([outcome], number)
+        yield captured
         yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status.tokens)
         yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
         yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
+        if status.pace is not None:
+            pace = GaugeMetricFamily(
+                "redraft_expected_tokens_per_second",
+                "Expected of all running requests, as they are drafted and without any draft.",
+                labels=["drafting"],
+            )
+            pace.add_metric(["planned"], status.pace.tokens_per_s)
+            pace.add_metric(["none"], status.pace.plain_tokens_per_s)
+            yield pace
+            drafted = GaugeMetricFamily(
+                "redraft_draft_tokens", "Tokens that the draft drafts in a step, by why so many.", labels=["why"]
+            )
+            drafted.add_metric([status.pace.why], status.pace.num_draft_tokens)
+            yield drafted
+        speed = GaugeMetricFamily(
+            "redraft_request_tokens_per_second",
+            "Of one request, measured from the times of steps: as it is drafted, and without any draft.",
+            labels=["domain", "drafting"],
+        )
+        for domain, measured in status.speed.items():
+            speed.add_metric([domain, "planned"], measured.tokens_per_s)
+            speed.add_metric([domain, "none"], measured.plain_tokens_per_s)
+        yield speed
         yield GaugeMetricFamily(
             "redraft_fault",
             "1 while the canary prompts show a broken draft or engine.",

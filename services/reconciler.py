@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from infra.registry import Version, is_quarantined
 from infra.store import NotFound, StoreUnavailable
-from models.acceptance import Trace
+from models.acceptance import Tally
 from models.canary import lost_on_traffic
 from models.engines import Engine
 from models.golden import Golden
 from services import events, transitions
 from services.canaries import look
 from services.config import ServiceConfig
-from services.drafts import DraftSource, OtherReplica, Unfit, remember
+from services.drafts import DraftSource, OtherReplica, ShortOfMemory, Unfit, remember, require_room
 from services.events import Action, Event
 from services.probation import TargetDiffers, prove
 from services.states import DraftState, Loaded, Memory, Patience, label
@@ -43,7 +43,7 @@ class Surroundings(NamedTuple):
     """
 
     num_in_flight: Callable[[], int] = lambda: 0
-    recent: Callable[[str], Sequence[Trace]] = lambda draft: ()
+    recent: Callable[[str], Sequence[Tally]] = lambda draft: ()
     tell: Callable[[str, str], None] = lambda event, text: None
 
 
@@ -159,10 +159,13 @@ class Reconciler:
     async def _fetch(self, version: Version) -> Event:
         try:
             draft = await self._ready(version)
+            require_room(draft, self._config.serve.min_free_memory_gib)
         except Unfit as error:
             return events.MadeForAnother(version, str(error))
         except OtherReplica as error:
             return events.NeedsReplica(str(error))
+        except ShortOfMemory as error:
+            return events.NoRoom(version, str(error), time.monotonic())
         except ValueError as error:
             return events.Failed(version, str(error), time.monotonic())
         return events.Fetched(draft, time.monotonic())

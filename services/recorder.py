@@ -4,8 +4,9 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-Acceptance is kept by the draft that a request began with: another draft's says nothing of this one, and a stream that
-outlasts a swap counts for its own.
+Acceptance is that of requests which the draft was drawn to draft alone (services/alone.py), and is kept by the draft
+that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts for its
+own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped.
@@ -18,13 +19,14 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
 from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
-from models.acceptance import Trace, acceptance_rate, mean_accepted_length
+from models.acceptance import Tally
 from models.params import Frozen
 from models.tokens import rewrite
 from services.access import Origin
@@ -37,12 +39,19 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-ROLLING = 256
-MAX_DOMAINS = 64
+ROLLING = 64
+LATELY = 256
+MAX_DOMAINS = 128
 MAX_DRAFTS = 4
 MAX_LEFT = 256
 
+Settle = Callable[["Completion", str | None], None]
+
 log = logging.getLogger(__name__)
+
+
+def no_states(completion: "Completion", row_id: str | None) -> None:
+    """Do nothing: no hidden states are captured."""
 
 
 class Asked(Protocol):
@@ -58,15 +67,18 @@ class Speculated(Frozen):
         draft_version: number of the draft in the registry, "" without one.
         drafted: tokens drafted.
         accepted: drafted tokens that the target kept.
+        looked_up: those of them that were not drafted by the draft model, but stood in the request or in an earlier
+            answer to its key.
         steps: verification steps.
         mean_accepted_length: τ, 1 + accepted / steps; null without a step.
-        drafted_per_step: tokens drafted in each step; left out unless `X-Redraft-Steps` asks for it.
+        drafted_per_step: tokens drafted in each step; left out unless an operator asks with `X-Redraft-Detail: steps`.
         accepted_per_step: tokens accepted in each step; likewise.
     """
 
     draft_version: str
     drafted: int
     accepted: int
+    looked_up: int
     steps: int
     mean_accepted_length: float | None
     drafted_per_step: list[int] | None = None
@@ -76,19 +88,30 @@ class Speculated(Frozen):
 class Recorder:
     """Holds what is known of running requests and hands finished ones to the log; never makes a request wait.
 
+    `settle` is told of each generation that ended, with the row that holds it as it was served, None if there is none.
+
     Attributes:
         dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
         tokens: completion tokens served.
     """
 
-    def __init__(self, writer: BackgroundWriter, tokenizer: Any, target_version: int, capacity: int = 1024) -> None:
+    def __init__(
+        self,
+        writer: BackgroundWriter,
+        tokenizer: Any,
+        target_version: int,
+        capacity: int = 1024,
+        settle: Settle = no_states,
+    ) -> None:
         self.dropped = 0
         self.tokens = 0
+        self._settle = settle
         self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
         self._running: dict[str, Origin] = {}
         self._finished: dict[str, list[Completion]] = {}
         self._left: OrderedDict[str, Origin] = OrderedDict()
-        self._rolling: OrderedDict[str, dict[str, deque[Trace]]] = OrderedDict()  # by draft, then by domain
+        self._rolling: OrderedDict[str, dict[str, deque[Tally]]] = OrderedDict()  # by draft, then by domain
+        self._unlogged: deque[bool] = deque(maxlen=LATELY)
         self._serial = itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._drain, name="recorder", daemon=True)
@@ -106,16 +129,23 @@ class Recorder:
             if len(self._left) > MAX_LEFT:
                 self._left.popitem(last=False)
 
+    def origin_of(self, generation_id: str) -> Origin | None:
+        """Return the request that a generation belongs to, by the engine's id of it; None if it is nobody's."""
+        found = REQUEST_ID.search(generation_id)
+        return (self._running.get(found[0]) or self._left.get(found[0])) if found else None
+
     def finished(self, completion: "Completion", params: Asked) -> None:
         """Take a finished generation; the engine calls it in the event loop."""
-        found = REQUEST_ID.search(completion.request_id)
-        origin = (self._running.get(found[0]) or self._left.pop(found[0], None)) if found else None
+        origin = self.origin_of(completion.request_id)
         if origin is None or params.n > 1:
             return
+        self._left.pop(origin.request_id, None)
         siblings = self._finished.setdefault(origin.request_id, []) if origin.request_id in self._running else []
         siblings.append(completion)
         self.tokens += len(completion.token_ids)
-        self._watch(completion, origin.domain)
+        if origin.speculation != "head":
+            self._watch(completion, origin.domain)
+        self._unlogged.append(origin.consent == "none")
         if origin.consent == "none":
             return
         row_id = f"{completion.request_id[:96]}.{len(siblings)}"
@@ -124,6 +154,7 @@ class Recorder:
             self._queue.put_nowait((completion, sampling, origin, row_id))
         except queue.Full:
             self.dropped += 1
+            self._settle(completion, None)
 
     def usage(self, request_id: str, by_step: bool = False) -> dict[str, Any] | None:
         """Return what speculation did for a request so far, as the response reports it; None if nothing finished."""
@@ -133,10 +164,17 @@ class Recorder:
         drafted = sum(sum(completion.drafted) for completion in completions)
         accepted = sum(sum(completion.accepted) for completion in completions)
         steps = sum(len(completion.drafted) for completion in completions)
+        looked_up = (
+            kept
+            for completion in completions
+            for match, kept in zip(completion.matches, completion.accepted, strict=False)
+            if match
+        )
         speculated = Speculated(
             draft_version=completions[-1].draft_version,
             drafted=drafted,
             accepted=accepted,
+            looked_up=sum(looked_up),
             steps=steps,
             mean_accepted_length=round(1 + accepted / steps, 4) if steps else None,
             drafted_per_step=[count for completion in completions for count in completion.drafted],
@@ -147,25 +185,33 @@ class Recorder:
     def acceptance(self, draft_version: str) -> dict[str, DomainAcceptance]:
         """Return the acceptance of each domain's last requests that began with a draft."""
         figures: dict[str, DomainAcceptance] = {}
-        for domain, traces in sorted(self._rolling.get(draft_version, {}).items()):
-            kept = list(traces)
+        for domain, tallies in sorted(self._rolling.get(draft_version, {}).items()):
+            drafted, accepted, steps = (
+                sum(of) for of in zip(*((one.drafted, one.accepted, one.steps) for one in tallies), strict=True)
+            )
             figures[domain] = DomainAcceptance(
-                requests=len(kept),
-                acceptance_rate=acceptance_rate(kept) if any(map(_drafted, kept)) else None,
-                mean_accepted_length=mean_accepted_length(kept),
+                requests=len(tallies),
+                acceptance_rate=accepted / drafted if drafted else None,
+                mean_accepted_length=1 + accepted / steps,
             )
         return figures
 
-    def recent(self, draft_version: str) -> list[Trace]:
-        """Return the last requests that began with a draft, the oldest first, at most so many of each domain."""
-        traces = (trace for window in self._rolling.get(draft_version, {}).values() for trace in window)
-        return sorted(traces, key=lambda trace: int(trace.request_id))
+    def recent(self, draft_version: str, after: int = -1) -> list[Tally]:
+        """Return the last requests that began with a draft, the oldest first, at most so many of each domain.
+
+        Args:
+            draft_version: the draft.
+            after: number of the last one that the caller knows already.
+        """
+        domains = self._rolling.get(draft_version, {}).values()
+        return sorted(one for tallies in domains for one in tallies if one.number > after)
 
     def counts(self) -> LogCounts:
         """Return rows written and dropped, and the last error."""
         return LogCounts(
             written=self._writer.written,
             dropped=self._writer.dropped + self.dropped,
+            unlogged=sum(self._unlogged),
             last_error=self._writer.last_error,
         )
 
@@ -180,7 +226,7 @@ class Recorder:
         self._writer.close(max(0.1, deadline_s - time.monotonic()))
 
     def _watch(self, completion: "Completion", domain: str) -> None:
-        if not completion.speculating or not completion.drafted:
+        if not completion.speculating or not completion.drafted or completion.drafting != "head":
             return
         if completion.draft_version not in self._rolling and len(self._rolling) >= MAX_DRAFTS:
             self._rolling.popitem(last=False)
@@ -188,23 +234,26 @@ class Recorder:
         self._rolling.move_to_end(completion.draft_version)
         if domain not in windows and len(windows) >= MAX_DOMAINS:
             domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
-        trace = Trace(
-            request_id=str(next(self._serial)),
-            token_ids=(),
-            drafted=completion.drafted,
-            accepted=completion.accepted,
+        tally = Tally(
+            number=next(self._serial),
             domain=domain,
+            steps=len(completion.drafted),
+            drafted=sum(completion.drafted),
+            accepted=sum(completion.accepted),
         )
-        windows.setdefault(domain, deque(maxlen=ROLLING)).append(trace)
+        windows.setdefault(domain, deque(maxlen=ROLLING)).append(tally)
 
     def _drain(self) -> None:
         while (job := self._queue.get()) is not None:
+            row_id = None
             try:
-                if (row := self._row(*job)) is not None:
-                    self._writer.offer(row)
+                row = self._row(*job)
+                if row is not None and self._writer.offer(row) and row.drafted_ids is not None:
+                    row_id = row.id
             except Exception as error:  # noqa: BLE001 - the edge: a row that can't be made must not end the thread
                 self.dropped += 1
                 log.warning("a row was dropped: %s", type(error).__name__)  # its text may quote the request
+            self._settle(job[0], row_id)
 
     def _row(self, completion: "Completion", sampling: dict[str, Any], origin: Origin, row_id: str) -> QueryRow | None:
         row = QueryRow(
@@ -224,6 +273,8 @@ class Recorder:
             first_token_ms=completion.first_token_ms,
             per_token_ms=completion.per_token_ms,
             speculating=completion.speculating,
+            drafting=completion.drafting,
+            matches=list(completion.matches) or None,
         )
         if origin.consent != "full":
             return redact(row, origin.consent)
@@ -233,7 +284,7 @@ class Recorder:
         steps: dict[str, Any] = (
             {"drafted_ids": [list(step) for step in completion.drafted_ids]}
             if same
-            else {"drafted": None, "accepted": None}
+            else {"drafted": None, "accepted": None, "matches": None}
         )
         content: dict[str, Any] = {
             "prompt": prompt,
@@ -242,7 +293,3 @@ class Recorder:
             "completion_ids": completion_ids,
         }
         return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
-
-
-def _drafted(trace: Trace) -> bool:
-    return any(trace.drafted)

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 from ray import serve
 
 from infra.doctor import openmp_preload
+from infra.service_process import compiled_folder
 from models.engines.vllm import child_environment
 from services.config import ServiceConfig
+from services.failures import VLLM_LOGGING
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 # The engine has processes of its own; Serve only keeps books of this.
 REPLICA_CPUS = 1
+OTHER_REQUESTS = 16  # for health, status and metrics
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 
@@ -29,6 +32,7 @@ class Replica:
     async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
         from services.service import Service
 
+        logging.basicConfig(format="%(asctime)s %(name)s %(message)s")  # without a handler, warnings alone are shown
         for name in ("services", "models.engines"):
             logging.getLogger(name).setLevel(logging.INFO)
         self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
@@ -51,10 +55,12 @@ class Replica:
 def deployment(config: ServiceConfig) -> serve.Application:
     """Return the Serve application of one configuration."""
     params = config.engine_params()
-    environment = {**child_environment(params), **openmp_preload()}
+    compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.cache))}
+    environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}
     deployed = serve.deployment(
         name="replica",
-        max_ongoing_requests=config.serve.limits.max_ongoing_requests,
+        # What runs and what waits is decided in the replica, by key (services/turns.py); all of it must get there.
+        max_ongoing_requests=params.max_num_seqs + config.serve.limits.max_queued_requests + OTHER_REQUESTS,
         max_queued_requests=config.serve.limits.max_queued_requests,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

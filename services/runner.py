@@ -5,10 +5,12 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
+from infra.memory import SERVICE_ENDS_AT
+from infra.secret import home_secret
+from infra.service_process import ray_folder
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_config
 from services.edge import CONFIG_VARIABLE
@@ -17,8 +19,6 @@ APP_NAME = "redraft"
 NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
-# Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
-MAX_RAY_DIR = 40
 PR_SET_PDEATHSIG = 1
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -26,24 +26,37 @@ RAY_VARIABLES = {
     "RAY_DEDUP_LOGS": "0",
     # Off, as on a desktop: a node that is asked to live on loopback does, instead of looking for another address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Whatever wakes up on one core of two stalls the engine at its next barrier; an idle Ray costs it 5 to 10%.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "2",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "2000",
     "RAY_worker_niceness": "0",  # 15 by default: whatever trains beside the replica would come first
+    # What trains ends itself before this share is used, see there; 1000 would offer the replica to the kernel first.
+    "RAY_memory_usage_threshold": str(SERVICE_ENDS_AT),
+    "RAY_worker_oom_score_adjustment": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.edge.middlewares",
 }
 
 log = logging.getLogger(__name__)
 
 
-def run(config: ServiceConfig, ray_dir: Path) -> int:
-    """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started."""
+def run(config: ServiceConfig, home: Path) -> int:
+    """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started.
+
+    Raises:
+        ValueError: see `ray_folder`.
+    """
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
+    # By default a token lies in the user's folder, where another program's umask may have left it open.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
     import ray  # reads the variables when it is imported
     from ray import serve
 
     from services.replica import deployment
 
-    if len(str(ray_dir)) > MAX_RAY_DIR:
-        ray_dir = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
-    ray_dir.mkdir(parents=True, exist_ok=True)
+    ray_dir = ray_folder(home)
     ended = threading.Event()
     ray.init(
         address="local",
@@ -79,7 +92,11 @@ def main(path: Path) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Ray's reaper then ends the rest of the group
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     os.environ[CONFIG_VARIABLE] = str(path.absolute())
-    return run(read_config(path), load_settings().home / "ray")
+    try:
+        return run(read_config(path), load_settings().home)
+    except ValueError as error:
+        print(f"services.runner: {error}", file=sys.stderr, flush=True)
+        return 2
 
 
 if __name__ == "__main__":

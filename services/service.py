@@ -8,28 +8,42 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from infra.captured import CapturedFiles
 from infra.events import ACCEPTANCE_FELL, EVERY_DOMAIN, Emitter
+from infra.keys import is_loopback
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
-from infra.registry import Registry
-from infra.status import ServiceStatus
+from infra.registry import open_registry
+from infra.settings import COSTS
+from infra.status import Pace, ServiceStatus, Speed
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from models import watch
-from models.engines.vllm import VllmEngine
+from models.engines.vllm import Params, VllmEngine
+from models.engines.vllm.drafting import Wishes
+from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.golden import load_golden
 from models.targets import describe
-from services.access import Admission
+from services.access import Admission, Keys
+from services.alone import Alone
 from services.boot import start_engine
+from services.capture import Capture
 from services.config import ServiceConfig
+from services.domains import Domains
 from services.drafts import DraftSource
 from services.reconciler import Reconciler, Surroundings
-from services.recorder import Recorder
-from services.states import DraftState, Loaded, Memory
+from services.recorder import Recorder, no_states
+from services.states import DraftState, Loaded, Memory, label
+from services.turns import Turns
 
 UNFOLLOWED = replace(DraftState.started(None, Memory()), fallback="drafts are not followed")
+UNDRAFTED = replace(UNFOLLOWED, fallback="num_draft_tokens is 0, so no draft is served")
+
+# How soon a running service forgets what was erased.
+ERASURES_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +52,30 @@ class Service:
     """Made by `start`, ended by `close`."""
 
     def __init__(
-        self, config: ServiceConfig, engine: VllmEngine, handlers: Handlers, reconciler: Reconciler | None
+        self,
+        config: ServiceConfig,
+        engine: VllmEngine,
+        handlers: Handlers,
+        reconciler: Reconciler | None,
+        capture: Capture | None = None,
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
-        self.admission = Admission(config.api_keys)
+        self.admission = Admission(Keys(config.keys, is_loopback(config.host)))
+        self.domains = Domains()
+        engine_params = config.engine_params()
+        self.turns = Turns(config.serve.limits, engine_params.max_num_seqs, engine_params.max_model_len)
         writer = BackgroundWriter(QueryLog(config.querylog))
-        self.recorder = Recorder(writer, handlers.tokenizer, config.target_version)
-        engine.on_finish = self.recorder.finished
+        self._capture = capture
+        settle = capture.settle if capture is not None else no_states
+        self.recorder = Recorder(writer, handlers.tokenizer, config.target_version, settle=settle)
+        engine.on_finish, engine.wishes_of = self.recorder.finished, self._wishes_of
+        self._alone, self._doubted = Alone(), frozenset[str]()
         self._started_s = time.monotonic()
         self._events = Emitter(config.orchestrator)
         self._tasks = [asyncio.create_task(self._watch(), name="watch")]
+        self._tasks.append(asyncio.create_task(self._follow_erasures(), name="erasures"))
+        if capture is not None:
+            self._tasks.append(asyncio.create_task(capture.run(), name="capture"))
         if reconciler is not None:
             reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, self.recorder.recent, self._tell)
             self._tasks.append(asyncio.create_task(reconciler.run(), name="reconciler"))
@@ -61,19 +89,25 @@ class Service:
             RuntimeError: the engine does not start, even without a draft.
         """
         counts: Counter[str] = Counter()
-        if not config.follow_drafts:
-            engine = await VllmEngine.start(config.target_dir, None, config.engine_params(), config.served_name)
-            follow = None
+        if not config.follows:
+            if config.follow_drafts:
+                log.warning("%s", UNDRAFTED.fallback)
+            engine = await _measured(config, config.engine_params())
+            follow = capture = None
         else:
             target = await asyncio.to_thread(describe, config.target_dir)
             goldens, threshold = load_golden(config.target_dir)
-            registry = Registry(config.registry_uri, config.artifact_root)
+            registry = open_registry(config)
             source = DraftSource(registry, config.cache, target, config.engine_params().num_draft_tokens)
             start = partial(_start, config, source)
             engine, boot, memory = await start_engine(start, source, config.state, counts)
             follow = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
         try:
-            return cls(config, engine, await Handlers.build(engine, config.serve.tool_parser), follow)
+            if follow is not None:
+                files = CapturedFiles(config.querylog)
+                capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
+            built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
+            return cls(config, engine, built, follow, capture)
         except BaseException:
             await engine.close()
             raise
@@ -95,7 +129,7 @@ class Service:
 
     def status(self) -> ServiceStatus:
         """Return what /redraft/status shows."""
-        state, counts = UNFOLLOWED, Counter[str]()
+        state, counts = UNDRAFTED if self.config.follow_drafts else UNFOLLOWED, Counter[str]()
         if self.reconciler is not None:
             state, counts = self.reconciler.state, self.reconciler.counts
         now_s = time.monotonic()
@@ -104,6 +138,9 @@ class Service:
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
+            pace=None if (pace := self.engine.pace) is None else Pace(**pace._asdict()),
+            speed={domain: Speed(**speed._asdict()) for domain, speed in sorted(self.engine.speeds.items())},
+            mode=str(self.engine.mode),
             fallback=state.fallback,
             fault=state.fault,
             replacement=state.replacement,
@@ -115,6 +152,7 @@ class Service:
             reconciler=counts,
             acceptance=self.recorder.acceptance(self.engine.draft_version),
             log=self.recorder.counts(),
+            captured={} if self._capture is None else self._capture.counts,
             events=self._events.counts(),
             tokens=self.recorder.tokens,
             requests={str(status): number for status, number in sorted(self.admission.responses.items())},
@@ -142,8 +180,51 @@ class Service:
         await asyncio.to_thread(self._events.close)
         await self.engine.close()
 
+    def _wishes_of(self, generation_id: str) -> Wishes:
+        """Return how a generation is to be drafted; the engine asks in the event loop."""
+        origin = self.recorder.origin_of(generation_id)
+        if origin is None or origin.speculation == "off":
+            return Wishes("auto" if origin is None else "off")
+        serving = None if self.reconciler is None else self.reconciler.state.serving
+        alone = origin.speculation == "head" or self._draws(origin.domain)
+        return Wishes(
+            drafting="head" if alone else "auto",
+            domain=origin.domain,
+            key=origin.key or "",
+            promised=serving.version.lineage.tau.get(origin.domain, 0.0) if serving is not None else 0.0,
+            capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
+        )
+
+    def _draws(self, domain: str) -> bool:
+        pace = self.engine.pace
+        resting = 0 if pace is None or pace.num_draft_tokens else self.admission.in_flight
+        return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, resting)
+
     def _tell(self, event: str, text: str) -> None:
         self._events.emit(event, EVERY_DOMAIN, {"text": text})
+
+    async def _follow_erasures(self) -> None:
+        """Forget recent answers when rows were erased: which of them were the person's, nobody knows any more."""
+        journal = QueryLog(self.config.querylog)
+
+        def last_erasure() -> int:
+            try:
+                return journal.last_erasure()
+            finally:
+                journal.close()  # each look may come from another thread
+
+        seen: int | None = None
+        while True:
+            try:
+                last = await asyncio.to_thread(last_erasure)
+            except (sqlite3.Error, OSError, ValueError) as error:
+                log.warning("nobody could look whether rows were erased: %s", error)
+            else:
+                if seen is not None and last > seen:
+                    num_tokens = await self.engine.forget_answers()
+                    log.warning("erasure %d: forgot %d tokens of recent answers", last, num_tokens)
+                seen = last
+            await asyncio.sleep(ERASURES_S)
 
     async def _watch(self) -> None:
         """Keep for the trigger which domains fell short of what the champion was promoted for, and which did not.
@@ -151,17 +232,20 @@ class Service:
         It is told anew at every look, so nothing is lost if the file can't be written now.
         """
         params, trigger = self.config.serve.watch, TriggerFile(self.config.querylog)
+        judge, judged, last = watch.Judge({}, params), "", -1
         while True:
             await asyncio.sleep(params.period_s)
             state = self.reconciler.state if self.reconciler is not None else None
             if state is None or state.serving is None or state.serving.version.number != state.champion:
                 continue  # of a draft that is being replaced nothing needs to be told
-            draft = str(state.serving.version.number)
-            served = {domain: figures.model_dump() for domain, figures in self.recorder.acceptance(draft).items()}
-            events = {
-                domain: _event(state.serving.version.number, standing)
-                for domain, standing in watch.look(state.serving.version.lineage.tau, served, params).items()
-            }
+            version = state.serving.version
+            if judged != label(version):
+                judge, judged = watch.Judge(version.lineage.tau, params), label(version)
+            if tallies := self.recorder.recent(str(version.number), last):
+                judge.take(tallies)
+                last = tallies[-1].number
+            self._doubted = judge.doubted()
+            events = {domain: _event(version.number, standing) for domain, standing in judge.standings().items()}
             try:
                 changed = await asyncio.to_thread(trigger.tell, events)
             except (sqlite3.Error, OSError, ValueError) as error:
@@ -183,7 +267,7 @@ async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | Non
     """Start an engine with a draft, or with the target alone."""
     params = config.engine_params()
     if draft is None:
-        return await VllmEngine.start(config.target_dir, None, params, config.served_name)
+        return await _measured(config, params)
     version, num_draft_tokens = str(draft.version.number), source.served_k(draft.version)
     if num_draft_tokens != params.num_draft_tokens:
         log.warning(
@@ -193,4 +277,17 @@ async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | Non
             params.num_draft_tokens,
         )
     own = params.model_copy(update={"num_draft_tokens": num_draft_tokens})
-    return await VllmEngine.start(config.target_dir, draft.directory, own, config.served_name, version)
+    return await _measured(config, own, draft.directory, version)
+
+
+async def _measured(config: ServiceConfig, params: Params, draft: Path | None = None, version: str = "") -> VllmEngine:
+    """Start an engine, and measure what its steps take."""
+    engine = await VllmEngine.start(
+        config.target_dir, draft, params, config.served_name, version, config.cache / COSTS, serves=True
+    )
+    try:
+        await measure(engine)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

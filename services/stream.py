@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from services.access import INTERNAL_ERROR, Refusal
+from services.failures import place_of
 
 DATA = "data: "
 ERROR_START = 'data: {"error"'
@@ -60,8 +61,8 @@ async def _rest(
             elif '"choices":[]' in frame:
                 frame = _with_usage(frame, usage())
             yield frame
-    except Exception:  # the status is long sent; the frame is the only way left to say it
-        log.exception("a stream failed")
+    except Exception as error:  # noqa: BLE001 - the status is long sent; the frame is the only way left to say it
+        log.error("a stream failed: %s", place_of(error))  # noqa: TRY400 - as in services/access.py
         yield _frame(INTERNAL_ERROR.body())
         yield DONE
     finally:

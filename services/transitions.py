@@ -19,6 +19,8 @@ is in services/trials.py.
     UNPROVEN, SERVING ──the draft was quarantined elsewhere, and there is no champion──► OFF
     started without a draft ──► EMPTY: a champion that comes needs another replica
 
+A champion that there is no memory to load beside the served draft is postponed before the engine is touched.
+
 A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be judged,
 because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
 too: it is postponed, and tried again after a wait that doubles each time. The draft that a replica booted with goes on
@@ -62,6 +64,7 @@ from services.events import (
     MadeForAnother,
     Named,
     NeedsReplica,
+    NoRoom,
     Passed,
     Prove,
     PutBack,
@@ -197,6 +200,7 @@ TABLE: Mapping[type[Event], tuple[Rule | None, ...]] = {
     Fetched: (None, _try, None, _try, None, None, None, _try),
     MadeForAnother: (_leave_alone, _leave_alone, None, _leave_alone, None, None, None, _leave_alone),
     NeedsReplica: (_hand_over, _hand_over, None, _hand_over, None, None, None, _hand_over),
+    NoRoom: (None, trials.postpone, None, trials.postpone, None, None, None, trials.postpone),
     Swapped: (None, None, None, None, None, _note_swap, None, None),
     Passed: (None, None, trials.accept, None, None, trials.accept, None, None),
     Failed: (

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
+from infra.registry import Version
 from infra.status import Phase
 from models.canary import Finding
 from services.events import (
@@ -17,6 +18,7 @@ from services.events import (
     Exhausted,
     Failed,
     Late,
+    NoRoom,
     Passed,
     PutBack,
     Remember,
@@ -78,9 +80,13 @@ def refuse_serving(state: DraftState, event: Failed, patience: Patience) -> Step
     return refuse_candidate(replace(state, serving=None), event, patience)
 
 
-def _postpone(state: DraftState, event: Undecided, patience: Patience) -> Step:
+def postpone(state: DraftState, event: NoRoom, patience: Patience) -> Step:
+    """Note that a version could not be loaded; the engine was not touched."""
+    return _postpone(state, event.version, event, patience)
+
+
+def _postpone(state: DraftState, version: Version, event: NoRoom | Undecided, patience: Patience) -> Step:
     """Note that a version could not be judged."""
-    version = present(state.candidate or state.serving).version
     before = state.postponed.get(label(version))
     num_attempts = 1 if before is None else before.num_attempts + 1
     postponed = Postponed.after(num_attempts, event.reason, patience, event.now_s)
@@ -92,13 +98,14 @@ def _postpone(state: DraftState, event: Undecided, patience: Patience) -> Step:
 def postpone_serving(state: DraftState, event: Undecided, patience: Patience) -> Step:
     if state.fault is not None:
         return _pass_over_serving(state, event, patience)
-    state, actions = _postpone(state, event, patience)
+    state, actions = _postpone(state, present(state.serving).version, event, patience)
     state = replace(state, phase=Phase.UNPROVEN)
     return Step(state, (SetSpeculation(state.speculates), *actions))  # the probation may have ended with it off
 
 
 def postpone_candidate(state: DraftState, event: Undecided, patience: Patience) -> Step:
-    state, actions = _postpone(state, event, patience)
+    version = present(state.candidate or state.serving).version
+    state, actions = _postpone(state, version, event, patience)
     return Step(replace(state, phase=Phase.REVERTING, candidate=None), (*actions, Count("reverts"), PutBack()))
 
 

@@ -6,6 +6,7 @@ It comes last: until then, a crash only makes the same window be claimed again. 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from infra.captured import CapturedFiles
 from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.windows import Window
@@ -14,6 +15,8 @@ from tasks.stages.reporting import run_logger
 
 @task(cache_policy=NO_CACHE)
 def advance_cursor(window: Window) -> None:
-    """Move the query log's cursor past a claimed window."""
-    QueryLog(load_settings().querylog).commit(window)
+    """Move the query log's cursor past a claimed window, and let go of hidden states captured of rows before it."""
+    log = QueryLog(load_settings().querylog)
+    log.commit(window)
+    CapturedFiles(log.path).forget(log.ids(window.last_seq))
     run_logger().info("the cursor is at %d", window.last_seq)

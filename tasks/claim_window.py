@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
+from infra.erase import finish_erasures
 from infra.manifest import canonical_json
 from infra.probes import SIZE, Conversation, ProbeSets, plan
 from infra.processes import process_identity
@@ -25,10 +26,10 @@ from infra.windows import Window
 from models.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe, Refresh
-from tasks.stages import produce
+from tasks.stages import produce, stage_key
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
-from tasks.stages.split import Side, cluster_log, drawn_by, sides, unseen_and_large
+from tasks.stages.split import Side, cluster_log, drawn_by, held_out_by
 
 
 @task(cache_policy=NO_CACHE)
@@ -41,6 +42,8 @@ def claim_window(refresh: Refresh) -> Window | None:
     Raises:
         WindowBusy: another process is at work on the window.
     """
+    with suppress(TimeoutError, ConnectionError):  # the next refresh completes it
+        finish_erasures(load_settings())
     log = QueryLog(load_settings().querylog)
     owner = f"refresh {process_identity(os.getpid())}"
     window = log.claim(owner, max_rows=refresh.max_rows, min_rows=refresh.min_rows)
@@ -53,13 +56,13 @@ def claim_window(refresh: Refresh) -> Window | None:
 
 @contextmanager
 def hold_window(window: Window) -> Iterator[None]:
-    """Hold a claimed window until it is done with.
+    """Hold a claimed window until it is done with; an erasure waits meanwhile.
 
     What goes wrong meanwhile is recorded beside it and raised again. Where somebody stops the run, nothing went wrong,
     and the attempt does not count.
     """
     log = QueryLog(load_settings().querylog)
-    with log.hold(window):
+    with log.reading(), log.hold(window):
         try:
             yield
         except Exception as error:
@@ -74,9 +77,16 @@ def hold_window(window: Window) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def reading_rows() -> Iterator[None]:
+    """Read rows without a window; an erasure waits meanwhile."""
+    with QueryLog(load_settings().querylog).reading():
+        yield
+
+
 @task(cache_policy=NO_CACHE)
 def leave_window(window: Window) -> None:
-    """Let go of a window that nothing came of, through no fault of its own; the next run gets it again."""
+    """Let go of a window that nothing was trained on for the champion of now; the next run gets it again."""
     QueryLog(load_settings().querylog).withdraw(window)
 
 
@@ -108,33 +118,24 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     """
     refresh, settings = recipe.refresh, load_settings()
     log, traffic = QueryLog(settings.querylog), _read_traffic(pair, first_samples, window.last_seq)
-    older = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed)
+    older, trained = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed), traffic.trained
     if (before := log.last()) is not None:
-        side_of = sides(traffic.secret, before, refresh.held_out_fraction)
         earlier = [row for row in traffic.rows if row.seq <= before.last_seq]
-        large = unseen_and_large(earlier, before, {sample.cluster for sample in traffic.first["train"]})
-        held_out = [
-            row.seq for row in traffic.within(before) if row.cluster in large or side_of(row.cluster) == "held_out"
-        ]
+        was_held_out = held_out_by(traffic.secret, earlier, before, refresh.held_out_fraction, trained)
+        held_out = [row.seq for row in traffic.within(before) if was_held_out(row.cluster)]
         older = list({row.seq: row for row in [*older, *log.rows_of(held_out)] if row.consent == "full"}.values())
     fresh = log.rows(window.first_seq, window.last_seq)
     samples = _samples(recipe, pair, [*older, *fresh], traffic)
 
     seqs = {row.id: row.seq for row in fresh if row.seq is not None}
     usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs}
-    sets, trained = ProbeSets(settings.querylog), {sample.cluster for sample in traffic.first["train"]}
-    draw = drawn_by(traffic.secret)
+    sets, draw = ProbeSets(settings.querylog), drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
     members = sets.members()
     probes, reserved = _probes(pair, log, members, traffic)
 
-    side_of = sides(traffic.secret, window, refresh.held_out_fraction)
-    large = unseen_and_large(traffic.rows, window, trained)
-    tested = [
-        sample
-        for sample in samples
-        if sample.id in seqs and (sample.cluster in large or side_of(sample.cluster) == "held_out")
-    ]
+    is_held_out = held_out_by(traffic.secret, traffic.rows, window, refresh.held_out_fraction, trained)
+    tested = [sample for sample in samples if sample.id in seqs and is_held_out(sample.cluster)]
     left_out = reserved | {sample.cluster for sample in tested}
     learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
     return _write_parts(
@@ -160,7 +161,7 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
     probes, reserved = _probes(pair, log, ProbeSets(log.path).members(), traffic)
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
-    seen |= {sample.cluster for sample in traffic.first["train"]}
+    seen |= traffic.trained
     fresh = [sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen]
     parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
@@ -172,6 +173,11 @@ class _Traffic(NamedTuple):
     rows: list[Conversation]
     first: dict[Side, list[Sample]]
     secret: bytes
+
+    @property
+    def trained(self) -> set[str]:
+        """Clusters that the first draft was trained on."""
+        return {sample.cluster for sample in self.first["train"]}
 
     def within(self, window: Window) -> list[Conversation]:
         return [row for row in self.rows if window.first_seq <= row.seq <= window.last_seq]
@@ -216,7 +222,7 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
     inside = {row.seq: row for row in traffic.rows if row.seq in wanted}
     rows = log.rows_of(inside)
     samples = _named(usable(rows, pair.target.number, 1.0, len(rows))[0], rows, traffic) if rows else []
-    known = {row.cluster for row in traffic.rows} | {sample.cluster for sample in traffic.first["train"]}
+    known = {row.cluster for row in traffic.rows} | traffic.trained
     filling = [sample for sample in traffic.first["held_out"] if sample.cluster not in known]
     probes: list[Sample] = []
     for domain in sorted({sample.domain for sample in samples + filling}):
@@ -234,14 +240,20 @@ def _write_parts(
             write_samples(directory, part, samples)
 
     content = canonical_json({part: [list(sample) for sample in samples] for part, samples in parts.items()})
-    artifact = produce(
-        stage="window",
-        kind="samples",
-        params={"sha256": hashlib.sha256(content).hexdigest()},
-        inputs={},
-        code=(__name__, "tasks.stages.samples"),
-        make=make,
+    params, code = {"sha256": hashlib.sha256(content).hexdigest()}, (__name__, "tasks.stages.samples")
+    of_window = {sample.id for sample in traffic}
+    ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
+    log = QueryLog(load_settings().querylog)
+    log.record_reads(
+        stage_key("window", params, {}, code),
+        {
+            "train": [id for id in ids["train"] if id in of_window],
+            "replay": [id for id in ids["train"] if id not in of_window],
+            "held_out": ids["held_out"],
+            "probe": ids["probe"],
+        },
     )
+    artifact = produce(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
     _show(parts)
     counts = Counter(sample.domain for sample in traffic)
     return Parts(

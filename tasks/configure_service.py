@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.client import SERVED_NAME
+from infra.keys import keys_path
 from infra.settings import load_settings
 from models.recipe import Recipe
 from tasks.promote import open_champions
@@ -29,14 +30,14 @@ def configure_service(
         "target_dir": str(pair.target_files.path),
         "target_version": pair.target.number,
         "engine": recipe.engine.model_dump(mode="json"),
-        "registry_uri": settings.mlflow_uri,
-        "artifact_root": str(settings.mlflow_files),
+        "mlflow_uri": settings.mlflow_uri,
+        "mlflow_files": str(settings.mlflow_files),
         "querylog": str(settings.querylog),
         "cache": str(settings.cache),
         "state": str(settings.home / "service-state.json"),
         "host": settings.host,
         "port": recipe.serve.port,
-        "api_keys": list(settings.api_keys),
+        "keys": str(keys_path(settings)),
         "served_name": SERVED_NAME,
         "orchestrator": orchestrator,
         "serve": recipe.serve.model_dump(mode="json", exclude={"port"}),

@@ -1,7 +1,7 @@
 """Train a draft: a new one, or a challenger that goes on from where it was."""
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,14 @@ from infra.registry import Pair, open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_losses
 from models import distill
-from models.drafts import family_named, family_of, name_of
+from models.drafts import Draft, family_named, family_of, name_of
 from models.hidden import Sample
-from models.params import Frozen
+from models.params import BaseParams, Frozen
 from models.recipe import Recipe
 from models.targets import describe
 from tasks.find_challenger import Start
 from tasks.stages import produce, stage_key
+from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress
 from tasks.stages.samples import read_samples
 
@@ -96,16 +97,13 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
 
     def make(directory: Path, work: Path) -> None:
         target_dir, rows = open_artifact(target), read_samples(samples, "train")
-        counts = _count_tokens(rows, describe(target_dir).vocab_size)
-        if start is None:
-            draft = family.create(recipe.draft, target_dir, counts)
-        else:
-            draft = family.renew(family.load(open_artifact(start.files), target_dir), target_dir, counts)
+        draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
         if not family.TRAINED:
             family.save(draft, directory)
             return
         before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE
         after = work / STATE_FILE if params.schedule == "constant" else None
+        captured = None if start is None else captures_of(target_dir)
         with progress("distill the draft") as show:
 
             def on_progress(now: distill.Progress) -> None:
@@ -124,15 +122,34 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
                 load_settings().device,
                 state=before,
                 state_out=after,
+                captured=captured,
             )
+        if captured is not None:
+            tell(captured, "learn from")
         if after is not None:
             with staged(end) as kept:
                 after.replace(kept / STATE_FILE)
         family.save(draft, directory)
-        _record(report, params, work)
+        _record(report, {} if captured is None else captured.counts, params, work)
 
     draft = produce(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=gently(make))
     return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
+
+
+def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples: Sequence[Sample]) -> Draft:
+    """Return what training on samples begins with.
+
+    Args:
+        params: of a new draft.
+        start: the draft to go on from, None for a new one.
+        target_dir: what it drafts for.
+        samples: whose tokens it is to know.
+    """
+    counts = _count_tokens(samples, describe(target_dir).vocab_size)
+    if start is None:
+        return family_named(params.name).create(params, target_dir, counts)
+    family = family_of(start)
+    return family.renew(family.load(start, target_dir), target_dir, counts)
 
 
 def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
@@ -141,7 +158,8 @@ def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
     return np.bincount(tokens, minlength=vocab_size)
 
 
-def _record(report: distill.Report, params: distill.Params, work: Path) -> None:
+def _record(report: distill.Report, captured: Mapping[str, int], params: distill.Params, work: Path) -> None:
     figure = draw_losses(report.losses, work / "losses.png")
     metrics = {name: float(value) for name, value in report._asdict().items() if isinstance(value, int | float)}
+    metrics |= {f"states/{why}": float(number) for why, number in captured.items()}
     open_registry().store.record_run("distill", params.model_dump(), metrics, [figure])

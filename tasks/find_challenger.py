@@ -5,7 +5,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import challenger_to_go_on, next_challenger
-from infra.registry import Pair, Version, open_registry
+from infra.registry import Pair, Registry, Version, open_registry
 from infra.settings import load_settings
 from infra.windows import Window
 from models.gate import Evidence
@@ -41,13 +41,8 @@ def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
     A challenger whose evidence is gone, or was found at another K, learns on; its test starts anew, as another
     challenger's.
     """
-    registry = open_registry()
-    versions, champion = registry.versions("draft"), pair.draft
-    snapshot = challenger_to_go_on(versions, champion.number, window)
-    kept = None if snapshot is None else registry.attached(snapshot, EVIDENCE)
-    evidence = None if kept is None else Evidence.model_validate_json(kept)
-    if evidence is None or evidence.test.bound != recipe.num_draft_tokens:
-        evidence = Evidence.start(recipe.num_draft_tokens, next_challenger(versions, champion.number))
+    registry, champion = open_registry(), pair.draft
+    snapshot, evidence = known_of_challenger(registry, champion.number, window.first_seq, recipe.num_draft_tokens)
     start = Start(
         version=snapshot or champion,
         files=publish(registry.download(snapshot, load_settings().cache), "draft") if snapshot else pair.draft_files,
@@ -58,6 +53,26 @@ def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
     how = "starts" if snapshot is None else f"goes on from draft {snapshot.number}"
     run_logger().info("challenger %d of draft %d %s", evidence.challenger, champion.number, how)
     return start
+
+
+def known_of_challenger(
+    registry: Registry, champion: int, first_seq: int, num_draft_tokens: int
+) -> tuple[Version | None, Evidence]:
+    """Return the snapshot that the training on the next rows goes on from, if any, and what is known of the challenger.
+
+    Args:
+        registry: with the drafts.
+        champion: number of the one that is challenged.
+        first_seq: first of the rows.
+        num_draft_tokens: K that it is judged at.
+    """
+    versions = registry.versions("draft")
+    snapshot = challenger_to_go_on(versions, champion, first_seq)
+    kept = None if snapshot is None else registry.attached(snapshot, EVIDENCE)
+    evidence = None if kept is None else Evidence.model_validate_json(kept)
+    if evidence is None or evidence.test.bound != num_draft_tokens:
+        evidence = Evidence.start(num_draft_tokens, next_challenger(versions, champion))
+    return snapshot, evidence
 
 
 @task(cache_policy=NO_CACHE)

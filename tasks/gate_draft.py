@@ -13,11 +13,11 @@ from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lineage import GateVerdict
-from infra.lines import ancestors, best_versions
+from infra.lines import best_versions, predecessors
 from infra.manifest import canonical_json
 from infra.priority import gently
 from infra.probes import judged_as
-from infra.registry import Pair, open_registry
+from infra.registry import Pair, is_usable, open_registry
 from infra.settings import load_settings
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
@@ -34,6 +34,7 @@ from models.scoring import score
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
+from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import probe_versions, read_samples
 
@@ -49,8 +50,9 @@ class Judged(Frozen):
         measured: its τ on each domain's probe set and, where that is small, on what the window held out as well.
         parent_tau: domain to the champion's τ on the same conversations.
         unjudged: domains that the champion was measured on, without any conversation here.
-        learns: whether it may go on learning; a draft from elsewhere does not.
+        learns: whether it may go on learning; a draft from elsewhere does not, nor does one that returns.
         probe_sets: domain to the version of the probe set that it was held to.
+        judged_on: address of the conversations that it was judged by.
     """
 
     verdict: Verdict
@@ -59,6 +61,7 @@ class Judged(Frozen):
     unjudged: tuple[str, ...]
     learns: bool = True
     probe_sets: dict[str, str] = Field(default_factory=dict)
+    judged_on: str = ""
 
     @property
     def gate(self) -> GateVerdict:
@@ -91,16 +94,16 @@ def gate_draft(
         recipe: with the gate's settings.
         pair: the champions.
         before: what the windows before this one said of the challenger.
-        candidate: its snapshot, or a draft from elsewhere.
+        candidate: its snapshot, a draft from elsewhere or a past one.
         parts: what it is held to.
         learns: whether it goes on learning where nothing is shown.
     """
-    judged = _Bench(recipe, pair).judge(before, candidate, parts).model_copy(update={"learns": learns})
+    judged = Scorer(recipe, pair).judge(before, candidate, parts).model_copy(update={"learns": learns})
     _show(judged)
     return judged
 
 
-class _Bench:
+class Scorer:
     """Scores drafts by the recipe's rules; what was scored before is not scored again."""
 
     def __init__(self, recipe: Recipe, pair: Pair) -> None:
@@ -136,6 +139,7 @@ class _Bench:
             parent_tau={domain: found.value for domain, found in parent.tau.items()},
             unjudged=tuple(sorted(known - measured.tau.keys())),
             probe_sets=probe_versions(probe),
+            judged_on=parts.samples.uri,
         )
 
     def measure(self, probes: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
@@ -162,8 +166,10 @@ class _Bench:
     def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
         def scored(opened: Draft, _: Path) -> list[object]:
             num, rules = self.recipe.num_draft_tokens, self.recipe.engine.rules
-            device = load_settings().device
-            return [s.model_dump() for s in score(opened, self.target_dir, samples, num, work, device, rules)]
+            device, captured = load_settings().device, captures_of(self.target_dir)
+            scores = score(opened, self.target_dir, samples, num, work, device, rules, captured)
+            tell(captured, "score")
+            return [s.model_dump() for s in scores]
 
         return [Score.model_validate(row) for row in self._produce("scores", draft, scored, sha256)]
 
@@ -190,9 +196,12 @@ class _Bench:
 
 
 def best_past(pair: Pair) -> dict[str, Artifact]:
-    """Return domain to the draft of the champion's line that was best there, where that is not the champion."""
+    """Return domain to the draft before the champion that was best there, where that is not the champion.
+
+    Those found bad don't count, nor do drafts that the champion neither comes from nor was judged against.
+    """
     registry = open_registry()
-    best = best_versions(ancestors(registry, pair.draft))
+    best = best_versions([one for one in predecessors(registry, pair.draft) if is_usable(one)])
     return {
         domain: publish(registry.download(version, load_settings().cache), "draft")
         for domain, version in best.items()
@@ -257,6 +266,7 @@ def judged_report(
     window: Window | None,
     num_draft_tokens: int,
     continues: int | None = None,
+    returns: int | None = None,
 ) -> GateReport:
     """Report on a candidate that was held against the champion.
 
@@ -264,9 +274,10 @@ def judged_report(
         judged: the verdict and what it rests on.
         params: what the candidate was held to.
         parent: the champion's version.
-        window: what it was trained on last; None for a draft from elsewhere.
+        window: what it was trained on last; None for a draft from elsewhere, and for one that returns.
         num_draft_tokens: K.
         continues: the snapshot that it went on from, if any.
+        returns: the past draft that it is, if it is one.
     """
     verdict, evidence = judged.verdict, judged.verdict.evidence
     return GateReport(
@@ -277,6 +288,7 @@ def judged_report(
         test=GateTest(
             parent=parent,
             continues=continues,
+            returns=returns,
             rows=None if window is None else (window.first_seq, window.last_seq),
             gain=Interval.of(verdict.gain),
             last=None if evidence.last is None else Interval.of(evidence.last),

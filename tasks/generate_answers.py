@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
 from infra.doctor import openmp_preload
+from infra.settings import load_settings
 from models import catalog
 from models.engines import Completion, Engine, Sampling
 from models.golden import Golden, near_tie_threshold, save_golden
@@ -74,33 +75,33 @@ async def _run_engine(
     directory: Path,
 ) -> dict[str, Sample]:
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    async with open_engine(target_dir, recipe.engine) as engine:
+    async with open_engine(target_dir, recipe.engine, load_settings().costs) as engine:
         golden, threshold = await _reference(engine, tokenizer, golden_prompts, recipe.generate)
         save_golden(directory, golden, threshold)
-        return await _answers(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
+        return await answer_prompts(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
 
 
 @asynccontextmanager
-async def open_engine(target_dir: Path, params: BaseParams) -> AsyncIterator[Engine]:
-    """Start an engine without a draft, and close it at the end."""
-    engine = await _start(target_dir, params)
+async def open_engine(target_dir: Path, params: BaseParams, costs: Path | None = None) -> AsyncIterator[Engine]:
+    """Start an engine without a draft, and close it at the end; what its steps take is kept in folder `costs`."""
+    engine = await _start(target_dir, params, costs)
     try:
         yield engine
     finally:
         await engine.close()
 
 
-async def _start(target_dir: Path, params: BaseParams) -> Engine:
+async def _start(target_dir: Path, params: BaseParams, costs: Path | None) -> Engine:
     # vLLM keeps a traceback with this frame in it, which must not hold the engine.
     module = catalog.load("engines", params.name)
     # The engine's own processes inherit these when they start.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.update({**module.child_environment(params), **openmp_preload()})
-    engine: Engine = await module.start(target_dir, None, params)
+    engine: Engine = await module.start(target_dir, None, params, costs=costs)
     return engine
 
 
-async def _answers(
+async def answer_prompts(
     engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
 ) -> dict[str, Sample]:
     """Return prompt id to answer; those in `file` are not asked for again, the others are added to it."""

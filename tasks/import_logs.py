@@ -119,6 +119,8 @@ class _Reader:
                     row = self._row(values)
                 except Unusable as error:
                     skip(place, str(error), error.reason)
+                except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of what no check above names
+                    skip(place, f"{type(error).__name__}: {error}", "with wrong fields")
                 else:
                     yield row
 

@@ -1,5 +1,7 @@
 """Train the target on text, as the recipe's regimes say."""
 
+from functools import partial
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -12,12 +14,13 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def pretrain_model(table: Pretrain, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Train all of the target's weights; an artifact of kind "target"."""
-
-    def change(start: Start) -> Changed:
-        trained = training.train_by_name(
-            start.model, start.documents, table.training, table.regimes, seed, start.work, start.on_progress
-        )
-        return Changed(start.model, training_metrics(trained), trained.losses)
-
     code = ("models.training", *(f"models.regimes.{regime.name}" for regime in table.regimes))
-    return change_target("pretrain", table, seed, target, text, code, change)
+    return change_target("pretrain", table, seed, target, text, code, partial(change, table, seed))
+
+
+def change(table: Pretrain, seed: int, start: Start) -> Changed:
+    """Train; see `tasks.stages.change_target`."""
+    trained = training.train_by_name(
+        start.model, start.documents, table.training, table.regimes, seed, start.work, start.on_progress
+    )
+    return Changed(start.model, training_metrics(trained), trained.losses)

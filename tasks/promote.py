@@ -132,7 +132,8 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
     except Outdated as error:
         run_logger().info("draft %d is not promoted: %s", candidate.number, error)
         return "outdated"
-    run_logger().info("promoted draft %d", candidate.number)
+    returns = candidate.lineage.returns
+    run_logger().info("promoted draft %d%s", candidate.number, f": {returns}" if returns else "")
     return "promoted"
 
 
@@ -211,7 +212,12 @@ def _ask_for_approval(candidate: Version, champion: Version) -> None:
     emit_event(
         APPROVAL_WANTED,
         {"prefect.resource.id": f"{DRAFT_RESOURCE}.{number}", "prefect.resource.name": f"draft {number}"},
-        payload={"draft": number, "champion": champion.number, "tau": candidate.lineage.tau},
+        payload={
+            "draft": number,
+            "champion": champion.number,
+            "returns": candidate.lineage.returns,
+            "tau": candidate.lineage.tau,
+        },
     )
 
 

@@ -15,12 +15,14 @@ from infra.registry import Kind, Pair, Registry, Version, open_registry, same_fi
 from infra.views.figures import draw_tau
 from infra.views.gate import GateReport, headline, write_files
 from infra.windows import Window
+from models.acceptance import Estimate
 from models.drafts import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from tasks.adopt_draft import Adopted
 from tasks.distill_draft import Trained, forget_states
 from tasks.find_challenger import EVIDENCE, Start
+from tasks.find_past import Past
 from tasks.gate_draft import Judged, judged_report
 from tasks.measure_draft import Measured, first_report
 from tasks.stages.reporting import flow_run_id, run_logger
@@ -73,6 +75,40 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
     )
     report = judged_report(judged, recipe.gate, champion.number, None, recipe.num_draft_tokens)
     return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
+
+
+@task(cache_policy=NO_CACHE)
+def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: Judged) -> Version:
+    """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
+
+    It is a version of its own, because the old one's tags tell of its own time: whom it was judged against then, and
+    whom it replaced, which is the way back from there. A quarantine of this one is not the old one's, but keeps its
+    files out of the pool.
+    """
+    registry, champion, old = open_registry(), pair.draft, past.version.lineage
+    lineage = old.model_copy(
+        update={
+            "parent": past.version.number,
+            "continues": None,
+            "window": None,
+            "flow_run": flow_run_id(),
+            "gated_against": champion.number,
+            "returns_for": past.domain,
+            "gate": judged.gate,
+            "gate_reasons": "; ".join(judged.reasons),
+            "gate_test": judged.verdict.evidence.challenger,
+            "tau": _rounded(judged.measured.tau),
+            "probe_tau": round(judged.measured.probe_tau, 4),
+            "probe_sets": judged.probe_sets,
+        }
+    )
+    report = judged_report(
+        judged, recipe.gate, champion.number, None, recipe.num_draft_tokens, returns=past.version.number
+    )
+    metrics = _verdict_metrics(judged)
+    version = _register(registry, "draft", past.files, lineage.to_tags(), metrics, report, judged)
+    run_logger().info("draft %d, %s: %s", version.number, judged.gate, lineage.returns)
+    return version
 
 
 @task(cache_policy=NO_CACHE)
@@ -177,9 +213,10 @@ def _lineage(
         gate_test=0 if judged is None else judged.verdict.evidence.challenger,
         gated_against=gated_against,
         line=line,
-        tau={domain: round(tau.value, 4) for domain, tau in measured.tau.items()},
+        tau=_rounded(measured.tau),
         probe_tau=round(measured.probe_tau, 4),
         probe_sets={} if judged is None else judged.probe_sets,
+        judged_on="" if judged is None else judged.judged_on,
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
@@ -190,6 +227,10 @@ def _lineage(
         continues=start.version.number if start is not None and start.going_on else None,
         seed=recipe.seed,
     )
+
+
+def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
+    return {domain: round(found.value, 4) for domain, found in tau.items()}
 
 
 def _verdict_metrics(judged: Judged) -> dict[str, float]:

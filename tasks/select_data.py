@@ -7,7 +7,7 @@ from infra.artifacts import Artifact
 from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
-from models.sources import Prompt, draw_parts
+from models.sources import Prompt, draw_parts, sample, split
 from tasks.stages import local_content, produce
 from tasks.stages.task import task
 
@@ -42,6 +42,22 @@ def choose_prompts(domain: str, traffic: Traffic, seed: int) -> dict[str, list[P
     """
     prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
     return draw_parts(prompts, traffic.sizes(), domain, seed)
+
+
+def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int) -> list[Prompt]:
+    """Return more prompts of one part than the recipe has: its own first, then others of the same groups.
+
+    No group of another part is among them.
+
+    Raises:
+        ValueError: the part's groups hold fewer than `count`.
+    """
+    sizes = traffic.sizes()
+    prompts = catalog.load("sources", traffic.source.name).prompts(traffic.source)
+    found = split(prompts, {name: size / sum(sizes.values()) for name, size in sizes.items()}, seed)[part]
+    if len(found) < count:
+        raise ValueError(f'domain "{domain}" has {len(found)} prompts for {part}, got {count} to ask for')
+    return [prompt.model_copy(update={"domain": domain}) for prompt in sample(found, count, seed)]
 
 
 def as_chats(prompts: Iterable[Prompt]) -> list[Chat]:

@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
 from infra.priority import gently
 from infra.settings import load_settings
 from models import catalog, select, training
+from models.drafts import lm
 from models.loading import load_model
 from models.stages import Select
 from models.targets import describe
@@ -48,7 +50,13 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
                 )
                 return proxy
 
-            sources = select.Sources(train=train, target=lambda: load_model(target_dir, device=device))
+            def accepted(chosen: list[int]) -> Tensor:
+                draft = lm.Lm(train(chosen) if chosen else load_model(proxy_dir, device=device))
+                return select.acceptance(draft, target_dir, pool, 1, work / "states", device)
+
+            sources = select.Sources(
+                train=train, target=lambda: load_model(target_dir, device=device), acceptance=accepted
+            )
             rng = torch.Generator().manual_seed(seed)
             chosen = select.select(pool, settings.num_documents, settings.num_rounds, settings.method, sources, rng)
         write_documents(directory, "train", [documents[place] for place in chosen])
@@ -63,7 +71,7 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         kind="text",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
-        code=(__name__, "tasks.prepare_text", "models.training", f"models.select.{settings.method.name}", *proxy_code),
+        code=(__name__, "tasks.prepare_text", f"models.select.{settings.method.name}", *proxy_code),
         make=gently(make),
     )
 

@@ -79,8 +79,8 @@ def summarise(answers: Sequence[Answer], seconds: float) -> TrafficReport:
         seconds: how long they took together.
     """
     ok = [answer for answer in answers if answer.status == "ok"]
-    steps = sum(len(answer.accepted_per_step or ()) for answer in ok)
-    accepted = sum(sum(answer.accepted_per_step or ()) for answer in ok)
+    steps = sum(answer.num_steps for answer in ok)
+    accepted = sum(answer.num_accepted for answer in ok)
     return TrafficReport(
         num_requests=len(answers),
         num_ok=len(ok),

@@ -65,7 +65,8 @@ def watch_draft(recipe: Recipe) -> Watch | None:
     if watch is None or watch.outcome != WATCHING:  # somebody promoted it again: what it did before is forgiven
         num_wanted = recipe.watch.num_requests
         watch = Watch(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
-    watch = _look(recipe, watches, watch, champion, previous)
+    with QueryLog(settings.querylog).reading():  # an erasure waits until the look's work folder is gone
+        watch = _look(recipe, watches, watch, champion, previous)
     return _take_back(registry, watches, watch) if watch.outcome == LOST else watch
 
 

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from infra.doctor import openmp_preload
 from models.engines.vllm import child_environment
+
+settings.register_profile("quick", max_examples=50, derandomize=True, database=None, deadline=None)
+settings.register_profile("thorough", max_examples=2000, database=None, deadline=None)
+settings.load_profile("quick")  # another: pytest --hypothesis-profile=thorough
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +71,15 @@ def _engine_environment() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Keep what a command of `redraft` puts into the environment, such as a home's secrets, from other tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ def cli_reference() -> str:
 
 def api_reference() -> str:
     """Return the service's routes, headers and errors."""
-    routes = [route for route in app.routes(None).routes if isinstance(route, APIRoute)]  # type: ignore[arg-type]
+    routes = [route for route in app.routes(None).routes if isinstance(route, APIRoute)]
     return "\n".join(
         [
             "# HTTP API",

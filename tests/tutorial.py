@@ -21,6 +21,9 @@ TUTORIAL = ROOT / "flows" / "TUTORIAL.md"
 # Whatever part of it fails, nothing goes on running.
 OPENING = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; redraft down 2>/dev/null || true' EXIT\n"
 GRACE_S = 60
+# Variables that would make it another run than the reader's; where Python may keep no byte code, every command compiles
+# its libraries again.
+FOREIGN = ("REDRAFT_", "PREFECT_", "PYTHONDONTWRITEBYTECODE")
 
 
 def parts() -> list[list[str]]:
@@ -46,7 +49,7 @@ def run(part: int, folder: Path, **variables: str) -> float:
         program = programs / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
         program.chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("REDRAFT_", "PREFECT_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     environment = kept | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **variables}
     script = OPENING + "".join(f"cat <<'COMMANDS'\n\n{block}COMMANDS\n{block}" for block in parts()[part - 1])
     started_s = time.monotonic()

@@ -15,6 +15,7 @@ import openai
 
 from infra.artifacts import staged
 from infra.doctor import openmp_preload
+from infra.keys import add_key, bring_keys, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
@@ -34,10 +35,48 @@ START_TIMEOUT_S = 240.0
 PROMPTS = [f"question {number}: what is {number} times {number + 1}?" for number in range(8)]
 
 
-class World:
+class Served:
+    """A service that runs somewhere.
+
+    Attributes:
+        url: where.
+        operator: headers of an operator.
+    """
+
+    def __init__(self, url: str, home: Path) -> None:
+        self.url, self.operator = url, {"Authorization": f"Bearer {operator_key(home)}"}
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        """Return the stock client, without its retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the service says of itself; httpx.HTTPError if it says nothing."""
+        answer = httpx.get(f"{self.url}/redraft/status", headers=self.operator, timeout=30, trust_env=False)
+        return dict(answer.raise_for_status().json())
+
+    def wait_for(self, what: str, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait until the service's status is as wanted, and return it; a service that is away is waited for."""
+        until, seen = time.monotonic() + timeout_s, None
+        while time.monotonic() < until:
+            with suppress(httpx.HTTPError):
+                seen = self.status()
+                if holds(seen):
+                    return seen
+            time.sleep(0.1)
+        raise AssertionError(f"{what}: {seen}")
+
+    def wait_for_draft(self, number: int) -> None:
+        """Wait until the service serves a draft that passed its probation."""
+        self.wait_for(f"draft {number}", lambda status: str(status["draft_version"]) == str(number))
+
+
+class World(Served):
     """A target, a registry and a service in one folder.
 
     Attributes:
+        headers: of a client.
+        flooder: key of a client who asks too much.
         versions: two drafts, each with an honest promise; the first one is the champion at the start.
     """
 
@@ -57,9 +96,11 @@ class World:
         self.registry = Registry(registry_uri or f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.querylog = home / "log" / "queries.db"
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}", home)
         self.headers = {"Authorization": f"Bearer {KEY}"}
-        self._serve, self._changed = serve or {}, config
+        self.flooder = add_key(home / "keys.json", "flooder", "client")
+        bring_keys(home / "keys.json", [(KEY, None), (OTHER_KEY, "full")])
+        self.serve, self._changed = serve or {}, config
         self.versions = [self.register(seed) for seed in (0, 1)]
         self.registry.promote("draft", self.versions[0])
 
@@ -93,17 +134,23 @@ class World:
         file = self.home / "service.json"
         paths = {
             "target_dir": self.target,
-            "artifact_root": self.home / "artifacts",
+            "mlflow_files": self.home / "artifacts",
             "querylog": self.querylog,
             "cache": self.home / "cache",
             "state": self.home / "state.json",
+            "keys": self.home / "keys.json",
         }
         config = {name: str(path) for name, path in paths.items()} | {
-            "registry_uri": self.registry.store.uri,
-            "engine": {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 16},
+            "mlflow_uri": self.registry.store.uri,
+            "engine": {
+                "name": "vllm",
+                "num_draft_tokens": 3,
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_seqs": 16,
+                "enforce_eager": True,
+            },
             "port": self.port,
-            "api_keys": [KEY, {"key": OTHER_KEY, "log": "full"}],
-            "serve": {"poll_s": 0.2, "min_swap_interval_s": 0.2, "limits": {"body_timeout_s": 5.0}, **self._serve},
+            "serve": {"poll_s": 0.2, "min_swap_interval_s": 0.2, "limits": {"body_timeout_s": 5.0}, **self.serve},
         }
         file.write_text(json.dumps(config | self._changed))
         return file
@@ -111,37 +158,14 @@ class World:
     def start(self) -> Child:
         """Start the service and wait until it answers."""
         argv = [sys.executable, "-m", "services.main", "--config", str(self.config())]
-        child = Child.start(argv, openmp_preload(), self.home / "service.log", "the service")
+        env = openmp_preload() | {"REDRAFT_HOME": str(self.home)}
+        child = Child.start(argv, env, self.home / "service.log", "the service")
         try:
             wait_until(lambda: answers(f"{self.url}/healthz"), START_TIMEOUT_S, child, "the service")
         except BaseException:
             child.stop()
             raise
         return child
-
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        """Return the stock client, without its retries."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-
-    def status(self) -> dict[str, Any]:
-        """Return what the service says of itself; httpx.HTTPError if it says nothing."""
-        answer = httpx.get(f"{self.url}/redraft/status", headers=self.headers, timeout=30, trust_env=False)
-        return dict(answer.raise_for_status().json())
-
-    def wait_for(self, what: str, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
-        """Wait until the service's status is as wanted, and return it; a service that is away is waited for."""
-        until, seen = time.monotonic() + timeout_s, None
-        while time.monotonic() < until:
-            with suppress(httpx.HTTPError):
-                seen = self.status()
-                if holds(seen):
-                    return seen
-            time.sleep(0.1)
-        raise AssertionError(f"{what}: {seen}")
-
-    def wait_for_draft(self, number: int) -> None:
-        """Wait until the service serves a draft that passed its probation."""
-        self.wait_for(f"draft {number}", lambda status: str(status["draft_version"]) == str(number))
 
     def wait_for_rows(self, domain: str, count: int) -> list[Any]:
         """Wait until the query log has so many rows of a domain with full consent, and return them."""

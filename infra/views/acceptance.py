@@ -58,11 +58,15 @@ class Acceptance(NamedTuple):
 
 
 def from_log(rows: Iterable[QueryRow]) -> list[Served]:
-    """Keep the rows that say what was accepted; their order stays."""
+    """Keep the rows that say what was accepted of the draft alone; their order stays."""
     return [
         Served(row.seq, row.draft_version, row.domain, tuple(row.drafted), tuple(row.accepted or ()), row.per_token_ms)
         for row in rows
-        if row.speculating and row.drafted and row.draft_version is not None and row.seq is not None
+        if row.speculating
+        and row.drafting == "head"
+        and row.drafted
+        and row.draft_version is not None
+        and row.seq is not None
     ]
 
 

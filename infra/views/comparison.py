@@ -1,6 +1,6 @@
 """The outcome of a comparison of methods: a row a method, a column a metric, intervals over seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 
@@ -42,6 +42,9 @@ class Comparison(Shown):
         headings: metric to what its column is called.
         figures: row to metric to figure.
         seconds: row to what it took, all seeds together.
+        num_seeds: of each row; those that stayed undecided under a margin have more.
+        verdicts: row to what a margin made of it.
+        margin: what the margin is, in words.
     """
 
     question: str
@@ -50,6 +53,8 @@ class Comparison(Shown):
     figures: dict[str, dict[str, MethodFigure]]
     seconds: dict[str, float]
     num_seeds: int
+    verdicts: dict[str, str] = {}  # noqa: RUF012 - never changed
+    margin: str = ""
 
 
 def comparison_report(found: Comparison, picture: Path) -> Report:
@@ -76,6 +81,9 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
         notes.append("Intervals are 95% of Student's t over seeds, each by itself; * marks one that excludes 0.")
     if num_seeds < FEWEST_SEEDS:
         notes.append(f"Only {num_seeds} of at least {FEWEST_SEEDS} seeds: don't choose a method by these figures.")
+    if found.verdicts:
+        each = "; ".join(f"{row}: {verdict}" for row, verdict in found.verdicts.items())
+        notes.append(f"Within {found.margin}, at 95% over all looks: {each}.")
     told = {heading: [row for row in figures if figures[row][metric].differs] for metric, heading in headings.items()}
     said = "; ".join(f"{heading}: {', '.join(rows)}" for heading, rows in told.items() if rows)
     return Report(
@@ -88,6 +96,7 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
                 for row, of_row in figures.items()
             },
             "seconds": found.seconds,
+            "verdicts": found.verdicts,
         },
         grids=grids,
         notes=notes,
@@ -129,6 +138,43 @@ def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Ma
         axes.set_xlabel("\n".join(wrap(heading, HEADING_WIDTH)))
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_tradeoffs(
+    rows: Mapping[str, Mapping[str, MethodFigure]],
+    headings: Mapping[str, str],
+    quality: str,
+    metrics: Sequence[str],
+    file: Path,
+) -> Path:
+    """Draw a panel a metric, with a named point a row: the mean of the metric across, that of `quality` upwards.
+
+    Args:
+        rows: row to metric to figure; a row without a figure for either is left out of that panel.
+        headings: metric to what its axis is called.
+        quality: a metric.
+        metrics: what a row costs or gains.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    width, height = SIZE_INCHES
+    figure = Figure((width * len(metrics), 1.4 * height), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False).flat, metrics, strict=True):
+        for name, of_row in rows.items():
+            across, up = of_row[metric], of_row[quality]
+            if across.value is None or up.value is None:
+                continue
+            axes.plot(across.value, up.value, color="tab:blue", marker="o")
+            if across.interval is not None:
+                axes.plot([across.interval.low, across.interval.high], [up.value] * 2, color="tab:blue", linewidth=0.8)
+            if up.interval is not None:
+                axes.plot([across.value] * 2, [up.interval.low, up.interval.high], color="tab:blue", linewidth=0.8)
+            axes.annotate(name, (across.value, up.value), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.set_xlabel("\n".join(wrap(headings[metric], HEADING_WIDTH)))
+        axes.set_ylabel("\n".join(wrap(headings[quality], HEADING_WIDTH)))
     figure.savefig(file, dpi=150)
     return file
 

@@ -27,6 +27,28 @@ def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Pat
     return _draw(taus, "draft version", "τ, mean accepted length", file)
 
 
+def draw_refreshes(taus: Mapping[str, Sequence[Interval]], marks: Sequence[str], file: Path) -> Path:
+    """Draw τ with its intervals over a row of refreshes into a PNG.
+
+    Args:
+        taus: domain to τ before the first refresh and after each.
+        marks: what stands under each of them.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(ylabel="τ, mean accepted length")
+    for number, (domain, of_domain) in enumerate(taus.items()):
+        places = [place + 0.05 * number for place in range(len(of_domain))]  # else the intervals hide each other
+        ends = [[one.value - one.low for one in of_domain], [one.high - one.value for one in of_domain]]
+        axes.errorbar(places, [one.value for one in of_domain], yerr=ends, marker="o", capsize=3, label=domain)
+    axes.set_xticks(range(len(marks)), marks)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
 def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, file: Path) -> Path:
     """Draw what a gate judged into a PNG: the gain over all conversations, and each domain's change beside its floor.
 
@@ -142,6 +164,42 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
     return file
 
 
+def draw_ratios(
+    ratios: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]],
+    limit: float,
+    x_label: str,
+    y_label: str,
+    file: Path,
+) -> Path:
+    """Draw ratios over doubling numbers, a line a name with its intervals, domain by domain.
+
+    Args:
+        ratios: domain to name to (number, ratio, lower end, upper end), ascending.
+        limit: what no lower end is to fall below.
+        x_label, y_label: what number and ratio are.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    shared = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
+    for axes, (domain, of_domain) in zip(shared, ratios.items(), strict=True):
+        axes.set(title=domain, xlabel=x_label)
+        axes.set_xscale("log", base=2)
+        for name, points in of_domain.items():
+            numbers, values, lows, highs = map(list, zip(*points, strict=True))
+            (line,) = axes.plot(numbers, values, label=name, marker="o")
+            axes.fill_between(numbers, lows, highs, color=line.get_color(), alpha=0.2)
+        ticks = sorted({point[0] for points in of_domain.values() for point in points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.axhline(1, color="tab:gray", linewidth=0.8)
+        axes.axhline(limit, color="black", linestyle="--", label=f"limit: {limit:g}")
+    shared[0].set_ylabel(y_label)
+    shared[-1].legend(fontsize="small")
+    figure.savefig(file, dpi=150)
+    return file
+
+
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
     """Draw inter-token latencies as dots, a colour a kind.
 
@@ -158,6 +216,29 @@ def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: s
         axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
     axes.set_ylim(bottom=0)
     axes.legend()
+    figure.savefig(file, dpi=150)
+    return file
+
+
+def draw_learning(curves: Mapping[str, Sequence[tuple[int, Interval]]], file: Path) -> Path:
+    """Draw τ with its intervals over how much was learnt, on a logarithmic axis.
+
+    Args:
+        curves: name to (requests, τ), ascending.
+        file: where to.
+    """
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    figure = Figure(SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot(xlabel="requests learnt", ylabel="τ, mean accepted length", xscale="log")
+    learnt = [size for points in curves.values() for size, _ in points]
+    axes.set_xlim(0.8 * min(learnt), 1.25 * max(learnt))
+    for name, points in curves.items():
+        taus = [tau for _, tau in points]
+        ends = [[tau.value - tau.low for tau in taus], [tau.high - tau.value for tau in taus]]
+        sizes = [size for size, _ in points]
+        axes.errorbar(sizes, [tau.value for tau in taus], yerr=ends, marker="o", capsize=3, label=name)
+    axes.legend(fontsize="small")
     figure.savefig(file, dpi=150)
     return file
 

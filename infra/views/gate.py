@@ -38,7 +38,7 @@ class DomainEvidence(Shown):
         reference: τ of the domain's best past draft.
         change: (τ after − reference) / reference on the same conversations; its `low` is held against −floor.
         refusals: why the domain stands against promotion; empty if it does not.
-        binding: whether there are enough conversations for a loss to block.
+        binding: whether there are enough conversations, and long enough ones, for a loss to block.
     """
 
     num_conversations: int
@@ -77,7 +77,9 @@ class GateTest(Shown):
         parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
             trained here.
         continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
-        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere.
+        returns: the past draft that it is; None if it is not one.
+        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere, and for one
+            that returns.
         gain: difference in accepted tokens a step over all its windows; each end is wrong with chance `alpha`, however
             often it is looked at.
         last: the last window's own, with a 95% interval for this one look.
@@ -89,6 +91,7 @@ class GateTest(Shown):
 
     parent: int
     continues: int | None = None
+    returns: int | None = None
     rows: tuple[int, int] | None
     gain: Interval
     alpha: float
@@ -222,7 +225,7 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> 
     if losing:
         said = [f"By the lower bound the challenger may lose more than {most} in {', '.join(losing)}."]
     if loose:
-        said.append(f"Too few conversations for a floor to hold: {', '.join(loose)}.")
+        said.append(f"Too few conversations, or too short ones, for a floor to hold: {', '.join(loose)}.")
     return said
 
 
@@ -233,6 +236,10 @@ def _consequence(verdict: Outcome, champion: int) -> str:
 
 
 def _origin(test: GateTest) -> str:
+    if test.returns is not None:
+        return (
+            f"Draft {test.returns}, which served before, compared with draft {test.parent}; it was not trained again."
+        )
     if test.rows is None:
         return f"Trained elsewhere, and compared with draft {test.parent}."
     first, last = test.rows
@@ -242,7 +249,7 @@ def _origin(test: GateTest) -> str:
 
 def _standing(evidence: DomainEvidence) -> str:
     if not evidence.binding:
-        return "too few to block"
+        return "says too little to block"
     if not evidence.refusals:
         return "keeps its floor"
     return "may lose"

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.overview import QUARANTINED, Overview
+from infra.probes import SIZE
 from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
@@ -22,7 +23,8 @@ def show_overview(seen: Overview, out: Console) -> None:
     else:
         out.print("no drafts yet; run: redraft build")
     if (last := seen.last_refresh) is not None:
-        why = f": {last.reasons}" if last.reasons else ""
+        told = "; ".join(filter(None, (last.returns, last.reasons)))
+        why = f": {told}" if told else ""
         out.print(f"last refresh: draft {last.version}, {last.verdict}{why}", markup=False)
     for draft in seen.drafts:
         if draft.verdict == QUARANTINED:
@@ -35,6 +37,9 @@ def show_overview(seen: Overview, out: Console) -> None:
         f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
     )
     _show_windows(seen.log, out)
+    if small := {domain: size for domain, size in seen.probe_sets.items() if size < SIZE}:
+        told = f"probe sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {counts(small)}"
+        out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(now_ms())}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
     for program in seen.programs:
@@ -47,7 +52,8 @@ def _drafts(seen: Overview) -> Table:
     for draft in seen.drafts:
         mark = "champion" if draft.champion else ""
         taus = ", ".join(f"{domain} {tau:.2f}" for domain, tau in draft.tau.items())
-        table.add_row(str(draft.version), mark, draft.parent, draft.rows, draft.verdict, taus)
+        rows = draft.rows or draft.returns
+        table.add_row(str(draft.version), mark, draft.parent, rows, draft.verdict, taus)
     return table
 
 
@@ -90,6 +96,12 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     draft = f"draft {service.draft_version}" if service.draft_version else "no draft"
     speculation = "on" if service.speculating else f"off ({service.fallback or 'switched off by an operator'})"
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
+    out.print(f"  engine {service.mode}", markup=False)
+    if service.speculating and (pace := service.pace) is not None and pace.plain_tokens_per_s:
+        gain = pace.tokens_per_s / pace.plain_tokens_per_s
+        out.print(f"  drafts {pace.num_draft_tokens} tokens a step ({pace.why}): {gain:.2f}× the tokens without drafts")
+    for domain, speed in service.speed.items():
+        out.print(f"  {domain}: {speed.told()}", markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
     if service.fault is not None:
@@ -101,4 +113,5 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     for name, why in service.postponed.items():
         out.print(f"  draft {name} will be retried: {why}", markup=False)
     for domain, figures in service.acceptance.items():
-        out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} over the last {figures.requests} requests")
+        seen = f"over the last {figures.requests} requests that it drafted alone"
+        out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} {seen}")

@@ -8,7 +8,7 @@ A method's module has
   the model's own parameters need none when it is called;
 - `LEARNING_RATE`: where to start a search, because between methods it differs by an order of magnitude;
 - `fold(model)`, where the result is a plain model: takes the method's modules out again, in place, so that the logits
-  stay equal.
+  stay equal; or `ELSEWHERE`, a line that says why there is none, and where the method's place is.
 
 `models.training.train` trains what needs a gradient. `save` keeps just that, in a small file that is bound to its base
 by a hash of the base's weights and loads onto no other.

@@ -20,6 +20,7 @@ from models.params import BaseParams
 
 PAPER = "Houlsby et al., Parameter-Efficient Transfer Learning for NLP, ICML 2019 (arXiv:1902.00751), section 2.1"
 LEARNING_RATE = 1e-3
+ELSEWHERE = "no plain model computes the same, and engines serve plain ones; redraft compare adapters measures it"
 DEVIATION = 0.01
 # What attention and MLP of Llama's layout end with.
 LAST_LAYERS = ("self_attn.o_proj", "mlp.down_proj")

@@ -4,9 +4,8 @@ Base weights take 4.127 bits instead of 32. Gradients pass through them to the l
 dequantized once more. Embedding, output matrix and norms stay as they are; at small sizes they are most of the model
 (SmolLM2-135M: 28 of 135 M parameters). The model starts as the quantized base, which is worse than the base.
 
-The paper pages the optimizer's state between GPU and CPU memory with CUDA's unified memory. Nothing is paged here: on a
-CPU it lies in main memory, which the operating system pages by itself, and it is 8 bytes for each of few trained
-parameters. The paper computes in bfloat16; here in the format of the activations.
+The paper pages the optimizer's state, 8 bytes for each trained parameter, which here regime `paged_state` does, in
+`[finetune]` too. The paper computes in bfloat16; here in the format of the activations.
 
 Adapters sit on all linear layers, which the paper finds is needed; rank 64 and alpha 16 are its too. There is no
 dropout, so that a resumed run is the same run. Merged, each matrix is the dequantized one plus its product: a model in

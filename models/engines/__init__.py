@@ -9,13 +9,17 @@ its endpoint can't parse tool calls that way.
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from models.acceptance import Trace
 from models.params import BaseParams, Frozen
 
 if TYPE_CHECKING:
     from models.verify import Rules  # torch
+
+
+# How a request is drafted: as the engine finds it fastest, by the draft alone and up to K, or not at all.
+Way = Literal["auto", "head", "off"]
 
 
 class EngineParams(BaseParams):
@@ -43,6 +47,7 @@ class Sampling(Frozen):
         temperature: 0 is greedy.
         num_logprobs: from 2 on, the gaps of the two best tokens are recorded.
         priority: whose turn is first where an engine is full; the lower comes first.
+        drafting: "head" is what acceptance is judged by, "auto" what is served; an engine without plans does the same.
     """
 
     max_tokens: int = 128
@@ -53,6 +58,7 @@ class Sampling(Frozen):
     num_logprobs: int | None = None
     ignore_eos: bool = False
     priority: int = 0
+    drafting: Way = "head"
 
 
 class Completion(Frozen):
@@ -61,6 +67,7 @@ class Completion(Frozen):
     Attributes:
         drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
         drafted_ids: the drafted tokens of each step; of a tree all of them, parents before children.
+        matches: of each step, the tokens of the match that its draft was looked up by; 0 where the draft model drafted.
         gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
         finish_reason: None when the client went away.
     """
@@ -77,6 +84,8 @@ class Completion(Frozen):
     draft_version: str
     speculating: bool
     gaps: tuple[float, ...] = ()
+    matches: tuple[int, ...] = ()
+    drafting: Way = "head"
 
     def trace(self, domain: str) -> Trace:
         """What acceptance is computed from."""

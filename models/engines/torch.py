@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
+from models.cost import Cost, Time
 from models.drafts import Draft, Drafter, GoOn, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
 from models.layers.decoder import Cache, Decoder
-from models.lengths import Cost, View, fixed
+from models.lengths import View, fixed
 from models.params import BaseParams
 from models.precision import fast_dtype
 from models.proposal import Proposal
@@ -33,6 +34,7 @@ from models.targets import describe
 from models.verify import Rules, Verified, greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
+FACTORS = True  # layers of low rank may be stored as two matrices
 
 OnFinish = Callable[[Completion, Sampling], None]
 
@@ -96,7 +98,13 @@ class TorchEngine:
 
     @classmethod
     async def start(
-        cls, target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+        cls,
+        target: Path,
+        draft: Path | None,
+        params: Params,
+        served_name: str = "target",
+        draft_version: str = "",
+        costs: Path | None = None,
     ) -> "TorchEngine":
         """Load both models.
 
@@ -106,6 +114,7 @@ class TorchEngine:
             params: how it runs.
             served_name: not used; there is one model.
             draft_version: what the draft is called in outputs.
+            costs: not used; it has one mode, and nothing is planned.
 
         Raises:
             ValueError: a directory can't be loaded.
@@ -199,7 +208,9 @@ class TorchEngine:
     def took(self, proposal: Proposal, draft_s: float, verify_s: float) -> None:
         """Note what a step took; a chain's draft has made a pass for each token."""
         num_rows, num_passes = 1 + proposal.num_tokens, proposal.depth
-        self._cost = self._cost.after(num_rows, 1000 * verify_s, num_passes, 1000 * draft_s)
+        self._cost = self._cost.after(Time(1, num_rows, 0, 1000 * verify_s))
+        if num_passes:
+            self._cost = self._cost.after(Time(1, num_rows, num_passes, 1000 * (draft_s + verify_s)))
 
     def _open_like_served(self, directory: Path) -> Draft:
         assert self.draft is not None

@@ -16,8 +16,9 @@ from torch.nn import functional
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.checkpoint import read_tensors
-from models.layers.packed_product import product
+from models.checkpoint import read_parts
+from models.layers import factors
+from models.layers.packed_product import Product, product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 512
@@ -62,7 +63,7 @@ class Decoder:
 
         Args:
             config: a transformers configuration.
-            tensors: by the names of the checkpoint; left as they are.
+            tensors: by the names of the checkpoint, layers of low rank as matrices or as factors; left as they are.
             dtype: of the arithmetic.
             device: where it runs.
 
@@ -89,7 +90,7 @@ class Decoder:
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, device: str = "cpu") -> "Decoder":
         """Read a model directory; ValueError as the constructor."""
-        return cls(AutoConfig.from_pretrained(directory), read_tensors(directory), dtype, device)
+        return cls(AutoConfig.from_pretrained(directory), read_parts(directory), dtype, device)
 
     def forward(
         self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...] = (), parents: Sequence[int] | None = None
@@ -217,12 +218,12 @@ class _Layer:
         self.norm_before = _take(tensors, f"{prefix}.input_layernorm.weight")
         self.norm_after = _take(tensors, f"{prefix}.post_attention_layernorm.weight")
         parts = [f"{attention}.{part}_proj" for part in "qkv"]
-        self.qkv = product(torch.cat([_take(tensors, f"{part}.weight") for part in parts]))
+        self.qkv = _product(tensors, *parts)
         biased = f"{parts[0]}.bias" in tensors
         self.qkv_bias = torch.cat([_take(tensors, f"{part}.bias") for part in parts]) if biased else None
-        self.output = product(_take(tensors, f"{attention}.o_proj.weight"))
-        self.gate_up = product(torch.cat([_take(tensors, f"{mlp}.{part}_proj.weight") for part in ("gate", "up")]))
-        self.down = product(_take(tensors, f"{mlp}.down_proj.weight"))
+        self.output = _product(tensors, f"{attention}.o_proj")
+        self.gate_up = _product(tensors, f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        self.down = _product(tensors, f"{mlp}.down_proj")
         self.query_norm = tensors.pop(f"{attention}.q_norm.weight", None)
         self.key_norm = tensors.pop(f"{attention}.k_norm.weight", None)
 
@@ -240,6 +241,16 @@ def _require_known(config: Any) -> None:
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat([second, first], dim=-1) * signed_sin
+
+
+def _product(tensors: dict[str, Tensor], *layers: str) -> Product:
+    """Return one product with the matrices of layers that read the same input."""
+    if f"{layers[0]}.{factors.LEFT}" in tensors:
+        parts = (factors.LEFT, factors.RIGHT)
+        return factors.stacked(
+            [(_take(tensors, f"{name}.{parts[0]}"), _take(tensors, f"{name}.{parts[1]}")) for name in layers]
+        )
+    return product(torch.cat([_take(tensors, f"{name}.weight") for name in layers]))
 
 
 def _take(tensors: dict[str, Tensor], name: str) -> Tensor:

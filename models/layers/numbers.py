@@ -55,30 +55,30 @@ def unit_interval(values: Tensor, num_bits: int, rng: torch.Generator | None = N
 def block_floating_point(
     values: Tensor, mantissa_bits: int, tile: int, rng: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round a matrix to block floating point: each tile shares one exponent.
+    """Round matrices to block floating point: each tile shares one exponent.
 
     An element is ± an integer mantissa below 2^mantissa_bits times 2^(exponent − mantissa_bits). A tile's exponent is
     the least with which its largest magnitude fits, so nothing is clipped and stochastic rounding has no bias.
 
     Args:
-        values: [R, C].
+        values: [..., R, C].
         mantissa_bits: of the magnitude; the sign is one bit more.
         tile: side of the square tiles; those at the edges are what is left.
         rng: see `rounded`.
 
     Returns:
-        [R, C] the rounded values, and [⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
+        [..., R, C] the rounded values, and [..., ⌈R/tile⌉, ⌈C/tile⌉] int32 the exponents (0 for a tile of zeroes).
     """
     _require("mantissa_bits", mantissa_bits, 1)
     _require("tile", tile, 1)
-    num_rows, num_columns = values.shape
+    num_rows, num_columns = values.shape[-2:]
     padded = nn.functional.pad(values, (0, -num_columns % tile, 0, -num_rows % tile))
-    tiles = padded.view(padded.shape[0] // tile, tile, padded.shape[1] // tile, tile)
-    largest = tiles.abs().amax(dim=(1, 3))
+    tiles = padded.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile))
+    largest = tiles.abs().amax(dim=(-3, -1))
     fraction, exponents = torch.frexp(largest)  # fraction in [0.5, 1), or 0
     exponents = (exponents + (fraction > 1 - 2.0**-mantissa_bits)).clamp(min=LEAST_EXPONENT)
-    step = torch.ldexp(torch.ones_like(largest), exponents - mantissa_bits)[:, None, :, None]
-    kept = (rounded(tiles / step, rng) * step).view(padded.shape)[:num_rows, :num_columns]
+    step = torch.ldexp(torch.ones_like(largest), exponents - mantissa_bits)[..., :, None, :, None]
+    kept = (rounded(tiles / step, rng) * step).view(padded.shape)[..., :num_rows, :num_columns]
     return kept.contiguous(), exponents
 
 

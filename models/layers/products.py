@@ -1,11 +1,12 @@
 """Linear layers that multiply in another way while they are trained, and the regime that swaps them in and out.
 
 A layer of this kind shares the weight and bias of the plain one, so that optimizer, checkpoints and state dict see no
-difference. Only the linear layers of the decoder blocks are changed: embedding, output matrix and the products inside
-of attention stay as they are.
+difference. The linear layers of the decoder blocks are changed; output matrix and the products inside of attention stay
+as they are but where a regime says `EVERYWHERE`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.linears import linears, replace
+from models.layers import attention_products
+from models.layers.linears import linears
 from models.regimes import Plan, Regime
 
 Change = Callable[[Tensor], Tensor]
@@ -21,19 +23,20 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class ProductLinear(nn.Linear):
-    """A linear layer whose product is given, with the parameters of `layer` themselves; plain in evaluation mode.
+    """A linear layer whose product is given, with the parameters of `layer` themselves; plain in evaluation mode unless
+    `always`.
 
     Whoever asks the model something between two steps would otherwise get answers that hang on the other rows, which
     share a scale, and would use up random numbers.
     """
 
-    def __init__(self, layer: nn.Linear, multiply: Product) -> None:
+    def __init__(self, layer: nn.Linear, multiply: Product, always: bool = False) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        self.weight, self.bias, self.multiply = layer.weight, layer.bias, multiply
+        self.weight, self.bias, self.multiply, self.always = layer.weight, layer.bias, multiply, always
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., I] → [..., O], in the weight's dtype also under autocast: bfloat16 can't hold every format."""
-        if not self.training:
+        if not self.training and not self.always:
             return super().forward(inputs)
         with torch.autocast(inputs.device.type, enabled=False):
             output = self.multiply(inputs.to(self.weight.dtype), self.weight)
@@ -45,15 +48,25 @@ class ProductRegime(Regime):
 
     It keeps the state of its generator and its figures in the loop's checkpoint, so that a resumed run draws what the
     whole one would have.
+
+    Attributes:
+        EVERYWHERE: whether the output matrix and attention multiply so too, by `multiply_pairs`.
     """
+
+    EVERYWHERE = False
 
     def __init__(self, rng: torch.Generator) -> None:
         self.rng = rng
         self._plain: dict[str, nn.Linear] = {}
-        self._sums: dict[str, list[float]] = {}
+        self._sums: dict[str, list[Tensor | float]] = {}
+        self._attention = ""  # what the model's was before
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
         """[..., I] times [O, I] → [..., O], with the backward pass of the method."""
+        raise NotImplementedError
+
+    def multiply_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        """[..., R, I] times [..., C, I] → [..., R, C], both of them activations."""
         raise NotImplementedError
 
     def require(self, name: str, layer: nn.Linear) -> None:
@@ -61,33 +74,61 @@ class ProductRegime(Regime):
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         """See the base."""
-        self._plain = dict(linears(model))
+        self._plain = self._layers(model)
         for name, layer in self._plain.items():
             self.require(name, layer)
-        replace(model, lambda name, layer: ProductLinear(layer, self.multiply))
+        self._put(model, self.multiply, always=False)
         return []
 
     def finish(self, model: PreTrainedModel) -> None:
         """See the base."""
-        replace(model, lambda name, layer: self._plain[name])
+        self._take(model, self._plain)
+
+    @contextmanager
+    def multiplying(self, model: PreTrainedModel, multiply: Product) -> Iterator[None]:
+        """Let the layers of a finished model multiply by `multiply` for a while, in evaluation mode too."""
+        plain = self._layers(model)
+        self._put(model, multiply, always=True)
+        try:
+            yield
+        finally:
+            self._take(model, plain)
+
+    def _layers(self, model: PreTrainedModel) -> dict[str, nn.Linear]:
+        return dict(linears(model)) | ({"lm_head": model.lm_head} if self.EVERYWHERE else {})
+
+    def _put(self, model: PreTrainedModel, multiply: Product, always: bool) -> None:
+        for name, layer in self._layers(model).items():
+            model.set_submodule(name, ProductLinear(layer, multiply, always))
+        if self.EVERYWHERE:
+            self._attention = attention_products.put_in(model, self.multiply_pairs, always)
+
+    def _take(self, model: PreTrainedModel, plain: Mapping[str, nn.Linear]) -> None:
+        for name, layer in plain.items():
+            model.set_submodule(name, layer)
+        if self.EVERYWHERE:
+            attention_products.take_out(model, self._attention)
 
     def weights(self) -> list[Tensor]:
         """Return the weights that are multiplied by."""
         return [layer.weight for layer in self._plain.values()]
 
-    def count(self, figure: str, part: Tensor | float, whole: float = 1.0) -> None:
-        """Add to a figure, the sum of the parts over the sum of the wholes; there is none while that is 0."""
-        sums = self._sums.setdefault(figure, [0.0, 0.0])
-        sums[0] += float(part)
-        sums[1] += whole
+    def count(self, figure: str, part: Tensor | float, whole: Tensor | float = 1.0) -> None:
+        """Add to a figure, the sum of the parts over the sum of the wholes; there is none while that is 0.
+
+        What is a tensor is summed where it lies: nothing waits for a GPU before somebody asks.
+        """
+        part, whole = (one.detach().double() if isinstance(one, Tensor) else one for one in (part, whole))
+        before = self._sums.get(figure, [0.0, 0.0])
+        self._sums[figure] = [before[0] + part, before[1] + whole]
 
     def figures(self) -> dict[str, float]:
         """See the base."""
-        return {figure: part / whole for figure, (part, whole) in self._sums.items() if whole}
+        return {figure: part / whole for figure, (part, whole) in self._read().items() if whole}
 
     def state(self) -> dict[str, object]:
         """See the base."""
-        return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._sums}
+        return {"rng": bytes(self.rng.get_state().tolist()).hex(), "sums": self._read()}
 
     def restore(self, state: dict[str, object]) -> None:
         """See the base."""
@@ -95,6 +136,9 @@ class ProductRegime(Regime):
         sums = state["sums"]
         assert isinstance(sums, dict)
         self._sums = {figure: [float(part), float(whole)] for figure, (part, whole) in sums.items()}
+
+    def _read(self) -> dict[str, tuple[float, float]]:
+        return {figure: (float(part), float(whole)) for figure, (part, whole) in self._sums.items()}
 
 
 def straight_through(values: Tensor, change: Change) -> Tensor:

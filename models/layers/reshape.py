@@ -144,8 +144,10 @@ def _build(model: PreTrainedModel, changes: Mapping[str, Any], tensors: Mapping[
     config = copy.deepcopy(model.config)
     for key, value in changes.items():
         setattr(config, key, value)
-    if "ranks" in getattr(config, "redraft", {}):  # of the old shape's layers, by their old names
-        config.redraft = {key: value for key, value in config.redraft.items() if key != "ranks"}
+    if hasattr(config, "redraft"):  # promises of the old shape's layers, by their old names
+        config.redraft = {
+            key: value for key, value in config.redraft.items() if key not in ("ranks", "factors", "patterns")
+        }
     with no_init_weights():
         # Leaves RoPE's buffers in float32.
         built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)

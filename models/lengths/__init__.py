@@ -2,54 +2,27 @@
 
 A policy's module has
 
-- `num_draft_tokens(view, params) -> int`: asked before each step, how many tokens it may draft at most, from 0, a plain
-  step, to `view.limit`;
+- `num_draft_tokens(view, params) -> int`: asked before each step of one sequence, how many tokens it may draft at most,
+  from 0, a plain step, to `view.limit`;
 - `go_on(view, params) -> bool`, only in policies that want it: asked after each pass of the draft but the step's last,
-  whether it is to draft on. `view` is the one from before the step, with the step's `confidences`.
+  whether it is to draft on. `view` is the one from before the step, with the step's `confidences`;
+- `plan(cost, acceptance, running, limit, before, params) -> Plan`, only in policies that can serve: asked before each
+  step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
+  policy remembers; `cost` (`models.cost`) and `acceptance` (`models.running`) are kept by who asks, and are shown
+  every step that read no prompt and every proposal that was verified, of sequences whose draft keys are whole.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
+from models.cost import Cost
+from models.running import Lookup, Source, kind_of
 
 RECENT = 32
-SMOOTHING = 0.1  # weight of a new time in a running mean
 
-
-@dataclass(frozen=True)
-class Cost:
-    """What a step takes on this machine, as far as it has been measured.
-
-    Attributes:
-        verify_ms: rows of the target's pass (1 + drafted tokens) → ms, verification included.
-        draft_ms: ms of one pass of the draft; None until there was one.
-    """
-
-    verify_ms: Mapping[int, float] = field(default_factory=dict)
-    draft_ms: float | None = None
-
-    def step_ms(self, num_rows: int, num_passes: int) -> float | None:
-        """Estimate a step of `num_rows` rows after `num_passes` passes of the draft; None if nothing was measured.
-
-        Between two measured numbers of rows it is interpolated, beyond them the nearest one's.
-        """
-        if not self.verify_ms or (num_passes and self.draft_ms is None):
-            return None
-        rows = sorted(self.verify_ms)
-        verify_ms = float(np.interp(num_rows, rows, [self.verify_ms[number] for number in rows]))
-        return verify_ms + num_passes * (self.draft_ms or 0.0)
-
-    def after(self, num_rows: int, verify_ms: float, num_passes: int, draft_ms: float) -> "Cost":
-        """Return the table with a step's times in its running means; `draft_ms` are those of all its passes."""
-        before = self.verify_ms.get(num_rows, verify_ms)
-        smooth = {**self.verify_ms, num_rows: before + SMOOTHING * (verify_ms - before)}
-        if num_passes == 0:
-            return Cost(smooth, self.draft_ms)
-        per_pass = draft_ms / num_passes
-        known = per_pass if self.draft_ms is None else self.draft_ms
-        return Cost(smooth, known + SMOOTHING * (per_pass - known))
+Why = Literal["pays", "loses", "explores", "unmeasured", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +50,53 @@ class View:
         """Accepted / drafted tokens of the last 32 steps that drafted; None before the first."""
         recent = list(islice((step for step in reversed(self.steps) if step[0]), RECENT))
         return sum(accepted for _, accepted in recent) / sum(drafted for drafted, _ in recent) if recent else None
+
+
+class Running(NamedTuple):
+    """One sequence of a batch that decodes.
+
+    Attributes:
+        lookups: what look-up proposes for it: one with chance 1 if that is known, else what is likely; none is the
+            head's turn, and so is what is left of the chances.
+        whole: the draft has, or gets in this step, the keys of all its positions; not if a step skipped them, and then
+            the head's proposals are accepted less often.
+    """
+
+    domain: str
+    lookups: tuple[Lookup, ...] = ()
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step of a batch drafts.
+
+    Attributes:
+        num_passes: of the draft, as many as tokens that the head proposes a sequence, from 0 to the limit.
+        skip: not even the pass is made that keeps the draft's keys whole, because 0 is expected to last. Sequences that
+            run meanwhile lack keys, and accept less when drafting goes on.
+        longest: (domain, source, kind, see `models.running.kind_of`) to the most tokens of such a proposal that are
+            worth verifying; 0 of a look-up: the head's proposal is worth more.
+        look_up: look-up is asked, if only to know what it finds.
+        settled: `num_passes` without the steps that only explore.
+        tokens_per_s: expected, of what is settled.
+        plain_tokens_per_s: expected without any draft.
+        why: "explores" drafts otherwise than it pays, to learn; "unmeasured" as long as `cost` can't tell;
+            "fixed" looks at neither.
+        memory: the policy's own.
+    """
+
+    num_passes: int
+    skip: bool = False
+    longest: Mapping[tuple[str, Source, int], int] = field(default_factory=dict)
+    look_up: bool = True
+    settled: int = 0
+    tokens_per_s: float = 0.0
+    plain_tokens_per_s: float = 0.0
+    why: Why = "unmeasured"
+    memory: Any = None
+
+    def num_kept(self, domain: str, source: Source, match: int = 0, whole: bool = True) -> int:
+        """Return how many tokens of a proposal are to be verified at most."""
+        kind = kind_of(source, match, whole)
+        return self.longest.get((domain, source, kind), self.num_passes if source == "head" else 0)

@@ -1,9 +1,12 @@
-"""Always K tokens."""
+"""Always K tokens of the head, and whatever look-up finds."""
 
+from collections.abc import Sequence
 from typing import Literal
 
-from models.lengths import View
+from models.cost import Cost
+from models.lengths import Plan, Running, View
 from models.params import BaseParams
+from models.running import MATCHES, NUM_PLACES, Acceptance, Source
 
 PAPER = "arXiv:2211.17192, section 3"
 
@@ -22,3 +25,14 @@ def num_draft_tokens(view: View, params: Params) -> int:
         params: nothing to set.
     """
     return view.limit
+
+
+def plan(
+    cost: Cost, acceptance: Acceptance, running: Sequence[Running], limit: int, before: Plan | None, params: Params
+) -> Plan:
+    """Draft as many tokens in each step, whatever they cost; what was looked up goes before the head's."""
+    kinds = range(len(MATCHES) + 1)
+    longest: dict[tuple[str, Source, int], int] = {
+        (sequence.domain, "lookup", kind): NUM_PLACES for sequence in running for kind in kinds
+    }
+    return Plan(limit, longest=longest, settled=limit, why="fixed")

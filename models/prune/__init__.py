@@ -1,9 +1,9 @@
 """Pruning: zeroes in the weights of linear layers, whose shapes stay.
 
-Letters: O outputs and I inputs of a layer, N calibration tokens.
+Letters: O outputs and I inputs of a layer, N calibration tokens X [N, I].
 
-A method's module has `prune(weight [O, I], inputs [N, I], pattern, params) -> [O, I]`, and `CALIBRATED`: whether it
-reads `inputs`. `prune_model` walks over a model.
+A method's module has `prune(weight [O, I], inputs, pattern, params) -> [O, I]`, `inputs` being XᵀX and N, and
+`CALIBRATED`: whether it reads `inputs`. `prune_model` walks over a model.
 
 Speed and size stay too: nothing here multiplies sparse matrices on a CPU, and a file holds the zeroes. GPUs from Ampere
 on multiply 2:4 matrices faster.
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.layers.linears import calibrate, linears
+from models.invariants import note
+from models.layers.linears import Gram, calibrate, linears
 from models.params import BaseParams
 from models.sparsity import Pattern, require_groups
 
 
-def require_inputs(weight: Tensor, inputs: Tensor, num_tokens: int = 1) -> None:
+def require_inputs(weight: Tensor, inputs: Gram, num_tokens: int = 1) -> None:
     """Raise ValueError if calibration inputs don't fit a layer or are fewer than `num_tokens`."""
-    if inputs.ndim != 2 or inputs.shape[1] != weight.shape[1]:
-        raise ValueError(f"inputs are {list(inputs.shape)}; wanted [N, {weight.shape[1]}], as wide as the weight")
-    if len(inputs) < num_tokens:
-        raise ValueError(f"calibration has {len(inputs)} tokens; wanted at least {num_tokens}")
+    if inputs.num_tokens < num_tokens:
+        raise ValueError(f"calibration has {inputs.num_tokens} tokens; wanted at least {num_tokens}")
+    if len(inputs.matrix) != weight.shape[1]:
+        raise ValueError(f"inputs are {len(inputs.matrix)} wide; wanted {weight.shape[1]}, as wide as the weight")
 
 
 @torch.no_grad()
@@ -35,7 +36,8 @@ def prune_model(
 ) -> dict[str, float]:
     """Zero weights of all linear layers of the decoder blocks, in place.
 
-    Each block is pruned on the inputs that the pruned blocks before it give.
+    Each block is pruned on the inputs that the pruned blocks before it give. The config notes each layer's pattern, so
+    that what comes after keeps it (`models.invariants`).
 
     Args:
         model: of Llama's layout.
@@ -54,15 +56,16 @@ def prune_model(
     for name, layer in linears(model):
         require_groups(layer.weight.shape, pattern, f"layer {name}")
 
-    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+    def visit(name: str, layer: nn.Linear, inputs: Gram) -> None:
         try:
             layer.weight.copy_(method.prune(layer.weight, inputs, pattern, params))
         except ValueError as error:
             raise ValueError(f"layer {name}: {error}") from error
 
     if method.CALIBRATED:
-        calibrate(model, documents, visit)
+        calibrate(model, documents, Gram, visit)
     else:
         for name, layer in linears(model):
-            visit(name, layer, layer.weight.new_empty(0, layer.in_features))
+            visit(name, layer, Gram())
+    note(model, "patterns", {name: pattern.model_dump(exclude_none=True) for name, _ in linears(model)})
     return {name: float((layer.weight == 0).float().mean()) for name, layer in linears(model)}

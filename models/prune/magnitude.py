@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.layers.linears import Gram
 from models.params import BaseParams
 from models.sparsity import Pattern
 
@@ -21,7 +22,7 @@ class Params(BaseParams):
     name: Literal["magnitude"] = "magnitude"
 
 
-def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> Tensor:
+def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
     """Zero the smallest weights of one linear layer.
 
     Args:

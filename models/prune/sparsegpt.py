@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models.layers.hessian import inverse_factor
+from models.layers.linears import Gram
 from models.params import BaseParams
 from models.prune import require_inputs
 from models.sparsity import Pattern
@@ -37,12 +38,12 @@ class Params(BaseParams):
     dampening: float = Field(0.01, gt=0)
 
 
-def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> Tensor:
+def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
     """Zero weights of one linear layer and update the others.
 
     Args:
         weight: [O, I], left unchanged.
-        inputs: [N, I] calibration inputs, one row a token, at least a block of them.
+        inputs: of calibration, of at least a block of tokens.
         pattern: the weights of a block of columns compete, or those of a group.
         params: the paper's settings.
 
@@ -57,9 +58,8 @@ def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> T
     if pattern.group is not None and params.block_size % pattern.group:
         raise ValueError(f"block_size is {params.block_size}, which {pattern.group} of {pattern} does not divide")
     pruned = weight.float()
-    hessian = inputs.float().T @ inputs.float()
-    factor = inverse_factor(hessian, params.dampening)
-    pruned = pruned.masked_fill(hessian.diagonal() == 0, 0)
+    factor = inverse_factor(inputs.matrix, params.dampening)
+    pruned = pruned.masked_fill(inputs.matrix.diagonal() == 0, 0)
     for start in range(0, pruned.shape[1], params.block_size):
         stop = min(start + params.block_size, pruned.shape[1])
         block, errors = _prune_block(pruned[:, start:stop], factor[start:stop, start:stop], pattern)

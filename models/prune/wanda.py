@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.layers.linears import Gram
 from models.params import BaseParams
 from models.prune import require_inputs
 from models.sparsity import Pattern
@@ -21,12 +22,12 @@ class Params(BaseParams):
     name: Literal["wanda"] = "wanda"
 
 
-def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> Tensor:
+def prune(weight: Tensor, inputs: Gram, pattern: Pattern, params: Params) -> Tensor:
     """Zero the low-scored weights of one linear layer.
 
     Args:
         weight: [O, I], left unchanged.
-        inputs: [N, I] calibration inputs, one row a token.
+        inputs: of calibration.
         pattern: the weights of a row compete, or those of a group.
         params: nothing to set.
 
@@ -37,5 +38,5 @@ def prune(weight: Tensor, inputs: Tensor, pattern: Pattern, params: Params) -> T
         ValueError: `inputs` don't fit `weight`, or `pattern` does not fit the layer.
     """
     require_inputs(weight, inputs)
-    scores = weight.float().abs() * inputs.float().norm(dim=0)
+    scores = weight.float().abs() * inputs.matrix.diagonal().sqrt()
     return weight.masked_fill(~pattern.keep(scores, over="row"), 0)

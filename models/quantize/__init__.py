@@ -5,9 +5,10 @@ Letters: O outputs and I inputs of a layer, N tokens, G groups of a row.
 A method's module has
 
 - `CALIBRATED`: whether it reads `documents`;
-- `STORED`: the compressed-tensors format in which an engine serves its result, or None where none does;
+- `STORED`: the compressed-tensors format in which an engine serves its result, or None where none does; `ELSEWHERE`
+  then says in a line why, and where its place is;
 - `quantize(model, documents, params) -> Quantized`, which uses up `model`, in float32: its linear layers inside of the
-  decoder blocks are quantized, the rest is rounded to bfloat16;
+  decoder blocks are quantized, the rest is rounded to bfloat16. Of what is stored, a weight of 0 stays 0;
 - where the model should have been trained for it, `regime(params, rng) -> models.regimes.Regime`: hooks of the
   training loop under which the model computes as the quantized one will.
 

@@ -23,7 +23,7 @@ from models.layers import integers
 from models.layers.decoder import MODEL_TYPES
 from models.layers.integers import Integers
 from models.layers.layout import Block
-from models.layers.linears import blocks, calibrate, linears
+from models.layers.linears import Rows, blocks, calibrate, linears
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
 
@@ -75,17 +75,17 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     check_documents(documents)
     _require_layout(model)
     parts: dict[str, dict[str, Tensor]] = {}
-    caught: dict[str, Tensor] = {}
+    caught: dict[str, Rows] = {}
 
-    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+    def visit(name: str, layer: nn.Linear, read: Rows) -> None:
         _, _, index, leaf = name.split(".", 3)
-        caught[leaf] = inputs
+        caught[leaf] = read
         if len(caught) == sum(len(readers) for _, readers in FOLDS):
             for own, weight in _block(blocks(model)[int(index)], caught, params).items():
                 parts[f"model.layers.{index}.{own}"] = compressed.packed_parts(weight, params.bits)
             caught.clear()
 
-    calibrate(model, documents, visit)
+    calibrate(model, documents, Rows, visit)
     return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
 
 
@@ -102,13 +102,13 @@ def _require_layout(model: PreTrainedModel) -> None:
         raise ValueError(f"awq takes models of type {', '.join(MODEL_TYPES)}; got {model.config.model_type}")
 
 
-def _block(block: Block, caught: Mapping[str, Tensor], params: Params) -> dict[str, Integers]:
-    """Scale, clip and round the layers of one block in place; `caught` [N, I] is what each of them read."""
+def _block(block: Block, caught: Mapping[str, Rows], params: Params) -> dict[str, Integers]:
+    """Scale, clip and round the layers of one block in place; `caught` is what each of them read."""
     inputs = {}
     for maker_name, readers in FOLDS:
         maker = block.get_parameter(f"{maker_name}.weight")
         weights = [block.get_parameter(f"{leaf}.weight") for leaf in readers]
-        found = caught[readers[0]].float()
+        found = caught[readers[0]].inputs.float()
         rows = found[:: max(1, len(found) // params.search_tokens)][: params.search_tokens]
         # Where several heads read one value head, the features of a value head are shared.
         head = 1 if len(maker) == found.shape[1] else block.self_attn.head_dim

@@ -6,7 +6,8 @@ With H = 2·XᵀX and U the upper Cholesky factor of its inverse, column j is ro
 A group's scale is taken when its first column is reached, from weights as they have become. With `act_order` columns
 come in falling order of H's diagonal, and a group's scale is taken beforehand from the given weights, because its
 columns are far apart then; engines need no permutation. 1% of the diagonal's mean is added to it; a feature that
-calibration never saw is rounded to nearest, where the authors' code makes it 0.
+calibration never saw is rounded to nearest, where the authors' code makes it 0. A weight of exactly 0 was pruned and
+stays so; what the columns before it ask of it goes to those after it (arXiv:2301.00774, section 3.5).
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from models import compressed
 from models.layers import integers
 from models.layers.hessian import inverse_factor
 from models.layers.integers import Integers
-from models.layers.linears import calibrate
+from models.layers.linears import Gram, calibrate
 from models.params import BaseParams
 from models.quantize import BLOCK, Quantized, assemble, check, check_documents
 
@@ -64,50 +65,53 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     check_documents(documents)
     parts = {}
 
-    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
-        rounded = solve(layer.weight, inputs, params)
+    def visit(name: str, layer: nn.Linear, read: Gram) -> None:
+        rounded = solve(layer.weight, read, params)
         layer.weight.copy_(rounded.floats())
         parts[name] = compressed.packed_parts(rounded, params.bits)
 
-    calibrate(model, documents, visit)
+    calibrate(model, documents, Gram, visit)
     return assemble(model, parts, compressed.packed_scheme(params.bits, params.group_size, params.symmetric))
 
 
-def solve(weight: Tensor, inputs: Tensor, params: Params) -> Integers:
+def solve(weight: Tensor, inputs: Gram, params: Params) -> Integers:
     """Round one layer.
 
     Args:
         weight: [O, I], left unchanged.
-        inputs: [N, I].
+        inputs: of calibration, I wide.
         params: the grid and the order.
 
     Raises:
         ValueError: `inputs` is not as wide as `weight`.
     """
-    if inputs.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"inputs have width {inputs.shape[-1]}, the layer takes {weight.shape[-1]}")
+    if len(inputs.matrix) != weight.shape[-1]:
+        raise ValueError(f"inputs have width {len(inputs.matrix)}, the layer takes {weight.shape[-1]}")
     width, size = weight.shape[1], params.group_size
-    hessian = 2 * inputs.float().T @ inputs.float()
+    hessian = 2 * inputs.matrix
     seen = hessian.diagonal()
     order = seen.argsort(descending=True) if params.act_order else torch.arange(width, device=weight.device)
     factor = inverse_factor(hessian[order][:, order], params.damping)
-    left = weight.detach().float()[:, order]
+    left, columns = weight.detach().float()[:, order], order.tolist()
+    held = (weight == 0)[:, order]
     scales, zeros = integers.fit(weight, params.bits, size, params.symmetric, torch.bfloat16)
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for start in range(0, width, BLOCK):
         stop = min(start + BLOCK, width)
         errors = torch.empty_like(left[:, start:stop])
         for place in range(start, stop):
-            column = int(order[place])
+            column = columns[place]
             group = column // size
             if not params.act_order and column % size == 0:
-                fresh = left[:, place : place + size]  # a group never reaches into the next block
+                group_of = slice(place, place + size)  # never reaches into the next block
+                fresh = left[:, group_of].masked_fill(held[:, group_of], 0)
                 scale, zero = integers.fit(fresh, params.bits, None, params.symmetric, torch.bfloat16)
                 scales[:, group : group + 1] = scale
                 if zeros is not None and zero is not None:
                     zeros[:, group : group + 1] = zero
             own = scales[:, group : group + 1], None if zeros is None else zeros[:, group : group + 1]
-            rounded = integers.encode(left[:, place : place + 1], *own, params.bits)
+            wanted = left[:, place : place + 1].masked_fill(held[:, place : place + 1], 0)
+            rounded = integers.encode(wanted, *own, params.bits)
             values[:, column] = rounded.values[:, 0]
             error = (left[:, place] - rounded.floats()[:, 0]) / factor[place, place]
             left[:, place:stop] -= error[:, None] * factor[place, place:stop]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from models import compressed
 from models.layers import integers
 from models.layers.integer_linear import HIGH, IntegerLinear
-from models.layers.linears import calibrate, replace
+from models.layers.linears import Rows, calibrate, replace
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
 
@@ -58,15 +58,15 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     parts: dict[str, dict[str, Tensor]] = {}
     made: dict[str, IntegerLinear] = {}
 
-    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+    def visit(name: str, layer: nn.Linear, read: Rows) -> None:
         weight = integers.quantize(layer.weight, params.weight_bits, None, symmetric=True)
-        scale = _scale(inputs, params.percentile)
+        scale = _scale(read.inputs, params.percentile)
         parts[name] = compressed.plain_parts(weight.values, weight.scales, scale)
         made[name] = IntegerLinear(weight, layer.bias, scale)
         # The next blocks are calibrated on what this layer is going to say.
         layer.forward = made[name].forward  # type: ignore[assignment, method-assign]  # it answers for what replaces it
 
-    calibrate(model, documents, visit)
+    calibrate(model, documents, Rows, visit)
     replace(model, lambda name, layer: made[name])
     return assemble(model, parts, compressed.plain_scheme(STORED, dynamic=False))
 

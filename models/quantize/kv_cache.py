@@ -29,6 +29,7 @@ from models.quantize import Quantized, assemble, check
 PAPER = "arXiv:2303.06865, section 4 (compressed cache); arXiv:2211.05102 (what a cache costs)"
 CALIBRATED = False
 STORED = None
+ELSEWHERE = 'an engine rounds its cache by itself, no checkpoint does: [engine] extra = { kv_cache_dtype = "fp8" }'
 
 
 class Params(BaseParams):

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.layers.integers import product
-from models.layers.linears import calibrate, linears, replace
+from models.layers.linears import Rows, calibrate, linears, replace
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2208.07339, sections 2 and 3"
 CALIBRATED = True
 STORED = None
+ELSEWHERE = "vLLM has it on GPUs alone, in a format of bitsandbytes; int8_dynamic is served everywhere"
 HIGH = 127
 Scheme = Literal["absmax", "zeropoint"]
 
@@ -64,10 +65,10 @@ def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params:
     if params.decompose:
         check_documents(documents)
 
-        def find(name: str, layer: nn.Linear, inputs: Tensor) -> None:
-            columns[name] = _outliers(inputs, params.threshold).nonzero()[:, 0]
+        def find(name: str, layer: nn.Linear, read: Rows) -> None:
+            columns[name] = _outliers(read.inputs, params.threshold).nonzero()[:, 0]
 
-        calibrate(model, documents, find)
+        calibrate(model, documents, Rows, find)
     made = {name: _Linear(layer, columns[name], params) for name, layer in linears(model)}
     share = sum(len(found) / made[name].values.shape[1] for name, found in columns.items()) / len(columns)
     replace(model, lambda name, layer: made[name])

@@ -19,6 +19,9 @@ from models.quantize import Quantized, assemble, check, round_each
 PAPER = "arXiv:2305.14314, section 3"
 CALIBRATED = False
 STORED = None
+ELSEWHERE = (
+    'vLLM has it on GPUs alone, in a format of bitsandbytes; [finetune] method = { name = "qlora" } trains on it'
+)
 
 
 class Params(BaseParams):

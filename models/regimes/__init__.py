@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 # What can be changed once: how linear layers multiply, which layers run, what of the weights is free, which steps run,
-# how documents become batches, what is kept for the backward pass, in which format is computed, when training ends,
-# and the loop itself.
-PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "end", "loop")
+# how documents become batches, what is kept for the backward pass, in which format is computed, where the optimizer's
+# state lies, when training ends, and the loop itself.
+PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "optimizer", "end", "loop")
 
 
 class Batch(NamedTuple):
@@ -60,6 +61,13 @@ class Regime:
         """Prepare the model before the optimizer is made; returns parameters of its own that are trained too."""
         return []
 
+    def hold(self, optimizer: Optimizer) -> None:
+        """Say where the optimizer's state lies, before it has any."""
+
+    def batches(self, pieces: list[list[int]], batch_tokens: int) -> list[list[list[int]]] | None:
+        """Group documents into batches, or None to leave it to the loop, which puts those of like length together."""
+        return None
+
     def collate(self, documents: list[list[int]]) -> Batch | None:
         """Make a batch of documents, or None to leave it to the loop, which pads."""
         return None
@@ -70,6 +78,10 @@ class Regime:
 
     def around(self, step: int) -> AbstractContextManager[object]:
         """Return the context that forward and backward pass run in."""
+        return nullcontext()
+
+    def answering(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        """Return the context in which the finished model computes as it would in use, if that is not as a plain one."""
         return nullcontext()
 
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:

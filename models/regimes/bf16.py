@@ -43,3 +43,6 @@ class _Bf16(Regime):
 
     def around(self, step: int) -> AbstractContextManager[object]:
         return torch.autocast(self.device, torch.bfloat16)
+
+    def answering(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        return torch.autocast(model.device.type, torch.bfloat16)

@@ -16,9 +16,10 @@ factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.
 as in the paper. m is taken per document, the paper's instance of a mini-batch. The noise makes the rounding of
 gradients unbiased; a gradient of exactly 0, as on padding, stays 0 although 0 is none of the 2^k values. Embedding and
 output matrix keep full precision, as the paper's first and last layer do. `finish` leaves the rounded weights in the
-model, which computes with those and with unrounded activations.
+model, which computes with those and with unrounded activations; `answering` rounds these too.
 """
 
+from contextlib import AbstractContextManager
 from typing import Annotated, Literal
 
 import torch
@@ -92,6 +93,11 @@ class _DoReFa(ProductRegime):
         for weight in self.weights():
             weight.copy_(quantize_weight(weight, self.params.weight_bits))
         super().finish(model)
+
+    def answering(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        # The weights were rounded at the end.
+        few = self.params.activation_bits < OFF
+        return self.multiplying(model, lambda x, w: functional.linear(self._activations(x) if few else x, w))
 
 
 def quantize_weight(weight: Tensor, num_bits: int) -> Tensor:

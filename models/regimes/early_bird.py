@@ -5,6 +5,9 @@ gains `penalty` · Σ|c|. After each epoch a mask of the largest |c| is drawn. W
 the mask and those of the last `window` epochs, as a share of the mask, is under `epsilon`, the ticket is found:
 training stops, or goes on with the ticket alone. In the end the coefficients are multiplied into the weights.
 
+The control comes as a setting: `ticket` "random" keeps as many channels and heads of each layer, from the same epoch
+on, and draws which.
+
 What readers of the paper would not expect: it prunes channels of convolutions by the scales of batch norms, which a
 language model lacks; coefficients of heads and channels stand in for them (EarlyBERT, arXiv:2101.00063), channels and
 heads being ranked each among themselves over all layers, and each layer keeps its best one. Dropped parts are zero but
@@ -36,6 +39,7 @@ class Params(BaseParams):
         epsilon: Hamming distance, as a share of the mask, under which masks are the same.
         window: how many earlier epochs' masks must agree.
         penalty: of the coefficients' absolute values.
+        ticket: the parts with the largest coefficients, or the control.
         then: "train" trains the ticket for the remaining epochs, "stop" ends training there.
     """
 
@@ -44,20 +48,25 @@ class Params(BaseParams):
     epsilon: float = Field(0.1, gt=0, lt=1)
     window: int = Field(5, ge=1)
     penalty: float = Field(1e-4, ge=0)
+    ticket: Literal["largest", "random"] = "largest"
     then: Literal["train", "stop"] = "train"
 
 
 # Eight short epochs are too few for five masks to agree with the next: the first ones are still far apart.
-COMPARED = {"window_2": Params(window=2), "window_2_epsilon_0.2": Params(window=2, epsilon=0.2)}
+COMPARED = {
+    "window_2": Params(window=2),
+    "window_2_epsilon_0.2": Params(window=2, epsilon=0.2),
+    "window_2_epsilon_0.2_random_mask": Params(window=2, epsilon=0.2, ticket="random"),
+}
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:
-    """Return the hooks.
+    """Return the hooks; `rng` draws the control.
 
     Raises:
         ValueError: when training starts, if the model is not of Llama's layout.
     """
-    return _EarlyBird(params)
+    return _EarlyBird(params, rng)
 
 
 def draw(coefficients: Sequence[Tensor], pruned_share: float) -> list[Tensor]:
@@ -82,8 +91,8 @@ def distance(one: str, other: str) -> float:
 
 
 class _EarlyBird(Regime):
-    def __init__(self, params: Params) -> None:
-        self.params = params
+    def __init__(self, params: Params, rng: torch.Generator) -> None:
+        self.params, self.rng = params, rng
         self.recent: list[str] = []  # masks of the last epochs, the newest last
         self.ticket: str | None = None
         self.epoch = self.num_steps = self.num_ticket_steps = 0
@@ -122,13 +131,15 @@ class _EarlyBird(Regime):
     def after_epoch(self, model: PreTrainedModel, epoch: int) -> bool:
         if self.ticket is not None:
             return False
-        mask = _write(draw(self.heads, self.params.pruned_share) + draw(self.channels, self.params.pruned_share))
+        masks = draw(self.heads, self.params.pruned_share) + draw(self.channels, self.params.pruned_share)
+        mask = _write(masks)
         far = max((distance(mask, other) for other in self.recent), default=1.0)
         full = len(self.recent) == self.params.window
         self.recent = [*self.recent, mask][-self.params.window :]
         if not full or far >= self.params.epsilon:
             return False
-        self.ticket, self.epoch = mask, epoch
+        random = self.params.ticket == "random"
+        self.ticket, self.epoch = _write([_permute(one, self.rng) for one in masks]) if random else mask, epoch
         self._apply()
         return self.params.then == "stop"
 
@@ -184,6 +195,10 @@ class _EarlyBird(Regime):
 
 def _ones(size: int, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.ones(size, device=device))
+
+
+def _permute(mask: Tensor, rng: torch.Generator) -> Tensor:
+    return mask[torch.randperm(len(mask), generator=rng).to(mask.device)]
 
 
 def _write(masks: list[Tensor]) -> str:

@@ -5,16 +5,18 @@ element a mantissa of `mantissa_bits`. The three products of training,
 
     y = x̂ · ŵᵀ,    ∂x = ĝ · ŵ,    ∂w = ĝᵀ · x̂,
 
-so add integer products within a tile and floats across tiles. The weights themselves are kept with the wider mantissa
+so add integer products within a tile and floats across tiles. So do the output matrix and the two products inside of
+attention, whose tiles stay within one head of one document. The weights themselves are kept with the wider mantissa
 of `wide_bits`, which the update is rounded to; "HBFP8_16" is mantissa_bits 8 and wide_bits 16.
 
 What a reader of the paper would not expect: all three operands are tiled in two dimensions, so that each sums along
 tiles in both products it takes part in; the paper tiles weights and gives each training input one exponent. Mantissas
 are of the magnitude, the sign is one bit more, as in the authors' emulator; a tile's exponent is the least with which
-its largest magnitude fits, so nothing saturates. Products inside of attention, embedding and output matrix stay in
-float32. `finish` leaves the wide weights in the model.
+its largest magnitude fits, so nothing saturates. An embedding that is the output matrix too is kept as wide as that.
+`finish` leaves the wide weights in the model, which computes in floats; `answering` multiplies blocks again.
 """
 
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -61,6 +63,8 @@ def regime(params: Params, rng: torch.Generator) -> Regime:
 
 
 class _HybridBfp(ProductRegime):
+    EVERYWHERE = True
+
     def __init__(self, params: Params, rng: torch.Generator) -> None:
         super().__init__(rng)
         self.params = params
@@ -79,16 +83,32 @@ class _HybridBfp(ProductRegime):
         output = functional.linear(straight_through(inputs, self._narrow), straight_through(weight, self._narrow))
         return on_gradient(output, self._gradient)
 
+    def multiply_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        output = straight_through(left, self._matrices) @ straight_through(right, self._matrices).mT
+        return on_gradient(output, lambda gradient: self._counted(gradient, self._matrices(gradient)))
+
+    def answering(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        return self.multiplying(model, self.multiply)
+
     def _gradient(self, gradient: Tensor) -> Tensor:
-        narrow = self._narrow(gradient)
-        num_before, num_after = int(gradient.count_nonzero()), int(narrow.count_nonzero())
-        self.count("flushed_share", num_before - num_after, num_before)
+        return self._counted(gradient, self._narrow(gradient))
+
+    def _counted(self, gradient: Tensor, narrow: Tensor) -> Tensor:
+        num_before = gradient.count_nonzero()
+        self.count("flushed_share", num_before - narrow.count_nonzero(), num_before)
         return narrow
 
     def _narrow(self, values: Tensor) -> Tensor:
         return self._blocks(values, self.params.mantissa_bits)
 
     def _blocks(self, values: Tensor, mantissa_bits: int) -> Tensor:
+        """One matrix of all rows."""
+        return self._round(values.flatten(0, -2), mantissa_bits).view(values.shape)
+
+    def _matrices(self, values: Tensor) -> Tensor:
+        """[..., R, C], each matrix by itself."""
+        return self._round(values, self.params.mantissa_bits)
+
+    def _round(self, values: Tensor, mantissa_bits: int) -> Tensor:
         rng = self.rng if self.params.stochastic else None
-        matrix = values.flatten(0, -2)
-        return block_floating_point(matrix, mantissa_bits, self.params.tile, rng)[0].view(values.shape)
+        return block_floating_point(values, mantissa_bits, self.params.tile, rng)[0]

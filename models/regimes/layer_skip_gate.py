@@ -8,9 +8,10 @@ it did not: without bias if the output were linear in the coin, and without runn
 
 What readers of the papers would not expect: SkipNet runs every block while it trains and uses a straight-through gate
 or reinforcement, E2-Train skips in training as here; both keep their gates afterwards, here they are taken out and the
-plain model runs all of its blocks. Adam moves a weight by the learning rate a step at most, so that gates would take
-thousands of steps to close: their logit is multiplied by `speed`. The mean looks ahead in the row, at one bit a block.
-p is kept above `floor`, or a gate that has closed would never learn better.
+plain model runs all of its blocks. What a block adds is scaled by its running mean of p then (`fold`), which is what
+the blocks after it have learnt to read. Adam moves a weight by the learning rate a step at most, so that gates would
+take thousands of steps to close: their logit is multiplied by `speed`. The mean looks ahead in the row, at one bit a
+block. p is kept above `floor`, or a gate that has closed would never learn better.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,12 +22,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.layers.linears import blocks
 from models.layers.partial import make_partial, make_whole
 from models.params import BaseParams
 from models.regimes import Batch, Plan, Regime
 
 PAPER = "arXiv:1711.09485, section 3 (SkipNet); arXiv:1910.13349, section 3.2 (SLU)"
 CHANGES = ("depth",)
+MEMORY = 0.9  # of the running mean of p, a step
 WIDTH = 10  # of the gate's input and state, in both papers
 
 
@@ -38,6 +41,7 @@ class Params(BaseParams):
         start: probability with which a block runs at first.
         floor: least probability with which a block runs.
         speed: by how much faster than blocks gates learn.
+        fold: whether the probability with which a block ran at last is multiplied into what it adds.
     """
 
     name: Literal["layer_skip_gate"] = "layer_skip_gate"
@@ -45,6 +49,7 @@ class Params(BaseParams):
     start: float = Field(0.9, gt=0, lt=1)
     floor: float = Field(0.1, gt=0, lt=1)
     speed: float = Field(10.0, gt=0)
+    fold: bool = True
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:
@@ -84,6 +89,7 @@ class _Skip(Regime):
         self.seed = int(torch.randint(2**31, (1,), generator=rng))
         self.coins = torch.Generator()
         self.num_skipped = self.num_seen = 0
+        self.means: dict[int, float] = {}  # block to the running mean of p
 
     def start(self, model: PreTrainedModel, plan: Plan) -> list[nn.Parameter]:
         gate = Gate(model.config.hidden_size, self.params.start, self.params.speed, self.rng)
@@ -96,21 +102,34 @@ class _Skip(Regime):
         self.coins.manual_seed(self.seed + step)  # a resumed run draws the same
         return nullcontext()
 
+    def after_step(self, model: PreTrainedModel) -> None:
+        found = torch.stack([probability.detach().mean() for probability in self.probabilities]).tolist()
+        for index, mean in enumerate(found):
+            self.means[index] = MEMORY * self.means.get(index, mean) + (1 - MEMORY) * mean
+
     def penalty(self, model: PreTrainedModel, batch: Batch) -> Tensor | None:
         return self.params.cost_weight * torch.stack(self.probabilities).mean()
 
+    @torch.no_grad()
     def finish(self, model: PreTrainedModel) -> None:
         self.hook.remove()
         make_whole(model)
+        for index, mean in self.means.items() if self.params.fold else ():
+            block = blocks(model)[index]
+            for layer in (block.self_attn.o_proj, block.mlp.down_proj):
+                for parameter in layer.parameters():
+                    parameter.mul_(mean)
 
     def figures(self) -> dict[str, float]:
         return {"skipped_layer_share": self.num_skipped / max(self.num_seen, 1)}
 
     def state(self) -> dict[str, object]:
-        return {"num_skipped": self.num_skipped, "num_seen": self.num_seen}
+        means = {str(index): mean for index, mean in self.means.items()}
+        return {"num_skipped": self.num_skipped, "num_seen": self.num_seen, "means": means}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.num_skipped, self.num_seen = state["num_skipped"], state["num_seen"]
+        self.means = {int(index): mean for index, mean in state["means"].items()}
 
     def _begin(self, model: nn.Module, args: tuple[Tensor, ...], settings: dict[str, Any]) -> None:
         if not model.training:

@@ -103,7 +103,7 @@ class _LognormalGradient(ProductRegime):
         if self.params.num_bits < OFF:
             largest = expected_largest(found) if self.params.scale == "fit" else float(kept.abs().max().log())
             kept = self._round(kept, found, largest)
-        self.count("zero_share", len(logs) - int(kept.count_nonzero()), len(logs))
+        self.count("zero_share", len(logs) - kept.count_nonzero(), len(logs))
         return kept
 
     def _round(self, gradient: Tensor, found: Fit, largest: float) -> Tensor:

@@ -53,6 +53,16 @@ class _Packing(Regime):
         _require_separate(model)
         return []
 
+    def batches(self, pieces: list[list[int]], batch_tokens: int) -> list[list[list[int]]] | None:
+        """Fill rows with all documents there are, and batches with rows of like length."""
+        rows = _rows(pieces, self.params.row_tokens)
+        rows.sort(key=lambda row: sum(map(len, row)))
+        length = max(map(sum, ([len(document) for document in row] for row in rows)))
+        each = max(1, batch_tokens // length)
+        return [
+            [document for row in rows[start : start + each] for document in row] for start in range(0, len(rows), each)
+        ]
+
     def collate(self, documents: list[list[int]]) -> Batch | None:
         batch = pack(documents, self.params.row_tokens)
         self.num_tokens += sum(map(len, documents))
@@ -76,14 +86,7 @@ def pack(documents: list[list[int]], row_tokens: int) -> Batch:
         documents: token ids.
         row_tokens: length of a row, unless a document is longer.
     """
-    room = max(row_tokens, *map(len, documents))
-    rows: list[list[list[int]]] = []
-    for document in sorted(documents, key=len, reverse=True):
-        fitting = [row for row in rows if sum(map(len, row)) + len(document) <= room]
-        if fitting:
-            max(fitting, key=lambda row: sum(map(len, row))).append(document)
-        else:
-            rows.append([document])
+    rows = _rows(documents, row_tokens)
     length = max(sum(map(len, row)) for row in rows)
     token_ids = torch.zeros(len(rows), length, dtype=torch.int64)
     labels, position_ids = torch.full_like(token_ids, IGNORED), torch.zeros_like(token_ids)
@@ -96,6 +99,23 @@ def pack(documents: list[list[int]], row_tokens: int) -> Batch:
             position_ids[number, start:] = torch.arange(length - start)  # padding goes on as the last document
             start += len(document)
     return Batch(token_ids, labels, position_ids)
+
+
+def _rows(documents: list[list[int]], row_tokens: int) -> list[list[list[int]]]:
+    """Put documents into rows, the longest first, each into the fullest row that has room for it."""
+    room = max(row_tokens, *map(len, documents))
+    rows: list[list[list[int]]] = []
+    used: list[int] = []
+    for document in sorted(documents, key=len, reverse=True):
+        fitting = [number for number, length in enumerate(used) if length + len(document) <= room]
+        if fitting:
+            fullest = max(fitting, key=used.__getitem__)
+            rows[fullest].append(document)
+            used[fullest] += len(document)
+        else:
+            rows.append([document])
+            used.append(len(document))
+    return rows
 
 
 @torch.no_grad()

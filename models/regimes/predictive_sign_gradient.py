@@ -5,13 +5,15 @@ significant bits alone, the gradient of a weight is
 
     sign(ĝᵀx̂) where |ĝᵀx̂| ≥ τ, else sign(gᵀx),    τ = β · max |ĝᵀx̂|.
 
-What a reader of the paper would not expect: only the weight gradient's product has few bits here, the forward pass and
-the data gradient stay as they are (the paper adds 8-bit training, which is another method). The paper steps by SignSGD;
-here the signs are given to the loop's AdamW, which makes of gradients of one magnitude that same step with momentum.
-The signs of a matrix are divided by the root of their number, because the loop clips the norm of all gradients and
-would otherwise shrink those of embedding and norms to nothing. Biases need no product and keep their gradient. The most
-significant bits are rounded, not cut off, as in the authors' code, and the wider product is computed everywhere, as is
-the exact one for `sign_agreement`: a simulation saves nothing.
+What a reader of the paper would not expect: each feature of x and g has a scale of its own, which moves no sign,
+because with one for all a few loud features leave the others no bits and τ out of their reach. Only the weight
+gradient's product has few bits here, the forward pass and the data gradient stay as they are (the paper adds 8-bit
+training, which is another method). The paper steps by SignSGD; here the signs are given to the loop's AdamW, which
+makes of gradients of one magnitude that same step with momentum. The signs of a matrix are divided by the root of their
+number, because the loop clips the norm of all gradients and would otherwise shrink those of embedding and norms to
+nothing. Biases need no product and keep their gradient. The most significant bits are rounded, not cut off, as in the
+authors' code, and the wider product is computed everywhere, as is the exact one for `sign_agreement`: a simulation
+saves nothing.
 """
 
 from typing import Literal
@@ -83,11 +85,11 @@ class _PredictiveSign(ProductRegime):
 def most_significant(values: Tensor, num_bits: int, num_high: int) -> tuple[Tensor, Tensor]:
     """Return `values` as integers of `num_bits`, sign included: first their `num_high` highest bits, then all.
 
-    The integers are scaled so that the largest magnitude is 2^(num_bits−1) − 1; the high part is rounded to a multiple
-    of 2^(num_bits−num_high) and kept within `num_high` bits.
+    Each feature [N, features] is scaled so that its largest magnitude is 2^(num_bits−1) − 1; the high part is rounded
+    to a multiple of 2^(num_bits−num_high) and kept within `num_high` bits.
     """
     top = 2 ** (num_bits - 1) - 1
-    wide = (values * (top / values.abs().max().clamp(min=torch.finfo(values.dtype).tiny * top))).round()
+    wide = (values * (top / values.abs().amax(0).clamp(min=torch.finfo(values.dtype).tiny * top))).round()
     unit, most = 2 ** (num_bits - num_high), 2 ** (num_high - 1) - 1
     return (wide / unit).round().clamp(-most, most) * unit, wide
 

@@ -57,7 +57,7 @@ class _SparseDataGradient(ProductRegime):
     def data_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """[..., O] and [O, I] → [..., I]."""
         kept = keep_two_of_four(gradient)
-        self.count("kept_l1", kept.abs().sum(), float(gradient.abs().sum()))
+        self.count("kept_l1", kept.abs().sum(), gradient.abs().sum())
         return (preserve_l1(gradient, kept) if self.params.preserve_l1 else kept) @ weight
 
 

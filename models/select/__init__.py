@@ -8,7 +8,8 @@ is wanted next. A method's module has
 - `pick(proxy, chosen, num_wanted, params, rng) -> list[int]`: that many places in the pool that are not in `chosen`,
   what is wanted most first;
 - `NEEDS_START`: whether something must have been chosen before it can say anything. The first round of such a method is
-  random.
+  random;
+- `DRAFTS`: whether it asks what the target accepts of a draft, so that the proxy has to be another model than that.
 """
 
 from collections.abc import Callable, Sequence
@@ -182,9 +183,18 @@ def highest(scores: Tensor, chosen: Sequence[int], num_wanted: int) -> list[int]
 
 
 @torch.inference_mode()
-def certainty(model: PreTrainedModel, documents: Sequence[Document], batch_size: int = 16) -> Certainty:
-    """Measure how sure a model is of the token after each of a document's but the last."""
+def certainty(model: PreTrainedModel, documents: Sequence[Document], max_logits: int = 1 << 25) -> Certainty:
+    """Measure how sure a model is of the token after each of a document's but the last.
+
+    Args:
+        model: any language model.
+        documents: token ids.
+        max_logits: numbers that a batch's logits may hold, which are the most that is held; a document is one batch at
+            least.
+    """
     found: list[tuple[int, list[float]]] = []
+    longest = max(map(len, documents), default=1)
+    batch_size = max(1, max_logits // (longest * model.config.vocab_size))
     for places, token_ids in _batches(model, documents, batch_size):
         logits = model(input_ids=token_ids, use_cache=False).logits.float()
         for row, place in enumerate(places):
@@ -207,7 +217,12 @@ def features(model: PreTrainedModel, documents: Sequence[Document], batch_size: 
 
 
 def acceptance(
-    draft: Draft, target_dir: Path, documents: Sequence[Document], num_draft_tokens: int, work_dir: Path
+    draft: Draft,
+    target_dir: Path,
+    documents: Sequence[Document],
+    num_draft_tokens: int,
+    work_dir: Path,
+    device: str = "cpu",
 ) -> Tensor:
     """Measure what of a draft is accepted on each document, as if the target had sampled it at temperature 1.
 
@@ -217,6 +232,7 @@ def acceptance(
         documents: of four tokens and more; the first one is the prompt.
         num_draft_tokens: K as served.
         work_dir: keeps the target's states for the next draft; belongs to these documents alone.
+        device: where target and draft run.
 
     Returns:
         [M] 1 + expected accepted tokens / steps, each token taken as a possible start of a step.
@@ -230,7 +246,7 @@ def acceptance(
         Sample(f"{place:08d}", "pool", list(document[:1]), list(document[1:]), temperature=1.0)
         for place, document in enumerate(documents)
     ]
-    scores = score(draft, target_dir, samples, num_draft_tokens, work_dir)
+    scores = score(draft, target_dir, samples, num_draft_tokens, work_dir, device)
     return torch.tensor([1 + one.accepted / one.steps for one in scores])
 
 

@@ -14,6 +14,7 @@ from models.select import Proxy, highest
 
 PAPER = "arXiv:1906.11829"
 NEEDS_START = True
+DRAFTS = False
 
 
 class Params(BaseParams):

@@ -16,6 +16,7 @@ PAPER = (
     "Scheffer et al., Active Hidden Markov Models for Information Extraction, 2001, in the rounds of arXiv:1906.11829"
 )
 NEEDS_START = True
+DRAFTS = False
 
 
 class Params(BaseParams):

@@ -10,6 +10,7 @@ from models.select import Proxy, draw
 
 PAPER = "none"
 NEEDS_START = False
+DRAFTS = False
 
 
 class Params(BaseParams):

@@ -2,14 +2,17 @@
 
 A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
 returns a new model of the given one's class whose config says its shape; `documents` are token ids to measure
-importance on and, where the method trains, to train on with the settings `training`.
+importance on and, where the method trains, to train on with the settings `training`. `KEEPS_TOKENS` says whether the
+model's tokenizer fits what comes out, which a target that is served needs; `PROMISES`, optional, names what later
+stages must keep and zeroing or rounding weights would lose; `require_engine(params, engine)`, optional, refuses an
+engine by name that can't run what is stored.
 
 Letters: L blocks, H hidden width, A query heads, K KV heads, C channels of an MLP, B documents, T tokens of a document.
 Heads keep their width, which engines are picky about.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -158,9 +161,10 @@ def norms(model: PreTrainedModel) -> list[Norm]:
     return [*inner, model.model.norm]
 
 
-def note(model: PreTrainedModel, key: str, value: Any) -> None:
-    """Keep something in the config, under "redraft", that a loader of plain models passes over."""
-    model.config.redraft = {**getattr(model.config, "redraft", {}), key: value}
+def num_stored(model: PreTrainedModel) -> int:
+    """Count the numbers that a checkpoint of a model holds."""
+    factors = getattr(model.config, "redraft", {}).get("factors", False)
+    return num_parameters(model) if factors else sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_parameters(model: PreTrainedModel) -> int:

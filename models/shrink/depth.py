@@ -22,6 +22,7 @@ from models.shrink import Measured, choose, pieces, read, shape_of
 from models.training import OnProgress
 
 PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
+KEEPS_TOKENS = True
 
 
 class Params(Measured):

@@ -5,10 +5,10 @@ values of W·S and takes S off again. The r left singular vectors U of W·S that
 without an inverse, so that a singular G needs no dampening. The error ‖XWᵀ − XW'ᵀ‖² is the sum of the squared singular
 values that are dropped.
 
-What is saved is W' in the shape of W: every loader and engine takes it and it is merged already, but neither the file
-nor the product gets smaller. The config notes the ranks under "redraft", and `models.shrink.num_parameters` counts
-r·(O+I) for such a layer, which is what its two factors would hold. Training W' again fills its rank up, so that this
-comes last of what changes weights; another shape drops the note.
+What is saved is W' in the shape of W, which every engine takes while neither file nor product get smaller, or with
+`keep` "factors" the two factors of r·(O+I) numbers, which the reference engine multiplies by. The config notes ranks
+and form under "redraft". Finetuning cuts what it merged to the rank again and keeps the form; other stages would lose
+the rank and are refused, and another shape drops the note.
 """
 
 import copy
@@ -21,12 +21,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import calibrate, linears
+from models import catalog
+from models.invariants import note
+from models.layers.linears import Gram, calibrate, linears
 from models.params import TrainingParams
-from models.shrink import Measured, note, pieces, shape_of
+from models.shrink import Measured, pieces, shape_of
 from models.training import OnProgress
 
 PAPER = "arXiv:2403.07378, section 3 (SVD-LLM, truncation-aware data whitening)"
+KEEPS_TOKENS = True
+PROMISES = "a low rank"
 
 
 class Params(Measured):
@@ -34,10 +38,20 @@ class Params(Measured):
 
     Attributes:
         share: of a layer's weights that its two factors may hold together.
+        keep: what the checkpoint holds of a layer, the matrix or its factors.
     """
 
     name: Literal["low_rank"] = "low_rank"
     share: float = Field(gt=0, lt=1)
+    keep: Literal["matrices", "factors"] = "matrices"
+
+
+def require_engine(params: Params, engine: str) -> None:
+    """Raise ValueError if an engine can't multiply by what the checkpoint will hold."""
+    if params.keep == "factors" and not getattr(catalog.load("engines", engine), "FACTORS", False):
+        raise ValueError(
+            f'engine "{engine}" multiplies by whole matrices: keep = "matrices", or [engine] name = "torch"'
+        )
 
 
 def shrink(
@@ -71,11 +85,13 @@ def shrink(
         raise ValueError(f"calibration has {num_tokens} tokens; rank {max(ranks.values())} takes at least as many")
     shrunk = copy.deepcopy(model)
 
-    def visit(name: str, layer: nn.Linear, inputs: Tensor) -> None:
+    def visit(name: str, layer: nn.Linear, inputs: Gram) -> None:
         layer.weight.copy_(truncate(layer.weight, inputs, ranks[name]))
 
-    calibrate(shrunk, calibration, visit)
+    calibrate(shrunk, calibration, Gram, visit)
     note(shrunk, "ranks", ranks)
+    if params.keep == "factors":
+        note(shrunk, "factors", True)
     shrunk.eval()
     return shrunk
 
@@ -92,19 +108,19 @@ def rank_of(weight: Tensor, share: float, name: str) -> int:
     return rank
 
 
-def truncate(weight: Tensor, inputs: Tensor, rank: int) -> Tensor:
+def truncate(weight: Tensor, inputs: Gram, rank: int) -> Tensor:
     """Return the best approximation of rank `rank` of a layer on its inputs.
 
     Args:
         weight: [O, I], left unchanged.
-        inputs: [N, I].
+        inputs: of calibration.
         rank: 1 to the least of O and I.
 
     Returns:
         [O, I], dtype of `weight`.
     """
     exact = weight.double()
-    gram = (inputs.float().T @ inputs.float()).double()
+    gram = inputs.matrix.double()
     left: Tensor
     if weight.shape[0] <= weight.shape[1]:
         # Left singular vectors of W·S are eigenvectors of W·G·Wᵀ, whichever S it is.

@@ -29,9 +29,10 @@ from models.layers.reshape import Kept, head_dim, take_layers, take_widths
 from models.params import TrainingParams
 from models.regimes import Batch, Plan, Regime
 from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, wanted_shape
-from models.training import OnProgress, cut, train
+from models.training import OnProgress, cut, num_steps, train
 
 PAPER = "arXiv:2310.06694, section 2.1"
+KEEPS_TOKENS = True
 BETA, LOW, HIGH, START = 2 / 3, -0.1, 1.1, 4.0
 _OPEN = BETA * torch.tensor(-LOW / HIGH).log().item()
 
@@ -44,6 +45,7 @@ class Params(Widths):
         mask_share: of the documents that the masks are learnt on; the shrunk model trains on the others.
         mask_learning_rate: of masks, λ and φ.
         warmup: share of the mask steps in which the shape is approached.
+        min_mask_steps: fewer are refused, because masks that have not settled choose at random.
     """
 
     name: Literal["sheared"] = "sheared"
@@ -51,6 +53,7 @@ class Params(Widths):
     mask_share: float = Field(0.5, gt=0, lt=1)
     mask_learning_rate: float = Field(1.0, gt=0)
     warmup: float = Field(0.2, ge=0, lt=1)
+    min_mask_steps: int = Field(200, ge=1)
 
 
 def shrink(
@@ -75,7 +78,7 @@ def shrink(
 
     Raises:
         ValueError: the model is of another layout, the shape is impossible for it, or documents are too few for two
-            halves.
+            halves or for as many steps as masks need.
         FloatingPointError: the loss is NaN or infinite.
     """
     shape = wanted_shape(model, params, params.num_layers)
@@ -85,6 +88,11 @@ def shrink(
     if not 0 < num_masked < len(documents):
         raise ValueError(f"{len(documents)} documents leave one half empty at mask_share {params.mask_share:g}")
     halves = [documents[n] for n in order[:num_masked]], [documents[n] for n in order[num_masked:]]
+    if (steps := num_steps(halves[0], training)) < params.min_mask_steps:
+        raise ValueError(
+            f"masks would be learnt in {steps} steps; min_mask_steps is {params.min_mask_steps}: take more documents, "
+            "more epochs or smaller batches"
+        )
     totals = [training.num_epochs * sum(map(len, cut(half, training.max_length))) for half in halves]
     folders = [None if work_dir is None else work_dir / name for name in ("masks", "continued")]
     masked = take_layers(model, range(shape_of(model).num_layers))

@@ -24,6 +24,7 @@ from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces,
 from models.training import OnProgress
 
 PAPER = "arXiv:2407.14679, section 2.2 (Minitron)"
+KEEPS_TOKENS = True
 
 
 class Params(Measured, Widths):

@@ -6,8 +6,11 @@ longer than most of them.
 
 Seeds are paired: a row's difference from the baseline is taken seed by seed, so what
 a seed does to all rows alike, such as the documents that it draws, cancels out. Intervals are Student's t over seeds.
+
+Under a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
 """
 
+import fnmatch
 import math
 import tempfile
 import time
@@ -23,29 +26,35 @@ from scipy.stats import t as student
 
 from infra.artifacts import open_artifact
 from infra.machine import describe_machine, git_commit
-from infra.manifest import file_sha256
 from infra.registry import open_registry
+from infra.settings import load_settings
 from infra.views import Interval
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import out
 from models import catalog
 from models.acceptance import CONFIDENCE
+from models.params import did_you_mean
 from models.recipe import Recipe
+from models.targets import describe
+from tasks.measure import chain, decide
 from tasks.measure.cells import Cells
-from tasks.measure.comparisons import Bench, Row
+from tasks.measure.comparisons import Bench, Metrics, Row
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import PARTS, prepare_text, read_documents, tokenise
-from tasks.stages import code_version
+from tasks.stages import code_hashes, code_version
 
-# metric → its value; None where it makes no sense for the row.
-Metrics = dict[str, float | None]
 DTYPE = "float32"  # what models are trained, pruned and quantized in
-# What comparisons of all families draw, train and score with.
-SHARED = ("tasks.measure.comparisons", "models.training", "models.perplexity")
 
 
 def compare_methods(
-    family: str, comparison: ModuleType, recipe: Recipe, folder: Path, budget: float, num_seeds: int
+    family: str,
+    comparison: ModuleType,
+    recipe: Recipe,
+    folder: Path,
+    budget: float,
+    num_seeds: int,
+    margin: decide.Margin | None = None,
+    only: Sequence[str] = (),
 ) -> tuple[Comparison, dict[str, Any]]:
     """Measure what is missing.
 
@@ -56,32 +65,50 @@ def compare_methods(
         folder: where cells lie.
         budget: how much is trained or calibrated.
         num_seeds: the seeds are 0, 1, ….
+        margin: rows are given more seeds until they differ from the baseline, or are level with it; None gives none.
+        only: patterns of rows' names; the baseline is measured in any case, and no pattern means all rows.
 
     Returns:
         What was found, and the setup that it belongs to.
 
     Raises:
-        ValueError: the recipe has no text, or cells are of another setup.
+        ValueError: the recipe has no text, cells are of another setup, the margin's metric is none of the columns, or a
+            pattern fits no row.
     """
-    rows = choose_rows(comparison, budget)
+    if margin is not None and margin.metric not in comparison.COLUMNS:
+        raise ValueError(f'--margin: no column "{margin.metric}"{did_you_mean(margin.metric, comparison.COLUMNS)}')
+    rows = choose_rows(comparison, budget, only)
     setup = {
         "name": family,
         "recipe": recipe.model_dump(mode="json", include={"name", "seed", "target", "text"}),
         "budget": budget,
         "rows": {row.name: row.settings for row in rows},
-        "code": comparison_code(comparison, family),
+        "code": code_version(*code_modules(comparison, rows))[:16],
+        "draft": _champion(recipe),
         "commit": git_commit(),
         "device": {**describe_machine(), "dtype": DTYPE},
     }
     cells = Cells(folder / "cells", setup)
-    _measure(comparison, recipe, cells, rows, budget, num_seeds)
-    measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(num_seeds)] for row in rows}
-    figures = summarise(
-        {name: [one["metrics"] for one in of_row] for name, of_row in measured.items()}, comparison.BASELINE
-    )
+    counts = dict.fromkeys((row.name for row in rows), num_seeds)
+    steps = [num_seeds] if margin is None else decide.looks(num_seeds, max(num_seeds, margin.most_seeds))
+    verdicts: dict[str, str] = {}
+    for step in steps:
+        asked = [row for row in rows if row.name not in verdicts]
+        counts |= dict.fromkeys((row.name for row in asked), step)
+        _measure(comparison, recipe, cells, asked, budget, step)
+        measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(counts[row.name])] for row in rows}
+        metrics = {name: [one["metrics"] for one in of_row] for name, of_row in measured.items()}
+        if margin is not None:
+            verdicts |= decide.decided(metrics, comparison.BASELINE, margin, len(steps))
+        if len(verdicts) == len(rows) - 1:
+            break
+    if margin is not None:
+        verdicts = decide.needed(metrics, comparison.BASELINE, margin, len(steps)) | verdicts
+    figures = summarise(metrics, comparison.BASELINE)
     record = recorder(family, {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]})
     for row in rows:
-        cells.keep(f"run-{num_seeds}-{row.name}", partial(record, row, figures[row.name], num_seeds))
+        count = counts[row.name]
+        cells.keep(f"run-{count}-{row.name}", partial(record, row, figures[row.name], count))
     found = Comparison(
         question=comparison.QUESTION,
         baseline=comparison.BASELINE,
@@ -89,6 +116,8 @@ def compare_methods(
         figures=figures,
         seconds={name: sum(one["seconds"] for one in of_row) for name, of_row in measured.items()},
         num_seeds=num_seeds,
+        verdicts=verdicts,
+        margin="" if margin is None else f"{margin.value:g} of {comparison.COLUMNS[margin.metric]}",
     )
     return found, setup
 
@@ -135,14 +164,27 @@ def open_bench(recipe: Recipe, budget: float) -> Bench:
     target_dir = open_artifact(prepare_target.fn(recipe.target))
     text_dir = open_artifact(prepare_text.fn(recipe.text, recipe.seed))
     train, held_out = (tokenise(read_documents(text_dir, part), target_dir) for part in PARTS)
-    return Bench(target_dir, train, held_out, budget, work_dir=Path())
+    number, draft_dir = _champion(recipe), None
+    if number is not None:
+        registry = open_registry()
+        draft_dir = registry.download(registry.get("draft", number), load_settings().home / "compare" / "draft")
+    return Bench(target_dir, train, held_out, budget, Path(), draft_dir, recipe.num_draft_tokens)
 
 
-def choose_rows(comparison: ModuleType, budget: float) -> list[Row]:
-    """Return what a comparison compares.
+def _champion(recipe: Recipe) -> int | None:
+    """Return the number of the champion draft, if there is one and it was made for the recipe's target as it is."""
+    champion = open_registry().champion("draft")
+    if champion is None:
+        return None
+    card = describe(open_artifact(prepare_target.fn(recipe.target)))
+    return champion.number if champion.lineage.target.sha256 == card.sha256 else None
+
+
+def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ()) -> list[Row]:
+    """Return what a comparison compares: all its rows, or the baseline and those that a pattern fits.
 
     Raises:
-        ValueError: two rows have one name, a name is no good for a file's, or none is the baseline.
+        ValueError: two rows have one name, one is no good for a file, none is the baseline, or a pattern fits none.
     """
     rows: list[Row] = comparison.rows(budget)
     names = [row.name for row in rows]
@@ -150,17 +192,32 @@ def choose_rows(comparison: ModuleType, budget: float) -> list[Row]:
         raise ValueError(f"rows must have different names that are good for files; got {', '.join(names)}")
     if comparison.BASELINE not in names:
         raise ValueError(f'no row is the baseline "{comparison.BASELINE}"; there are: {", ".join(names)}')
-    return rows
+    for pattern in only:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f'--only: no row "{pattern}"{did_you_mean(pattern, names)}')
+    wanted = (comparison.BASELINE, *only)
+    return [row for row in rows if not only or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in wanted)]
 
 
-def comparison_code(comparison: ModuleType, family: str) -> str:
-    """Return a hash of what is compared and how, so that figures of other code are not mixed in."""
-    methods = [f"models.{family}.{name}" for name in catalog.names(family)] if _is_family(family) else []
-    return f"{file_sha256(Path(str(comparison.__file__)))[:16]}-{code_version(*SHARED, *methods)[:16]}"
+def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
+    """Return the modules that figures depend on, with all that they import: the comparison, its rows' methods, and the
+    build's stages where it makes chains of them."""
+    own = [comparison.__name__, *sorted(set(_methods([row.settings for row in rows])))]
+    stages = {change.__module__ for change in chain.CHANGES.values()}
+    return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own) else own
 
 
-def _is_family(name: str) -> bool:
-    return (Path(catalog.__file__).parent / name / "__init__.py").is_file()
+def _methods(settings: object) -> Iterator[str]:
+    """Yield the modules of the methods that tables of a row name, whichever family they are of."""
+    if isinstance(settings, Mapping):
+        name = settings.get("name")
+        for family in catalog.families() if name is not None else ():
+            if name in catalog.names(family):
+                yield f"models.{family}.{name}"
+        yield from _methods(list(settings.values()))
+    elif isinstance(settings, Sequence) and not isinstance(settings, str):
+        for one in settings:
+            yield from _methods(one)
 
 
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
@@ -183,7 +240,7 @@ def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str
     """Sum cells up.
 
     Args:
-        cells: row to its metrics, a seed each, the same seeds for all.
+        cells: row to its metrics, a seed each, the first ones of the baseline's.
         baseline: the row the others are compared with.
 
     Returns:
@@ -193,7 +250,8 @@ def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str
     return {
         row: {
             metric: _figure(
-                [one[metric] for one in of_row], None if row == baseline else [one[metric] for one in cells[baseline]]
+                [one[metric] for one in of_row],
+                None if row == baseline else [one[metric] for one in cells[baseline][: len(of_row)]],
             )
             for metric in metrics
         }

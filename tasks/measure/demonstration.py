@@ -17,10 +17,11 @@ from typing import Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from infra.artifacts import write_whole
-from infra.client import Answer, Client, LogLevel
+from infra.client import Answer, Client, LogLevel, Speculation
+from infra.keys import operator_key
 from infra.machine import git_commit
 from infra.registry import Version, open_registry
-from infra.service_process import start_service
+from infra.service_process import start_service, starting
 from infra.settings import Settings
 from infra.status import ServiceStatus
 from infra.views.demonstration import show_demonstration
@@ -88,9 +89,11 @@ def demonstrating(
     folder = settings.home / "demo" / f"{recipe.name}-{first.sha256[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     stages.start("serve")
-    service, url = start_service(configure_service.fn(recipe), settings)
+    config = configure_service.fn(recipe)
+    with out.status(starting(config, settings)):
+        service, url = start_service(config, settings)
     try:
-        with Client(url, settings.api_key) as client:
+        with Client(url, operator_key(settings.home)) as client:
             yield Demonstration(recipe, demo, settings, folder, client, stages)
     except KeyboardInterrupt:
         out.print("stopping; run it again to continue from here")
@@ -165,7 +168,7 @@ class Demonstration:
                 if prompt.id not in answered[name]:
                     self._client.speculate(name == "timed-on")
                     with self._keeper(name) as keep:
-                        self._send([prompt], keep)
+                        self._send([prompt], keep, speculation="on")
         self._client.speculate(True)
 
     def record_reference(self) -> None:
@@ -285,7 +288,9 @@ class Demonstration:
         log: LogLevel = "none",
         concurrency: int = 1,
         gaps: bool = False,
+        speculation: Speculation = "head",
     ) -> None:
+        """Send prompts, drafted by the head alone unless speed is what is measured."""
         asyncio.run(
             self._client.send(
                 as_chats(prompts),
@@ -293,6 +298,7 @@ class Demonstration:
                 max_tokens=self._recipe.generate.max_tokens,
                 log=log,
                 gaps=gaps,
+                speculation=speculation,
                 on_answer=on_answer,
             )
         )

@@ -1,11 +1,14 @@
-"""A service that is measured: a process of its own, asked over HTTP like any other."""
+"""A server that is measured: a process of its own, asked over HTTP like any other."""
 
 import asyncio
 import threading
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from infra.client import Answer, Client, LogLevel
+from infra.client import Answer, Client, LogLevel, Speculation
+from infra.keys import add_key, keys_path, operator_key, revoke_key
 from infra.processes import Child, free_port
 from infra.service_process import END_TIMEOUT_S, start_service
 from infra.settings import Settings
@@ -16,21 +19,22 @@ from tasks.configure_service import configure_service
 from tasks.select_data import as_chats
 
 
-class Endpoint:
-    """Started and ended by its `with` block; the port stays the same when it is started again."""
+class Asked(ABC):
+    """Answers chats on a port that stays the same when it is started again; a `with` block starts and ends it."""
 
-    def __init__(self, recipe: Recipe, settings: Settings, changed: Mapping[str, Any] | None = None) -> None:
-        """Say what is to run.
+    def __init__(self, host: str, api_key: str | None, max_tokens: int) -> None:
+        """Take a free port.
 
         Args:
-            recipe: what is served.
-            settings: of the home it is served from.
-            changed: keys of the service's configuration that differ from the recipe's.
+            host: to listen on.
+            api_key: bearer key, if it asks for one.
+            max_tokens: of each answer.
         """
-        self._recipe, self._settings = recipe, settings
-        self._changed = {**(changed or {}), "port": free_port(settings.host)}
+        self.host, self.port = host, free_port(host)
+        self.url = f"http://{host}:{self.port}"
+        self._max_tokens = max_tokens
         self._child: Child | None = None
-        self._client = Client(f"http://{settings.host}:{self._changed['port']}", settings.api_key)
+        self._client = self._asker = Client(self.url, api_key)
 
     def __enter__(self) -> Self:
         self._client.__enter__()
@@ -40,6 +44,73 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self._client.__exit__()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it and wait until it answers; RuntimeError if it ends by itself."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it, if it runs."""
+
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = 1,
+        log: LogLevel = "none",
+        gaps: bool = False,
+        speculation: Speculation = "on",
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Send prompts; see `Client.send`."""
+        return asyncio.run(
+            self._asker.send(
+                as_chats(prompts),
+                concurrency=concurrency,
+                max_tokens=self._max_tokens,
+                log=log,
+                gaps=gaps,
+                speculation=speculation,
+                on_answer=on_answer,
+            )
+        )
+
+    def load(self, prompts: Sequence[Prompt], concurrency: int, pause_s: float = 0.0) -> "Load":
+        """Return a constant load on it, for a `with` block."""
+
+        async def ask(stop: Callable[[], bool], on_answer: Callable[[Answer], None]) -> None:
+            await self._asker.keep_asking(
+                as_chats(prompts),
+                concurrency=concurrency,
+                max_tokens=self._max_tokens,
+                stop=stop,
+                on_answer=on_answer,
+                pause_s=pause_s,
+            )
+
+        return Load(ask)
+
+
+class Endpoint(Asked):
+    """The service."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, changed: Mapping[str, Any] | None = None) -> None:
+        """Say what is to run.
+
+        Args:
+            recipe: what is served.
+            settings: of the home it is served from.
+            changed: keys of the service's configuration that differ from the recipe's.
+        """
+        super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens)
+        self._recipe, self._settings = recipe, settings
+        self._changed = {**(changed or {}), "port": self.port}
+        self._key_name = ""
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._revoke()
 
     def start(self) -> None:
         """Start the service and wait until it answers; RuntimeError if it ends by itself."""
@@ -52,45 +123,16 @@ class Endpoint:
             self._child.stop(self._recipe.serve.drain_s + END_TIMEOUT_S)
             self._child = None
 
-    def ask(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        concurrency: int = 1,
-        log: LogLevel = "none",
-        gaps: bool = False,
-        on_answer: Callable[[Answer], None] | None = None,
-    ) -> list[Answer]:
-        """Send prompts; see `Client.send`."""
-        return asyncio.run(
-            self._client.send(
-                as_chats(prompts),
-                concurrency=concurrency,
-                max_tokens=self._recipe.generate.max_tokens,
-                log=log,
-                gaps=gaps,
-                on_answer=on_answer,
-            )
-        )
-
-    def load(self, prompts: Sequence[Prompt], concurrency: int, pause_s: float = 0.0) -> "Load":
-        """Return a constant load on this service, for a `with` block."""
-
-        async def ask(stop: Callable[[], bool], on_answer: Callable[[Answer], None]) -> None:
-            await self._client.keep_asking(
-                as_chats(prompts),
-                concurrency=concurrency,
-                max_tokens=self._recipe.generate.max_tokens,
-                stop=stop,
-                on_answer=on_answer,
-                pause_s=pause_s,
-            )
-
-        return Load(ask)
-
     def status(self) -> ServiceStatus:
         """Return what the service says of itself."""
         return self._client.status()
+
+    def ask_as_another(self) -> None:
+        """Ask with a key of its own from now on, for which no earlier answer is looked up."""
+        self._revoke()
+        self._key_name = f"bench-{uuid.uuid4().hex[:8]}"
+        # An operator's, since those are told of each step.
+        self._asker = Client(self.url, add_key(keys_path(self._settings), self._key_name, "operator"))
 
     def speculate(self, on: bool) -> None:
         """Switch speculation."""
@@ -99,6 +141,11 @@ class Endpoint:
     def wait_for_draft(self, number: int) -> None:
         """Wait until the service drafts with a version that has passed its probation; see `Client.wait_for_draft`."""
         self._client.wait_for_draft(number, ServiceStatus.has_proven)
+
+    def _revoke(self) -> None:
+        if self._key_name:
+            revoke_key(keys_path(self._settings), self._key_name)
+            self._key_name = ""
 
 
 class Load:

@@ -1,5 +1,8 @@
 """How often the gate promotes a draft without gain, and how soon one with a gain, by simulation.
 
+Simulated with it are what starts a refresh, served acceptance that falls (tasks/measure/falls.py), and what takes a
+promoted draft back (tasks/measure/watch.py).
+
 One champion is challenged window after window, and the gate is looked at after each. A challenger is a law of
 differences in accepted tokens a step; the statistics are the gate's own.
 
@@ -21,6 +24,7 @@ from infra.views.results import Grid, Report
 from models.betting import log_growth, log_wealth
 from models.gate import allowed_error
 from models.paired import Score, clusters, gain
+from tasks.measure import falls, watch
 from tasks.measure.run import Run
 
 TITLE, QUESTION = "gate", "does the gate let drafts through that gain nothing, and how soon those that do?"
@@ -42,12 +46,15 @@ class Case(NamedTuple):
         cluster_size: conversations that share `RHO` of their variance; they are held out together.
         rare: differences are small gains, and now and then a large loss.
         lasts: windows after which a new challenger comes; None if only when one was given up.
+        pool: past drafts, as good as the challengers, of which the best one on what each window trains on is held to
+            what it holds out, if it is shown to be better there.
     """
 
     gain: float
     cluster_size: int = 1
     rare: bool = False
     lasts: int | None = None
+    pool: int = 0
 
 
 CASES = {
@@ -58,11 +65,12 @@ CASES = {
     "1% worse": Case(-0.01),
     "5% better": Case(0.05),
     "20% better": Case(0.20),
+    "no gain, past drafts at each window": Case(0.0, pool=3),
 }
 
 
 def measure(run: Run, num_runs: int, num_windows: int) -> Report:
-    """Simulate each case, and the gate's former test for contrast."""
+    """Simulate each case, and the gate's former test for contrast; then what the trigger and the watch see."""
     bound, alpha = run.recipe.num_draft_tokens, run.recipe.gate.alpha_total
 
     def cell(number: int, name: str, judge: "Judge") -> list[int]:
@@ -76,14 +84,25 @@ def measure(run: Run, num_runs: int, num_windows: int) -> Report:
         return kept
 
     found = {name: cell(number, name, simulate) for number, name in enumerate(CASES)}
-    former = {name: cell(number, name, simulate_former) for number, name in enumerate(CASES) if not CASES[name].rare}
+    former = {
+        name: cell(number, name, simulate_former) for number, name in enumerate(CASES) if _had_before(CASES[name])
+    }
     covered = run.cells.keep("coverage", lambda: coverage(SPLITS, np.random.default_rng([run.recipe.seed, 99])))
     report = make_report(found, former, covered, num_runs, num_windows)
     curves = {name: promoted_by(windows, num_runs, num_windows) for name, windows in found.items()}
     curves["no gain, clusters of 30, former test"] = promoted_by(
         former["no gain, clusters of 30"], num_runs, num_windows
     )
-    return report.model_copy(update={"picture": draw_promotions(curves, LIMIT, run.folder / "gate.png")})
+    trigger, taken_back = falls.measure(run, num_runs), watch.measure(run, num_runs)
+    parts = (report, trigger, taken_back)
+    return Report(
+        figures=report.figures | trigger.figures | taken_back.figures,
+        grids=[grid for part in parts for grid in part.grids],
+        notes=[note for part in parts for note in part.notes],
+        verdict=f"the gate {report.verdict} The trigger {trigger.verdict} {taken_back.verdict}",
+        failures=[failure for part in parts for failure in part.failures],
+        picture=draw_promotions(curves, LIMIT, run.folder / "gate.png"),
+    )
 
 
 def simulate(
@@ -107,21 +126,29 @@ def simulate(
         on_window: called after each window.
     """
     promoted: list[int] = []
+    judged = np.ones(num_runs)  # challengers of each champion so far
     better, worse = (np.zeros((num_runs, len(log_growth(np.zeros(1), np.zeros(1), 0, bound)))) for _ in range(2))
     challenger, age = np.ones(num_runs), np.zeros(num_runs)
     for window in range(1, num_windows + 1):
         differences, weights = draw(case, len(better), bound, rng)
+        returns = np.zeros(len(better), dtype=bool)
+        if case.pool:
+            tried = choose(case, len(better), bound, rng)
+            judged = judged + tried
+            growth = log_growth(*draw(case, len(better), bound, rng), 0.0, bound)
+            returns = tried & (log_wealth(growth) >= -np.log(_allowed(judged, alpha_total)))
         better += log_growth(differences, weights, 0.0, bound)
         worse += log_growth(-differences, weights, 0.0, bound)
         age += 1
-        wanted = np.log([1 / allowed_error(int(number), alpha_total) for number in challenger])
-        passed = (log_wealth(better) >= wanted) & ((differences * weights).sum(axis=1) >= 0)
+        wanted = -np.log(_allowed(challenger, alpha_total))
+        passed = returns | ((log_wealth(better) >= wanted) & ((differences * weights).sum(axis=1) >= 0))
         promoted += [window] * int(passed.sum())
         given_up = log_wealth(worse) >= wanted
         anew = given_up | (age == case.lasts)
-        challenger, age = challenger + anew, np.where(anew, 0, age)
+        judged = judged + anew
+        challenger, age = np.where(anew, judged, challenger), np.where(anew, 0, age)
         better[anew] = worse[anew] = 0
-        better, worse, challenger, age = better[~passed], worse[~passed], challenger[~passed], age[~passed]
+        better, worse, judged, challenger, age = (of[~passed] for of in (better, worse, judged, challenger, age))
         on_window()
         if not len(better):
             break
@@ -191,6 +218,27 @@ def draw(
     if spread_out:
         return differences.reshape(num_runs, -1), weights.reshape(num_runs, -1)
     return differences.mean(axis=2), weights[:, :, 0]
+
+
+def choose(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Return in which runs a past draft is shown to be better on what one window trains on, so that the gate tries it.
+
+    What it is then held to are other conversations of the same window, and so its luck here is of no use there.
+    """
+    count = round(CONVERSATIONS * (1 - HELD_OUT))
+    drawn = np.clip(case.gain * TAU + SIGMA * _standard(case, rng, (num_runs, case.pool, count)), -bound, bound)
+    error = drawn.std(axis=2, ddof=1) / math.sqrt(count)
+    best: NDArray[np.bool_] = (drawn.mean(axis=2) > t.ppf(0.975, count - 1) * error).any(axis=1)
+    return best
+
+
+def _allowed(challengers: Floats, alpha_total: float) -> Floats:
+    return np.array([allowed_error(int(number), alpha_total) for number in challengers])
+
+
+def _had_before(case: Case) -> bool:
+    """Whether the former test was held to it."""
+    return not case.rare and not case.pool
 
 
 def _standard(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:

@@ -1,13 +1,17 @@
-"""Copies of the target and of the served draft's line, in a registry of a benchmark's own."""
+"""Copies of the target, of the served draft's line and of its log, in a home of a benchmark's own."""
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.artifacts import Artifact, publish
 from infra.lines import ancestors
-from infra.registry import Registry, open_registry
+from infra.registry import Kind, Pair, Registry, open_registry
+from infra.secret import NAME, home_secret
 from infra.settings import Settings
 
 COPIED = "copied.json"
@@ -57,13 +61,52 @@ def copy_served(source: Settings, home: Settings) -> Served:
     copies.promote("target", copied.number)
     for number, version in enumerate(line, start=1):
         parent = number - 1 if number > 1 else None
-        lineage = version.lineage.model_copy(update={"parent": parent, "target_version": copied.number})
+        # Whom it was judged against may not be among the copies.
+        numbers = {"parent": parent, "gated_against": None, "target_version": copied.number}
+        lineage = version.lineage.model_copy(update=numbers)
         copies.register("draft", registry.download(version, fetched), lineage.to_tags())
         copies.promote("draft", number)
     shutil.rmtree(fetched)
     served = Served(originals=tuple(version.number for version in line))
     file.write_text(json.dumps(served.model_dump()) + "\n")
     return served
+
+
+def files_of(home: Settings, kind: Kind, number: int) -> Artifact:
+    """Return the files of a copy."""
+    registry = open_registry(home)
+    return publish(registry.download(registry.get(kind, number), home.cache), kind)
+
+
+def first_pair(home: Settings) -> Pair:
+    """Return the target and the first draft of the line that was copied."""
+    registry = open_registry(home)
+    return Pair(
+        target=registry.get("target", 1),
+        draft=registry.get("draft", 1),
+        target_files=files_of(home, "target", 1),
+        draft_files=files_of(home, "draft", 1),
+    )
+
+
+def copy_log(source: Settings, home: Settings) -> None:
+    """Copy the query log as it stands, with its cursor, its probe sets and the secret that sides are drawn by, once.
+
+    Raises:
+        ValueError: nothing was logged.
+    """
+    if home.querylog.is_file():
+        return
+    if not source.querylog.is_file():
+        raise ValueError(f"there is no query log {source.querylog}; serve some requests first, or run: redraft demo")
+    home.querylog.parent.mkdir(parents=True, exist_ok=True)
+    home_secret(source.home)  # one that was never drawn is drawn there, so that both split alike
+    shutil.copy(source.home / NAME, home.home / NAME)
+    temporary = home.querylog.with_suffix(".copying")
+    temporary.unlink(missing_ok=True)
+    with closing(sqlite3.connect(source.querylog)) as rows, closing(sqlite3.connect(temporary)) as copy:
+        rows.backup(copy)
+    temporary.replace(home.querylog)
 
 
 def register_again(registry: Registry, number: int, cache: Path) -> int:

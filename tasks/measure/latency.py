@@ -113,6 +113,35 @@ def compare_speed(of: Mapping[str, Decoded], to: Mapping[str, Decoded], seed: in
     )
 
 
+def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Decoded]]], seed: int = 0) -> Estimate:
+    """Compare tokens a second of two ways that took turns; above 1 the first is the faster one.
+
+    What slows a machine for a while slows whole blocks, so pairs of blocks are resampled, and within them requests.
+
+    Args:
+        pairs: of blocks, request to its decoding in either way.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: there is no pair, or one without a request that is in both.
+    """
+    blocks = [
+        np.array([(*of[request], *to[request]) for request in sorted(of.keys() & to.keys())], dtype=np.float64)
+        for of, to in pairs
+    ]
+    if not blocks or not all(map(len, blocks)):
+        raise ValueError(
+            f"got {len(blocks)} pairs of blocks with {sum(map(len, blocks))} requests, wanted some in each"
+        )
+    rng = np.random.default_rng(seed)
+    sums = np.zeros((NUM_RESAMPLES, 4))
+    for _ in blocks:  # one draw of a pair each
+        drawn = np.stack([resample_sums(block, rng, NUM_RESAMPLES) for block in blocks])
+        sums += drawn[rng.integers(len(blocks), size=NUM_RESAMPLES), np.arange(NUM_RESAMPLES)]
+    whole = sum(block.sum(axis=0) for block in blocks)
+    return _interval(float(_speed_ratio(np.asarray(whole))), _speed_ratio(sums))
+
+
 def compare_seconds(of: Mapping[str, float], to: Mapping[str, float], seed: int = 0) -> Ratio:
     """Compare how long the same prompts took; above 1 `of` is the slower side.
 

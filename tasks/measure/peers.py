@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from models import catalog
-from models.drafts import ngram
 from models.engines import Sampling
 from models.params import BaseParams
 from models.precision import fast_dtype
@@ -57,17 +56,6 @@ def engine_dtype(engine: BaseParams, device: str) -> str:
     """Return the number format that an engine computes in, as torch names it."""
     dtype = str(getattr(engine, "dtype", "auto"))
     return str(fast_dtype(device)).removeprefix("torch.") if dtype == "auto" else dtype
-
-
-def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
-    """Return what vLLM's `speculative_config` says for its own prompt lookup, which needs no draft."""
-    params = ngram.Params()
-    return {
-        "method": "ngram",
-        "prompt_lookup_min": params.min_tokens,
-        "prompt_lookup_max": params.max_tokens,
-        "num_speculative_tokens": num_draft_tokens,
-    }
 
 
 def open_peers(

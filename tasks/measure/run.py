@@ -8,12 +8,13 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from infra.machine import describe_machine, git_commit
+from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
 from infra.views.results import out
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.measure.cells import Cells
-from tasks.measure.home import Served, copy_served
+from tasks.measure.home import Served, copy_log, copy_served
 from tasks.measure.peers import engine_dtype
 from tasks.select_data import choose_prompts
 
@@ -76,6 +77,15 @@ class Run:
             ValueError: nothing was built yet.
         """
         return copy_served(self._source, self.settings)
+
+    def logged(self) -> QueryLog:
+        """Copy what was logged into this home, once, and open the copy.
+
+        Raises:
+            ValueError: nothing was logged yet.
+        """
+        copy_log(self._source, self.settings)
+        return QueryLog(self.settings.querylog)
 
     def prompts(self, part: str, per_domain: int = 0) -> list[Prompt]:
         """Return a part of the recipe's prompts, the domains one after the other.

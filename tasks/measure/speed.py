@@ -1,10 +1,11 @@
 """B1: how fast the served pair is at one stream, against everything that could serve the target instead.
 
-The endpoints (the pair, vLLM without a draft, vLLM's own prompt lookup) and the process of the offline peers follow
-each other in rounds, every other round in reverse. Within the pair's endpoint speculation is switched on and off prompt
-by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The offline peers have no HTTP
-on their way, which is to their advantage. The reference engine without a draft is among them, so that its distance to
-vLLM without a draft is known, whatever drafting does for either.
+The baseline is what a user would run who had no redraft: vLLM's own endpoint, compiled, without a draft. It, the ways
+in which it drafts by itself, the served pair's endpoint and the process of the offline peers follow each other in
+rounds, every other round in reverse; all endpoints are asked by one client. Within the pair's endpoint speculation is
+switched on and off prompt by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The
+offline peers have no HTTP on their way, which is to their advantage. The reference engine without a draft is among
+them, so that its distance to vLLM is known, whatever drafting does for either.
 
 The speed of decoding leaves the first token out, and so trusts the moment at which it came. On few cores tokens can be
 held up on their way and come in a bunch, which makes decoding look faster than it was; so whole requests are compared
@@ -13,27 +14,34 @@ too, from sending to the last token, and no bunch can flatter those.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from infra.registry import Registry, open_registry
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
+from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import judge_outputs
-from tasks.measure.endpoint import Endpoint, dump
+from tasks.measure.endpoint import Asked, Endpoint, dump
 from tasks.measure.home import Served
 from tasks.measure.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from tasks.measure.latency import spread as spread_of
 from tasks.measure.offline import Job, run_offline
-from tasks.measure.peers import UNDRAFTED, engine_dtype, ngram_speculation
+from tasks.measure.peers import UNDRAFTED, engine_dtype
 from tasks.measure.run import Bar, Run
+from tasks.measure.stock import PLAIN, SUFFIX_PACKAGE, Stock, has_suffix, speculations
 from tasks.promote import open_champions
 
 TITLE, QUESTION = "B1", "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
-ALONE, NGRAM, REFERENCE = "vLLM without a draft", "vLLM ngram", "reference"
-OVER_ALONE = ("over_alone", "request_over_alone")
-AIM = 2.0
+REFERENCE = "reference"
+OVER_STOCK = ("over_stock", "request_over_stock")
+# What is aimed at by domain, and elsewhere.
+AIMS, AIM = {"code": 2.0}, 1.5
+OURS = "pair"  # what is started for the pair
+# Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
+NUM_WARM = 24
 
 Row = dict[str, Any]
 
@@ -46,7 +54,11 @@ class Stage(NamedTuple):
     prompts: Sequence[Prompt]
     bar: Bar
 
-    def ask(self, endpoint: Endpoint, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
+    def stock(self, speculation: Mapping[str, Any] | None = None) -> Stock:
+        """Return vLLM's own endpoint for the served target."""
+        return Stock(self.run.recipe, self.run.settings, open_champions.fn().target_files.path, speculation)
+
+    def ask(self, endpoint: Asked, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
         """Ask prompts one after the other and return the answers as rows of a side."""
         rows: list[Row] = []
         for prompt in prompts:  # a connection each, so that no side has older ones
@@ -59,53 +71,63 @@ class Stage(NamedTuple):
         return open_registry(self.run.settings)
 
 
-def measure(run: Run, num_prompts: int, num_rounds: int) -> Report:
+def measure(run: Run, num_prompts: int, num_rounds: int, peers: Sequence[str] = ()) -> Report:
     """Measure every side on the same held-out prompts.
 
     Args:
         run: the benchmark.
         num_prompts: of each domain.
         num_rounds: how often the sides take turns; each round has its share of the prompts.
+        peers: whom to ask beside the pair and plain vLLM; all if none is named.
 
     Raises:
-        ValueError: nothing was built, or the recipe has fewer prompts.
+        ValueError: nothing was built, the recipe has fewer prompts, or there is no such peer.
         RuntimeError: a request failed, or a side could not be started.
     """
     served = run.served()
     prompts = run.prompts("held_out", num_prompts)
     num_rounds = min(num_rounds, num_prompts)
     rows: list[Row] = []
+    hosts = _chosen(_hosts(run, served), peers)
     for number in range(num_rounds):
         share = prompts[number::num_rounds]
-        hosts = list(HOSTS)
-        for host in hosts if number % 2 == 0 else hosts[::-1]:
-            title = f"round {number + 1} of {num_rounds}, {host}"
-            rows += run.cells.keep(f"{number}-{host}", lambda: _ask(run, served, share, host, title))  # noqa: B023
+        for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
+            title, cell = f"round {number + 1} of {num_rounds}, {name}", f"{number}-{name.replace(' ', '-')}"
+            rows += run.cells.keep(cell, lambda: _ask(run, served, share, hosts[name], title))  # noqa: B023
     _require_answers(rows)
     return _report(run, served, rows)
 
 
-def _ask(run: Run, served: Served, prompts: Sequence[Prompt], host: str, title: str) -> list[Row]:
-    ask, num_sides = HOSTS[host]
-    if host == "pair" and served.champion == 1:
-        num_sides -= 1
-    with run.bar(title, num_sides * len(prompts)) as bar:
-        return ask(Stage(run, served, prompts, bar))
+class _Host(NamedTuple):
+    """What is started for the sides that are asked there, and their number."""
+
+    ask: Callable[[Stage], list[Row]]
+    num_sides: int
 
 
-def _endpoint(stage: Stage, changed: Mapping[str, Any], **extra: Any) -> Endpoint:
-    """Return a service.
+def _hosts(run: Run, served: Served) -> dict[str, _Host]:
+    """Return what is started in each round, in that order."""
+    ways = speculations(run.recipe.num_draft_tokens, served, run.settings)
+    return {
+        OURS: _Host(_pair, 3 if served.champion > 1 else 2),
+        PLAIN: _Host(_stock, 2),
+        **{side: _Host(partial(_drafting_stock, side, way), 1) for side, way in ways.items()},
+        "offline": _Host(_offline, 4),
+    }
 
-    Args:
-        stage: what is served.
-        changed: keys of the service's configuration.
-        extra: further arguments of the engine.
-    """
-    engine = stage.run.recipe.engine.model_dump(mode="json")
-    if "speculative_config" in extra:
-        engine["num_draft_tokens"] = 0
-    engine["extra"] = {**engine["extra"], **extra}
-    return Endpoint(stage.run.recipe, stage.run.settings, {**changed, "engine": engine})
+
+def _chosen(hosts: dict[str, _Host], peers: Sequence[str]) -> dict[str, _Host]:
+    """Return the pair, plain vLLM and the peers that are named, or all; ValueError if there is no such peer."""
+    others = [name for name in hosts if name not in (OURS, PLAIN)]
+    for name in peers:
+        if name not in others:
+            raise ValueError(f'no peer "{name}"{did_you_mean(name, others)}')
+    return {name: host for name, host in hosts.items() if not peers or name not in others or name in peers}
+
+
+def _ask(run: Run, served: Served, prompts: Sequence[Prompt], host: _Host, title: str) -> list[Row]:
+    with run.bar(title, host.num_sides * len(prompts)) as bar:
+        return host.ask(Stage(run, served, prompts, bar))
 
 
 def _pair(stage: Stage) -> list[Row]:
@@ -116,9 +138,9 @@ def _pair(stage: Stage) -> list[Row]:
     """
     stage.registry.promote("draft", stage.served.champion)
     rows: list[Row] = []
-    with _endpoint(stage, {}) as endpoint:
+    with Endpoint(stage.run.recipe, stage.run.settings) as endpoint:
         endpoint.wait_for_draft(stage.served.champion)
-        _warm(endpoint, stage)
+        _warm(endpoint, stage, NUM_WARM)
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
                 endpoint.speculate(side == PAIR)
@@ -127,25 +149,25 @@ def _pair(stage: Stage) -> list[Row]:
         if stage.served.champion > 1:
             stage.registry.promote("draft", 1)
             endpoint.wait_for_draft(1)
+            endpoint.ask_as_another()  # else the answers of before would be looked up
             rows += stage.ask(endpoint, FIRST, stage.prompts)
     stage.registry.promote("draft", stage.served.champion)
     return rows
 
 
-def _alone(stage: Stage) -> list[Row]:
-    """Ask vLLM that was started without a draft; the outputs that all others are held to are recorded here."""
-    with _endpoint(stage, {"follow_drafts": False}) as endpoint:
+def _stock(stage: Stage) -> list[Row]:
+    """Ask vLLM without a draft; the outputs that all others are held to are recorded here."""
+    with stage.stock() as endpoint:
         _warm(endpoint, stage)
-        rows = stage.ask(endpoint, ALONE, stage.prompts)
+        rows = stage.ask(endpoint, PLAIN, stage.prompts)
         return rows + stage.ask(endpoint, REFERENCE, stage.prompts, gaps=True)
 
 
-def _ngram(stage: Stage) -> list[Row]:
-    """Ask vLLM that drafts by its own prompt lookup."""
-    speculation = ngram_speculation(stage.run.recipe.num_draft_tokens)
-    with _endpoint(stage, {"follow_drafts": False}, speculative_config=speculation) as endpoint:
+def _drafting_stock(side: str, speculation: Mapping[str, Any], stage: Stage) -> list[Row]:
+    """Ask vLLM that drafts by itself."""
+    with stage.stock(speculation) as endpoint:
         _warm(endpoint, stage)
-        return stage.ask(endpoint, NGRAM, stage.prompts)
+        return stage.ask(endpoint, side, stage.prompts)
 
 
 def _offline(stage: Stage) -> list[Row]:
@@ -166,17 +188,9 @@ def _offline(stage: Stage) -> list[Row]:
     return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
 
 
-# What is started for the sides that are asked there, and their number.
-HOSTS: Mapping[str, tuple[Callable[[Stage], list[Row]], int]] = {
-    "pair": (_pair, 3),
-    "alone": (_alone, 2),
-    "ngram": (_ngram, 1),
-    "offline": (_offline, 4),
-}
-
-
-def _warm(endpoint: Endpoint, stage: Stage) -> None:
-    endpoint.ask(stage.run.prompts("requests", 1))
+def _warm(endpoint: Asked, stage: Stage, num_prompts: int = 1) -> None:
+    fewest = min(traffic.num_requests for traffic in stage.run.recipe.traffic.values())
+    endpoint.ask(stage.run.prompts("requests", min(num_prompts, fewest)))
 
 
 def _require_answers(rows: Sequence[Row]) -> None:
@@ -193,22 +207,25 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         of = {side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)] for side in _sides(rows)}
         references = of.pop(REFERENCE)
         sides = {side: _Side(answers, judge_outputs(references, answers, target_dir)) for side, answers in of.items()}
-        figures[domain] = {side: one.figures(sides[ALONE], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
+        figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
         grids.append(_grid(domain, figures[domain]))
         failures += [
             f"{domain}, {side}: {one.verdicts['different']} outputs differ from vLLM's without a draft"
             for side, one in sides.items()
-            if one.verdicts["different"] and side in (PAIR, OFF, FIRST, NGRAM)
+            if one.verdicts["different"] and side in (PAIR, OFF, FIRST)
         ]
     notes = [
-        f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out.",
+        f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out of tokens/s.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
-        "Outputs are held to those of vLLM without a draft; speeds are only of prompts whose output passed.",
-        "Alone is vLLM without a draft. In brackets p10 to p90 over prompts.",
+        f"{PLAIN} is its own OpenAI endpoint, compiled: the same version, weights, number format, threads and client.",
+        "Without a draft it is the baseline, and its outputs are those that all others are held to.",
+        "Speeds are only of prompts whose output passed. In brackets p10 to p90 over prompts.",
         "The last column is over all tokens and seconds, with a 95% interval that resamples prompts.",
         "Assisted generation of transformers is its prompt lookup: no small model with this tokenizer is at hand.",
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
     ]
+    if not has_suffix():
+        notes.append(f"vLLM's suffix trees were left out: {SUFFIX_PACKAGE} is not installed.")
     if served.champion == 1:
         notes.append("The served draft is the first one, so there is no static draft to compare with.")
     picture = draw_speeds(_speeds(figures), "tokens/s, one stream", run.folder / "speed.png")
@@ -236,21 +253,28 @@ class _Side:
         """Tokens/s, prompt by prompt."""
         return [one.num_tokens / one.seconds for one in self.decoded.values()]
 
-    def figures(self, alone: "_Side", pair: "_Side", seed: int) -> Row:
+    def figures(self, stock: "_Side", pair: "_Side", seed: int) -> Row:
         """Return this side's figures, and how it stands to vLLM without a draft and to the served pair."""
-        steps = [len(row["accepted_per_step"] or ()) for row in self.rows]
-        accepted = [sum(row["accepted_per_step"] or ()) for row in self.rows]
+        counted = [row for row in self.rows if row["accepted_per_step"] is not None]
+        accepted = [sum(row["accepted_per_step"]) for row in counted]
+        # Where steps that drafted nothing were not counted, each of them brought one token.
+        steps = [
+            max(len(row["accepted_per_step"]), row["num_tokens"] - 1 - num)
+            for row, num in zip(counted, accepted, strict=True)
+        ]
+        first_ms = [row["first_token_ms"] for row in self.rows]
         spans = [span for row in self.rows for span in inter_token_spans(0.0, row["arrival_ms"])]
         inter_token_ms = [1000 * (end - start) for start, end in spans]
         ratios = {
-            "over_alone": compare_speed(self.decoded, alone.decoded, seed),
-            "request_over_alone": compare_speed(self.requests, alone.requests, seed),
+            "over_stock": compare_speed(self.decoded, stock.decoded, seed),
+            "request_over_stock": compare_speed(self.requests, stock.requests, seed),
             "pair_over_it": compare_speed(pair.decoded, self.decoded, seed),
         }
         return {
             "outputs": dict(self.verdicts),
             "num_prompts": len(self.decoded),
             "tokens_per_s": spread_of(self.speeds()).model_dump() if self.decoded else None,
+            "first_token_ms": spread_of(first_ms).model_dump() if first_ms else None,
             "inter_token_ms": {f"p{p}": percentile(inter_token_ms, p) for p in (50, 99)} if inter_token_ms else None,
             "tau": 1 + sum(accepted) / sum(steps) if sum(steps) else None,
             **{name: ratio.model_dump() if ratio else None for name, ratio in ratios.items()},
@@ -284,11 +308,12 @@ def _sides(rows: Sequence[Row]) -> list[str]:
 
 
 def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
-    columns = ["side", "outputs", "tokens/s", "p50 ms", "p99 ms", "τ", "× alone", "whole request × alone", "pair ÷ it"]
+    columns = ["side", "outputs", "tokens/s", "first ms", "p50 ms", "p99 ms", "τ"]
+    columns += [f"× {PLAIN}", f"whole request × {PLAIN}", "pair ÷ it"]
     rows = []
     for side, one in figures.items():
         if one["tokens_per_s"] is None:
-            rows.append([side, _outputs(one), *["none"] * 7])
+            rows.append([side, _outputs(one), *["none"] * 8])
             continue
         itl, pair = one["inter_token_ms"], one["pair_over_it"]
         rows.append(
@@ -296,9 +321,10 @@ def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
                 side,
                 _outputs(one),
                 spread(one["tokens_per_s"]),
+                spread(one["first_token_ms"], 0),
                 *(f"{itl[p]:.1f}" if itl else "–" for p in ("p50", "p99")),
                 f"{one['tau']:.2f}" if one["tau"] else "–",
-                *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in OVER_ALONE),
+                *(spread(one[name]["prompts"], 2) if one[name] else "none" for name in OVER_STOCK),
                 interval(pair["overall"]) if pair else "none",
             ]
         )
@@ -320,7 +346,7 @@ def judge(figures: Mapping[str, Mapping[str, Row]]) -> str:
     """
     parts = []
     for domain, sides in figures.items():
-        own, request = (sides[PAIR][name] for name in OVER_ALONE)
+        own, request = (sides[PAIR][name] for name in OVER_STOCK)
         if own is None or request is None:
             parts.append(f"{domain}: no output of the pair could be compared")
             continue
@@ -330,12 +356,14 @@ def judge(figures: Mapping[str, Mapping[str, Row]]) -> str:
             if side != PAIR and one["pair_over_it"] and one["pair_over_it"]["overall"]["value"] < 1
         ]
         parts.append(
-            f"{domain}: {own['overall']['value']:.2f}× vLLM without a draft (aim {AIM:g}), "
+            f"{domain}: {own['overall']['value']:.2f}× vLLM without a draft (aim {AIMS.get(domain, AIM):g}), "
             f"{request['overall']['value']:.2f}× over whole requests, "
             + (f"behind {', '.join(behind)}" if behind else "ahead of every peer")
         )
     for domain, sides in figures.items():
-        ratio = sides[UNDRAFTED]["over_alone"]
+        if UNDRAFTED not in sides:  # peers were chosen without it
+            continue
+        ratio = sides[UNDRAFTED]["over_stock"]
         found = f"{interval(ratio['overall'])} of vLLM's speed" if ratio else "no output could be compared"
         parts.append(f"{domain}, {UNDRAFTED}: {found}")
     return "; ".join(parts) + "."

@@ -2,7 +2,7 @@
 
 Requests are drawn whose truth is known, from three domains, and looked at as the watch does (models/lookback.py): all
 findings of all looks count, and no draft is settled. They differ by 0.5 in τ, and the two drafts by 0.3 on one request,
-which is more than conversations of the demo do.
+which is more than conversations of the demo do. `redraft bench gate` runs it.
 """
 
 import math
@@ -18,7 +18,6 @@ from models.betting import BETS, log_wealth
 from models.lookback import allowed_errors, bound_of
 from tasks.measure.run import Run
 
-TITLE, QUESTION = "watch", "how soon is a draft that does worse taken back, and how often one that does not?"
 BETWEEN_REQUESTS, BETWEEN_DRAFTS = 0.5, 0.3  # standard deviations of τ
 SHARES = {"chat": 0.5, "code": 0.3, "math": 0.2}
 WEEK_S = 7 * 24 * 3600.0
@@ -128,11 +127,16 @@ def _report(run: Run, found: Mapping[str, list[float]]) -> Report:
         if "worse" in name
     }
     draw_shares(losses, "requests compared until it is taken back", picture)
-    failures = [] if false <= AIM_FALSE and soon >= AIM_FOUND else ["an aim was missed"]
+    failures = [] if false <= AIM_FALSE and soon >= AIM_FOUND else ["the watch misses an aim"]
     return Report(
-        figures={"ever": ever, "within": within, "median": {name: median[name] for name in found if ever[name] > 0.5}},
+        figures={
+            "taken_back": {
+                name: {"ever": ever[name], "within": within[name], "median": median[name] if ever[name] > 0.5 else None}
+                for name in found
+            }
+        },
         grids=[Grid("drafts taken back", ("planted", "ever", f"within {WITHIN} requests", "median requests"), rows)],
-        notes=[f"{len(next(iter(found.values()))):,} runs each; all but the week end after {LOOKS} looks."],
+        notes=[f"The watch: {len(next(iter(found.values()))):,} runs each; all but the week end after {LOOKS} looks."],
         verdict=(
             f"Without a loss {false:.1%} of drafts are taken back in a week (aim: {AIM_FALSE:.0%} at most), "
             f"with a loss of 10% {soon:.1%} and more within {WITHIN} requests (aim: {AIM_FOUND:.0%})."

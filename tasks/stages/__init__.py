@@ -10,10 +10,11 @@ Beside it lies what stages share: what they show, the samples that drafts learn 
 import ast
 import hashlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from infra.artifacts import Artifact, publish, staged
+from infra.artifacts import Artifact, held, publish, staged
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
 from tasks.stages.reporting import run_logger
@@ -55,9 +56,10 @@ def produce(
             log.info("%s: cached, %s", stage, key)
             return artifact
     work.mkdir(parents=True, exist_ok=True)
-    with staged(final) as directory:
-        make(directory, work)
-    shutil.rmtree(work)  # it may hold hidden states, which are large and count as text
+    with held(work):
+        with staged(final) as directory:
+            make(directory, work)
+        shutil.rmtree(work)  # it may hold hidden states, which are large and count as text
     log.info("%s: made, %s", stage, key)
     return publish(final, kind)
 
@@ -88,7 +90,7 @@ def local_content(path: str) -> dict[str, str]:
 
 
 def code_version(*modules: str) -> str:
-    """Hash the syntax of modules and of the modules of `models` that they import, near and far.
+    """Hash the syntax of modules and of the modules of `models` and of measuring that they import, near and far.
 
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen:
     name it.
@@ -96,6 +98,11 @@ def code_version(*modules: str) -> str:
     Raises:
         ValueError: there is no such module.
     """
+    return hashlib.sha256(canonical_json(code_hashes(*modules))).hexdigest()
+
+
+def code_hashes(*modules: str) -> dict[str, str]:
+    """Return what `code_version` hashes: each module's own hash."""
     waiting, hashes = list(modules), {}
     for name in modules:
         if _source(name) is None:
@@ -108,14 +115,19 @@ def code_version(*modules: str) -> str:
         tree = ast.parse(source.read_bytes())
         hashes[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
         waiting += [
-            imported for imported in _imports(tree) if imported.startswith("models.") and imported not in SCHEMAS
+            imported
+            for imported in _imports(tree)
+            if imported.startswith(("models.", "tasks.measure.")) and imported not in SCHEMAS
         ]
-    return hashlib.sha256(canonical_json(hashes)).hexdigest()
+    return hashes
 
 
 def _source(module: str) -> Path | None:
-    base = ROOT.joinpath(*module.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+    """Return a module's file: under the root, or in another folder that its package was given."""
+    package, _, name = module.rpartition(".")
+    folders = [ROOT.joinpath(*package.split(".")), *map(Path, getattr(sys.modules.get(package), "__path__", ()))]
+    files = (file for folder in folders for file in (folder / f"{name}.py", folder / name / "__init__.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

@@ -11,12 +11,13 @@ from infra.priority import gently
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_losses
-from models import perplexity, training
-from models.loading import complete, load_model, save_model
+from models import invariants, perplexity, training
+from models.layers.linears import ENOUGH, enough_tokens
+from models.loading import complete, load_floats, load_model, save_model
 from models.params import Frozen
-from tasks.prepare_text import read_documents, tokenise
+from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import produce
-from tasks.stages.reporting import progress, table
+from tasks.stages.reporting import progress, run_logger, table
 
 Losses = Sequence[tuple[int, float]]
 
@@ -35,6 +36,19 @@ class Start(NamedTuple):
     train: dict[str, list[list[int]]]
     work: Path
     on_progress: training.OnProgress
+
+    def calibration(self, num_documents: int, max_length: int) -> list[list[int]]:
+        """Return documents to calibrate on, the domains in turn; warns where they are too few to be relied on.
+
+        Raises:
+            ValueError: there are fewer documents.
+        """
+        documents = first_of_each(self.train, num_documents, max_length)
+        num_tokens, enough = sum(map(len, documents)), enough_tokens(self.model)
+        if num_tokens < enough:
+            told = "calibrated on %d tokens; %d are %d times the widest layer's inputs, with fewer figures mislead"
+            run_logger().warning(told, num_tokens, enough, ENOUGH)
+        return documents
 
     @property
     def documents(self) -> list[list[int]]:
@@ -79,6 +93,9 @@ def change_target(
         text: what it trains, calibrates and measures on.
         code: the modules of its methods.
         change: the algorithm; may use up the model.
+
+    Raises:
+        ValueError: what is stored breaks what an earlier stage promised of the weights, see `models.invariants`.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -88,11 +105,7 @@ def change_target(
             train = tokenise(read_documents(text_dir, "train"), target_dir)
             changed = change(Start(model, train, work, shown_by(show)))
         losses = held_out_losses(changed.model, tokenise(read_documents(text_dir, "held_out"), target_dir))
-        if changed.save is None:
-            save_model(changed.model, directory, target_dir)
-        else:
-            changed.save(directory)
-            complete(directory, target_dir)
+        store(changed, directory, target_dir)
         rows = [{"domain": domain, "nats a token": round(loss, 4)} for domain, loss in losses.items()]
         table(f"{stage}-held-out", rows, f"held-out loss after {stage}")
         figures = [draw_losses(changed.losses, work / "losses.png")] if changed.losses else []
@@ -107,6 +120,21 @@ def change_target(
         code=(__name__, "tasks.prepare_text", *code),
         make=gently(make),
     )
+
+
+def store(changed: Changed, directory: Path, target_dir: Path) -> None:
+    """Write a changed target into a directory, as an engine loads it.
+
+    Raises:
+        ValueError: what is stored breaks what an earlier stage promised of the weights, see `models.invariants`.
+    """
+    if changed.save is None:
+        save_model(changed.model, directory, target_dir)
+    else:
+        changed.save(directory)
+        complete(directory, target_dir)
+    if any(invariants.promises(changed.model)):
+        invariants.require(load_floats(directory))
 
 
 def shown_by(show: Callable[[float, float, str], None], note: str = "") -> training.OnProgress:

@@ -5,6 +5,7 @@ not imported for that, which takes seconds: a process that has not imported it r
 """
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,12 @@ def table(key: str, rows: Sequence[Mapping[str, object]], description: str) -> N
         key: small letters, digits and dashes.
         rows: column to value.
         description: its heading.
+
+    Raises:
+        ValueError: the key has other characters; Prefect, which refuses them too, is only asked in a run.
     """
+    if not re.fullmatch(r"[a-z0-9-]+", key):
+        raise ValueError(f"a table's key is of small letters, digits and dashes, not {key!r}")
     lines = ["  ".join(f"{name} {value}" for name, value in row.items()) for row in rows]
     run_logger().info("%s\n  %s", description, "\n  ".join(lines))
     if _in_run():

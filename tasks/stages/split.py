@@ -73,6 +73,22 @@ def sides(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[
     return side_of
 
 
+def held_out_by(
+    secret: bytes, rows: Sequence[Conversation], window: Window, held_out_fraction: float, trained: Collection[str]
+) -> Callable[[str], bool]:
+    """Return the function from a cluster to whether a window tests with it, and does not train on it.
+
+    Args:
+        secret: of the home.
+        rows: the log's, up to the window's last one.
+        window: at hand.
+        held_out_fraction: share of the clusters.
+        trained: clusters that something was trained on outside of the log.
+    """
+    side_of, large = sides(secret, window, held_out_fraction), unseen_and_large(rows, window, trained)
+    return lambda cluster: cluster in large or side_of(cluster) == "held_out"
+
+
 def drawn_by(secret: bytes) -> Callable[[str], bytes]:
     """Return the function from a cluster to its place in a draw that no client can foresee."""
     return lambda cluster: hmac.digest(secret, b"draw " + cluster.encode(), "sha256")

@@ -6,15 +6,18 @@ from contextlib import ExitStack, suppress
 from functools import wraps
 from typing import Literal
 
+from infra.memory import Watchdog, gives_way
 from infra.registry import Version
+from infra.service_process import is_served
 from infra.settings import load_settings
-from infra.triggerfile import TriggerFile
+from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Result, Retry
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger
+from tasks.trigger.room import short_of_memory
 
-RefreshOutcome = Outcome | Literal["nothing to do"]
+RefreshOutcome = Outcome | Literal["nothing to do", "waits for memory"]
 Refresh = Callable[[Recipe], tuple[RefreshOutcome, Version | None]]
 RESULTS: dict[RefreshOutcome, Result] = {
     "promoted": "promoted",
@@ -22,28 +25,42 @@ RESULTS: dict[RefreshOutcome, Result] = {
     "undecided": "progress",
     "outdated": "outdated",
     "nothing to do": "put off",
+    WAITS_FOR_MEMORY: "put off",
     "refused": "in vain",
     "waits for approval": "in vain",
 }
+# What a refresh took before counts for less with each further one.
+FADES = 0.9
 
 
 def acknowledged(refresh: Refresh) -> Refresh:
     """Return a refresh that acknowledges the wish for it when it starts, and tells what came of it.
 
-    A run that is killed tells nothing, and is found gone. The trigger is only told: what it can't keep stops no run.
+    Where memory is short it does not begin and, beside a service, goes on no longer; either way it is wanted again once
+    there is room. A run that is killed tells nothing, and is found gone. The trigger is only told: what it can't keep
+    stops no run.
     """
 
     @wraps(refresh)
     def told(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
         retry = Retry(first_s=recipe.schedule.retry_s, most_s=recipe.schedule.max_retry_s)
+        settings = load_settings()
+        trigger = TriggerFile(settings.querylog)
         with ExitStack() as held:
             try:
-                end = held.enter_context(TriggerFile(load_settings().querylog).run(retry))
-            except (sqlite3.Error, OSError) as error:
+                end = held.enter_context(trigger.run(retry))
+                seen = trigger.snapshot()
+            except (sqlite3.Error, OSError, ValueError) as error:
                 run_logger().warning("the trigger's state can't be written: %s", error)
-                return refresh(recipe)
+                return gives_way(refresh)(recipe)
+            dog = Watchdog(lambda: is_served(settings.home), lambda why: _tell(end, "put off", WAITS_FOR_MEMORY))
             try:
-                outcome, version = refresh(recipe)
+                if short := short_of_memory(recipe, seen, starts=True):
+                    run_logger().warning("the refresh waits for memory: %s", short)
+                    _tell(end, "put off", WAITS_FOR_MEMORY)
+                    return WAITS_FOR_MEMORY, None
+                with dog.watching():
+                    outcome, version = refresh(recipe)
             except Exception:
                 _tell(end, "in vain", "failed")
                 raise
@@ -51,9 +68,22 @@ def acknowledged(refresh: Refresh) -> Refresh:
                 _tell(end, "put off", "stopped")
                 raise
             _tell(end, RESULTS[outcome], outcome)
+            if version is not None and outcome != "already trained":
+                with suppress(sqlite3.Error, OSError):
+                    before = seen.need.gib if seen.need else 0.0
+                    trigger.note(Need(gib=max(dog.peak_gib, FADES * before)))  # what is cached takes little
             return outcome, version
 
     return told
+
+
+def fallen_domains() -> tuple[str, ...]:
+    """Return the domains whose acceptance fell and is not back: what the refresh at hand is wanted for, if anything."""
+    try:
+        return tuple(TriggerFile(load_settings().querylog).snapshot().domains)
+    except (sqlite3.Error, OSError) as error:
+        run_logger().warning("the trigger's state can't be read: %s", error)
+        return ()
 
 
 def _tell(end: Callable[[Result, str], None], result: Result, outcome: str) -> None:

@@ -14,13 +14,16 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectException
 
-from infra.machine import free_memory_gib
 from infra.querylog import QueryLog
+from infra.registry import open_registry
 from infra.triggerfile import LastLook, Snapshot, TriggerFile, Wish
-from infra.triggers import Due, Fallen, Looked
+from infra.triggers import Due, Fallen, Looked, Ok
 from infra.waiting import Queue
+from models.gate import Evidence
 from models.recipe import Recipe
 from models.watch import enough_rows
+from tasks.find_challenger import known_of_challenger
+from tasks.trigger.room import short_of_memory
 
 LOOK_S = 3.0
 # A run that ended without a word is followed by another after so long: a runner that fails must not be flooded.
@@ -30,12 +33,15 @@ MAX_ERROR_CHARS = 300
 log = logging.getLogger(__name__)
 
 Orchestrator = Callable[[Wish], bool]
+Known = Callable[[int], Evidence]
 
 
 class Asker:
     """Looks now and then whether a refresh is due, and asks for it."""
 
-    def __init__(self, recipe: Recipe, log: QueryLog, trigger: TriggerFile, orchestrator: Orchestrator) -> None:
+    def __init__(
+        self, recipe: Recipe, log: QueryLog, trigger: TriggerFile, orchestrator: Orchestrator, known: Known
+    ) -> None:
         """Take what a look needs.
 
         Args:
@@ -44,8 +50,12 @@ class Asker:
             trigger: what is wanted.
             orchestrator: takes a wish and makes one run of it, however often it is asked; returns whether that run has
                 ended. Raises OSError if it can't be asked.
+            known: takes the first row of the next refresh and returns what the gate knows of the challenger that this
+                trains. Raises OSError if it can't say.
         """
         self._recipe, self._log, self._trigger, self._orchestrator = recipe, log, trigger, orchestrator
+        self._known, self._evidence = known, Evidence.start(recipe.num_draft_tokens)
+        self._known_at: object = None
         self._from_ms = trigger.clock()
         self._paused_ms: int | None = None
 
@@ -65,25 +75,38 @@ class Asker:
         wanted = self._judge(before)
         seen = self._trigger.snapshot()
         short, error = "", ""
-        if not seen.running and any(isinstance(state, Due) for state in seen.domains.values()):
-            short = _short_of_memory(self._recipe.schedule.min_free_memory_gib)
-            if not short and not self._is_paused():
+        if not seen.running and (seen.waits_for_memory or _is_due(seen)):
+            short = short_of_memory(self._recipe, seen)
+            if not short and not self._is_paused() and (_is_due(seen) or self._has_waited(seen)):
                 error = self._ask()
         self._note(before, wanted, short, error)
 
     def _judge(self, seen: Snapshot) -> dict[str, int]:
         """Let fallen domains become due, and return how many rows of its own each of them wants."""
         queue = Queue(rows=self._log.waiting()[0] if seen.domains else {})
-        refresh = self._recipe.refresh
+        recipe, refresh = self._recipe, self._recipe.refresh
+        if seen.domains:
+            self._learn(seen)
+        alpha, growth = self._evidence.alpha(recipe.gate), self._evidence.test.growth()
         wanted, events = {}, {}
         for domain, state in seen.domains.items():
             if isinstance(state, Fallen | Due):
                 fall, num_rows = state.fall, max(queue.full(), refresh.min_rows)
-                wanted[domain] = enough_rows(fall.promised - fall.served, num_rows, refresh.held_out_fraction)
+                lost, num_draft_tokens = fall.promised - fall.served, recipe.num_draft_tokens
+                wanted[domain] = enough_rows(lost, num_rows, refresh.held_out_fraction, num_draft_tokens, alpha, growth)
                 enough = is_enough(domain, queue, wanted[domain], refresh.min_rows, refresh.max_rows)
                 events[domain] = Looked(enough=enough, now_ms=self._trigger.clock())
         self._trigger.tell(events)
         return wanted
+
+    def _learn(self, seen: Snapshot) -> None:
+        """Ask how far the challenger is, where a run or a person may have changed that."""
+        drafts = frozenset(state.fall.draft for state in seen.domains.values() if not isinstance(state, Ok))
+        if (changed := (seen.last_run, drafts)) != self._known_at:
+            try:
+                self._evidence, self._known_at = self._known(self._log.cursor() + 1), changed
+            except OSError as error:
+                log.warning("nobody can say how far the challenger is: %s", error)
 
     def _ask(self) -> str:
         """Ask the orchestrator; return why it could not be asked, "" if it could."""
@@ -100,6 +123,12 @@ class Asker:
     def _is_paused(self) -> bool:
         # A clock that is set ends the pause, in either direction.
         return self._paused_ms is not None and 0 <= self._trigger.clock() - self._paused_ms < PAUSE_S * 1000
+
+    def _has_waited(self, seen: Snapshot) -> bool:
+        """Return whether a run that went for want of memory is long enough ago to try again."""
+        ended_ms = None if seen.last_run is None else seen.last_run.ended_ms
+        waited_ms = self._trigger.clock() - (ended_ms or 0)
+        return not 0 <= waited_ms < self._recipe.schedule.retry_s * 1000
 
     def _note(self, before: Snapshot, wanted: dict[str, int], short: str, error: str) -> None:
         at_ms, last, schedule = self._trigger.clock(), before.last_look, self._recipe.schedule
@@ -118,6 +147,19 @@ class Asker:
         )
         if last is None or not last.covers(look):
             self._trigger.note(look)
+
+
+def of_registry(recipe: Recipe) -> Known:
+    """Return what the registry's champion is challenged with; nothing is known without a champion."""
+
+    def known(first_seq: int) -> Evidence:
+        registry, num_draft_tokens = open_registry(), recipe.num_draft_tokens
+        champion = registry.champion("draft")
+        if champion is None:
+            return Evidence.start(num_draft_tokens)
+        return known_of_challenger(registry, champion.number, first_seq, num_draft_tokens)[1]
+
+    return known
 
 
 def is_enough(domain: str, queue: Queue, wanted: int, min_rows: int, max_rows: int) -> bool:
@@ -151,6 +193,5 @@ def prefect_server(deployment: str) -> Orchestrator:
     return ask
 
 
-def _short_of_memory(wanted_gib: float) -> str:
-    free_gib = free_memory_gib()
-    return "" if free_gib >= wanted_gib else f"{free_gib:.1f} GiB free, {wanted_gib:g} wanted"
+def _is_due(seen: Snapshot) -> bool:
+    return any(isinstance(state, Due) for state in seen.domains.values())

@@ -1,5 +1,5 @@
 """Benchmarks start from the same finished tiny build as the flows' tests."""
 
-from tests.flows.conftest import built, cli_in, orchestrator
+from tests.flows.conftest import built, cli_in, orchestrator, rows, target_dir
 
-__all__ = ["built", "cli_in", "orchestrator"]
+__all__ = ["built", "cli_in", "orchestrator", "rows", "target_dir"]

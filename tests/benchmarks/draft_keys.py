@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.draft_keys TARGET FIRST SECOND
 
-FIRST and SECOND are two drafts of TARGET; every figure is of SECOND, over the same prompts behind one system prompt,
-one stream, greedy. "empty" forgets the cache before each request. Prints one JSON line at the end.
+FIRST and SECOND are two drafts of TARGET; every figure is of SECOND alone, without look-up, over the same prompts
+behind one system prompt, one stream, greedy. "empty" forgets the cache before each request. Prints one JSON line at the
+end.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from models.engines import vllm as served
+from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.sources import chitchat
 from models.tokens import encode_chat
@@ -69,7 +71,7 @@ def prompts(target: Path, count: int) -> list[list[int]]:
 async def ask(engine: VllmEngine, prompt: list[int], name: str, max_tokens: int) -> Asked:
     """Ask one prompt."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name):
+    async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, Wishes("head")):
         last: Any = output
     one = last.completion
     return Asked(

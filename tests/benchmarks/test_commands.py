@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from infra.querylog import QueryLog
 from infra.registry import OWN_TAGS, Registry
+from tasks.measure.drift import WAYS
+from tasks.measure.stock import has_suffix
 from tests.flows.conftest import Cli
 
 TIMEOUT_S = 1200  # each starts the service several times
@@ -60,8 +63,11 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
         "served pair",
         "served pair, speculation off",
         "first draft",
-        "vLLM without a draft",
-        "vLLM ngram",
+        "vLLM",
+        "vLLM with ngram",
+        "vLLM with the first draft",
+        "vLLM with the served draft",
+        *(["vLLM with suffix"] if has_suffix() else []),
         "transformers",
         "transformers, prompt lookup",
         "reference engine",
@@ -74,11 +80,30 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
     assert sides["served pair"]["tau"] > 1
     assert sides["served pair, speculation off"]["tau"] == sides["reference engine without a draft"]["tau"] == 1
     assert sides["reference engine"]["tau"] > 1
-    assert sides["reference engine without a draft"]["over_alone"]["overall"]["value"] > 0
-    assert sides["vLLM without a draft"]["over_alone"]["overall"]["value"] == 1
+    assert sides["vLLM with the served draft"]["tau"] > 1
+    assert sides["reference engine without a draft"]["over_stock"]["overall"]["value"] > 0
+    assert sides["vLLM"]["over_stock"]["overall"]["value"] == 1
+    assert sides["vLLM"]["tau"] is None
+    assert sides["vLLM"]["first_token_ms"]["median"] > 0
     assert (tmp_path / "speed" / "speed.png").read_bytes().startswith(b"\x89PNG")
     with closing(sqlite3.connect(cli.home / "mlflow.db")) as db:
         assert list(db.iterdump()) == before
+
+
+def test_speculation_is_held_to_none_at_each_load_with_a_bad_and_a_good_draft(built, tmp_path):
+    options = ("--prompts", "4", "--streams", "1", "--streams", "3", "--pairs", "2", "--stock")
+    found = run(built[0], "load", tmp_path / "load", *options)
+    assert found["outputs"].get("different", 0) == 0
+    assert sum(found["outputs"].values()) == 2 * 2 * 2 * 2 * (4 + 6)  # domains, drafts, ways, pairs, prompts of blocks
+    for sides in found["domains"].values():
+        assert sides.keys() == {"bad", "champion", "vLLM"}  # there is one draft, so the first is the champion
+        for streams in ("1", "3"):
+            assert sides["champion"][streams]["ratio"]["value"] > 0
+            assert sides["vLLM"][streams]["off"]["tokens_per_s"] > 0
+    assert (tmp_path / "load" / "load.png").read_bytes().startswith(b"\x89PNG")
+    keys = json.loads((tmp_path / "load" / "home" / "keys.json").read_text())["keys"]
+    of_blocks = {key["sha256"] for key in keys if key["name"].startswith("bench-")}
+    assert len(of_blocks) == 2 * 2 * 2 * 2 * 2  # domains, drafts, ways, pairs, numbers of streams
 
 
 def test_swaps_under_load_fail_no_request_and_a_restart_is_an_outage(built, tmp_path):
@@ -131,4 +156,78 @@ def test_the_gates_error_and_power_are_simulated(built, tmp_path):
     assert (
         found["former"]["no gain, clusters of 30"]["promoted"] > found["cases"]["no gain, clusters of 30"]["promoted"]
     )
-    assert (tmp_path / "gate" / "gate.png").read_bytes().startswith(b"\x89PNG")
+    assert found["taken_back"]["worse by 20%"]["within"] == 1
+    for name in ("gate", "falls", "watch"):
+        assert (tmp_path / "gate" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def served(built, rows, tmp_path) -> Cli:
+    """Return a home with a log."""
+    home = tmp_path / "served"
+    shutil.copytree(built[0].home, home)
+    log = QueryLog(home / "queries.db")
+    log.append(rows)
+    log.close()
+    return Cli(home)
+
+
+def test_the_gains_interval_is_held_to_fresh_requests(served, tmp_path):
+    found = run(served, "coverage", tmp_path / "coverage", "--splits", "5", "--prompts", "30")
+    assert found["num_logged"] == 120
+    assert found["num_fresh"] == 30
+    for side in found["sides"].values():
+        assert side["covered"] + side["too_high"] + side["too_low"] == 5
+        assert 12 <= side["conversations"] < 120
+
+
+def test_refreshes_go_on_where_the_log_stands_and_take_both_keys_and_a_further_domain(served, tmp_path):
+    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    options = ("--refreshes", "1", "--requests", "12", "--prompts", "6", "--data", f"sums={tmp_path / 'sums.jsonl'}")
+    found = run(served, "refreshes", tmp_path / "refreshes", *options)
+    assert found["failures"] == []
+    assert found["domains"].keys() == {"chat", "code", "sums"}
+    assert found["refreshes"][0]["gate"]["test"]["rows"] == [1, 120 + 3 * 12]
+    assert (tmp_path / "refreshes" / "refreshes.png").read_bytes().startswith(b"\x89PNG")
+    rows = QueryLog(tmp_path / "refreshes" / "home" / "queries.db").rows(121, 1000)
+    assert len({row.key for row in rows}) == 2
+
+
+def test_drafts_learn_from_more_and_more_requests_of_a_domain_and_of_a_file(built, tmp_path):
+    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    options = ("--size", "4", "--size", "16", "--first", "8", "--seeds", "2", "--prompts", "6")
+    found = run(built[0], "learning", tmp_path / "learning", *options)
+    assert found["domains"] == {"refresh": "code", "first draft": "chat"}
+    assert [(row["size"], row["num_seeds"]) for row in found["curves"]["refresh"]] == [(4, 2), (16, 2)]
+    for row in [*found["curves"]["refresh"], *found["curves"]["first draft"]]:
+        assert row["train_s"] > 0
+        assert len(row["acceptance"]["5"]["per_position"]) == 5
+    assert (tmp_path / "learning" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    options = (
+        "--size",
+        "4",
+        "--first",
+        "0",
+        "--seeds",
+        "1",
+        "--prompts",
+        "6",
+        "--data",
+        f"sums={tmp_path / 'sums.jsonl'}",
+    )
+    assert run(built[0], "learning", tmp_path / "file", *options)["domains"]["refresh"] == "sums"
+
+
+def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, tmp_path):
+    questions = [{"messages": [{"role": "user", "content": f"What is {n} and {n}?"}]} for n in range(300)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    options = ("--requests", "16", "--windows", "2", "--prompts", "6", "--data", f"sums={tmp_path / 'sums.jsonl'}")
+    found = run(served, "drift", tmp_path / "drift", *options)
+    assert (found["shifted"], found["known"]) == ("sums", "code")
+    assert found["ways"].keys() == set(WAYS)
+    for way in found["ways"].values():
+        assert way["changes"].keys() == {"chat", "code"}
+        assert way["back"]["value"] >= 1
+    assert (tmp_path / "drift" / "drift.png").read_bytes().startswith(b"\x89PNG")

@@ -72,10 +72,12 @@ def test_only_the_endpoint_is_open_to_other_machines_and_it_asks_for_a_key(stack
     for name, service in stack["services"].items():
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:") or name == "serve"
+    holding = {name for name, service in stack["services"].items() if "REDRAFT_API_KEYS" in service["environment"]}
+    assert holding == {"serve"}
     assert "?" in stack["services"]["serve"]["environment"]["REDRAFT_API_KEYS"]
 
 
 def test_the_stack_sets_only_variables_that_are_settings(stack: dict[str, Any]) -> None:
     for service in stack["services"].values():
         own = {name: value for name, value in service["environment"].items() if name.startswith("REDRAFT_")}
-        load_settings(own | {"REDRAFT_API_KEYS": "key"})
+        load_settings(own | {"REDRAFT_API_KEYS": "a-clients-key"})

@@ -5,15 +5,15 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
 from models.golden import Golden, equal_output, first_difference, near_tie_threshold
 from models.params import Frozen
-from tests.world import KEY, MODEL, PROMPTS, World, ask
+from tests.world import KEY, MODEL, PROMPTS, Served, ask
 
 MAX_TOKENS = 150
 TIMEOUT_S = 120.0
@@ -57,14 +57,19 @@ class Wanted(Frozen):
         return f"{said}, parted at token {at} ({gap}): {got[at : at + 8]}, wanted {wanted[at : at + 8]}"
 
 
-def quiet_answers(world: World) -> dict[str, Wanted]:
+def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KEY) -> dict[str, Wanted]:
     """Return what the target says alone, with a threshold of near ties from two more batch sizes, see `models.golden`.
 
     The service is left speculating.
+
+    Args:
+        world: the service.
+        prompts: what is asked.
+        key: of a client whose requests may be asked.
     """
     speculation = f"{world.url}/redraft/speculation"
-    httpx.post(speculation, json={"on": False}, headers=world.headers, trust_env=False).raise_for_status()
-    with world.client() as client:
+    httpx.post(speculation, json={"on": False}, headers=world.operator, trust_env=False).raise_for_status()
+    with world.client(key) as client:
 
         def answer(prompt: str) -> tuple[str, Golden]:
             options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "logprobs": True, "top_logprobs": 2}
@@ -76,18 +81,36 @@ def quiet_answers(world: World) -> dict[str, Wanted]:
                 prompt_ids=told["prompt_token_ids"], token_ids=choice["token_ids"], gaps=gaps
             )
 
-        alone = [answer(prompt) for prompt in PROMPTS]
+        alone = [answer(prompt) for prompt in prompts]
         golden, reruns = [one for _, one in alone], []
-        for batch_size in (3, len(PROMPTS)):
+        for batch_size in (3, len(prompts)):
             with ThreadPoolExecutor(batch_size) as pool:
-                reruns.append([one.token_ids for _, one in pool.map(answer, PROMPTS)])
-    httpx.post(speculation, json={"on": True}, headers=world.headers, trust_env=False).raise_for_status()
+                reruns.append([one.token_ids for _, one in pool.map(answer, prompts)])
+    httpx.post(speculation, json={"on": True}, headers=world.operator, trust_env=False).raise_for_status()
     world.wait_for("speculation", lambda status: bool(status["speculating"]))
     threshold = max(SPACING, near_tie_threshold(golden, reruns))
     return {
         prompt: Wanted(text=text, golden=one, threshold=threshold)
-        for prompt, (text, one) in zip(PROMPTS, alone, strict=True)
+        for prompt, (text, one) in zip(prompts, alone, strict=True)
     }
+
+
+class Asker(NamedTuple):
+    """Who asks: with which key, what, and with which header `X-Redraft-Log`, "" for none."""
+
+    key: str = KEY
+    prompts: tuple[str, ...] = tuple(PROMPTS)
+    log: str = "full"
+
+
+class Ended(NamedTuple):
+    """A request that ended; times are on the monotonic clock, the id is the service's, "" if it gave none."""
+
+    asker: Asker
+    request_id: str
+    began_s: float
+    ended_s: float
+    outcome: str
 
 
 class Load:
@@ -99,26 +122,35 @@ class Load:
             "near tie": whole, and another text from where the two best tokens were nearly tied;
             "error frame": a stream that said that it was broken;
             "429", "503": refused in OpenAI's shape; any other status likewise;
-            "cut": a body that ended without either;
+            "broken": a connection that broke before the end;
+            "cut": a body that ended as a whole one does, and was none;
             "wrong": another text;
             "shapeless": an error that is not in OpenAI's shape;
             "no connection": nobody listened.
         streaming: the clients that have the first part of a stream and not its last one.
     """
 
-    def __init__(self, url: str, wanted: Mapping[str, Wanted], num_clients: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        wanted: Mapping[str, Wanted],
+        askers: Sequence[Asker],
+        tell: Callable[[Ended], object] = lambda ended: None,
+    ) -> None:
         """Make it; `with` runs it.
 
         Args:
             url: of the service.
-            wanted: prompt to answer, see `quiet_answers`.
-            num_clients: how many ask at once.
+            wanted: prompt to answer, see `quiet_answers`; to any other prompt a whole answer is "ok".
+            askers: who asks, all at once.
+            tell: called with each request that ended, by several threads.
         """
         self.outcomes: Counter[str] = Counter()
         self.streaming: set[int] = set()
         self._url, self._wanted = f"{url}/v1/chat/completions", wanted
+        self._tell = tell
         self._ended = threading.Event()
-        self._clients = [threading.Thread(target=self._work, args=(number,)) for number in range(num_clients)]
+        self._clients = [threading.Thread(target=self._work, args=one) for one in enumerate(askers)]
 
     def __enter__(self) -> Self:
         for client in self._clients:
@@ -136,27 +168,29 @@ class Load:
             return False
         return self.outcomes["near tie"] <= max(1, MAX_NEAR_TIES * self.outcomes.total())
 
-    def _work(self, number: int) -> None:
+    def _work(self, number: int, asker: Asker) -> None:
         for count in itertools.count(number):
             if self._ended.is_set():
                 return
-            prompt = PROMPTS[count // 2 % len(PROMPTS)]
-            outcome = self._ask(number, prompt, stream=count % 2 == 0)
+            prompt, began_s = asker.prompts[count // 2 % len(asker.prompts)], time.monotonic()
+            request_id, outcome = self._ask(number, asker, prompt, stream=count % 2 == 0)
             self.streaming.discard(number)
             self.outcomes[outcome] += 1
+            self._tell(Ended(asker, request_id, began_s, time.monotonic(), outcome))
             if outcome != "ok":
                 self._ended.wait(0.2)
 
-    def _ask(self, number: int, prompt: str, stream: bool) -> str:
+    def _ask(self, number: int, asker: Asker, prompt: str, stream: bool) -> tuple[str, str]:
         body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": stream}
         body |= {"max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
-        headers = {"Authorization": f"Bearer {KEY}", "X-Redraft-Log": "full"}
-        received = bytearray()
+        headers = {"Authorization": f"Bearer {asker.key}"} | ({"X-Redraft-Log": asker.log} if asker.log else {})
+        received, request_id = bytearray(), ""
         try:
             with (
                 httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
                 client.stream("POST", self._url, json=body, headers=headers) as answer,
             ):
+                request_id = answer.headers.get("x-redraft-request", "")
                 for part in answer.iter_bytes():
                     received += part
                     if stream and b"[DONE]" not in part:
@@ -164,19 +198,21 @@ class Load:
                     else:
                         self.streaming.discard(number)
         except httpx.ConnectError:
-            return "no connection"
+            return request_id, "no connection"
         except httpx.TransportError:
-            return "cut"
+            return request_id, "broken"
         if answer.status_code != httpx.codes.OK:
-            return str(answer.status_code) if _is_error(received) else "shapeless"
+            return request_id, str(answer.status_code) if _is_error(received) else "shapeless"
         reply = _of_stream(received) if stream else _of_body(received)
         if isinstance(reply, str):
-            return reply
+            return request_id, reply
+        if prompt not in self._wanted:
+            return request_id, "ok" if reply.finish_reason else "cut"
         outcome = self._wanted[prompt].judge(reply)
         if outcome != "ok":
             kind = "a stream" if stream else "a body"
             print(f"{time.time():.3f} client {number}, {kind}: {outcome}, {self._wanted[prompt].compare(reply)}")
-        return outcome
+        return request_id, outcome
 
 
 def _of_body(received: bytes) -> Reply:

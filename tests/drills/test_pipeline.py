@@ -1,7 +1,8 @@
-"""A refresh that is killed wherever it hurts, and two refreshes at once."""
+"""A refresh that is killed wherever it hurts, one that diverges, one whose disk is full, and two at once."""
 
 import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.settings import load_settings
+from tests.drills.scene import filled, small_disk
 from tests.flows.conftest import Cli, registry_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -101,6 +103,45 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert champion is not None
     assert (champion.number, log.cursor(), log.stats().depth) == (2, len(rows), 0)
     assert list(drafts.glob(".staging-*")) == []
+
+
+def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_and_says_so(
+    home: Path, rows: list[QueryRow], recipe: str, cli_in: Callable[[Path], Cli]
+) -> None:
+    cli, log, artifacts = cli_in(home), QueryLog(home / "queries.db"), home / "artifacts"
+    log.append(rows)
+    wild = Path(recipe).with_name("wild.toml")
+    wild.write_text(Path(recipe).read_text().replace("num_epochs = 12", "num_epochs = 12, learning_rate = 1e30"))
+
+    def require_unchanged(num_attempts: int, error: str) -> None:
+        champion, attempt = registry_of(home).champion("draft"), log.stats().attempt
+        assert champion is not None
+        assert attempt is not None
+        assert [version.number for version in registry_of(home).versions("draft")] == [champion.number] == [1]
+        assert (log.cursor(), attempt.number, attempt.running, error in attempt.error) == (0, num_attempts, False, True)
+        assert list(artifacts.rglob(".staging-*")) == []
+        assert error in cli.run("status")
+
+    with cli.start("refresh", "--recipe", str(wild)) as diverging:
+        told, _ = diverging.communicate(timeout=120)
+    assert (diverging.returncode, "the draft is discarded and its parent stays" in told) == (1, True), told
+    require_unchanged(1, "the loss is")
+
+    shutil.move(artifacts, home / "aside")
+    with small_disk(artifacts) as is_small:
+        if not is_small:
+            pytest.skip("mounting a small disk is not allowed here")
+        shutil.copytree(home / "aside", artifacts, dirs_exist_ok=True)
+        with cli.start("refresh", "--recipe", recipe) as full:
+            begun = (artifacts / "work").glob
+            wait_until(lambda: any(begun("*/checkpoint.safetensors")), 120, None, "a step of the training")
+            with filled(artifacts):
+                told, _ = full.communicate(timeout=120)
+        assert (full.returncode != 0, "No space left on device" in told) == (True, True), told
+        require_unchanged(2, "No space left on device")
+        cli.run("refresh", "--recipe", recipe)
+        assert [version.number for version in registry_of(home).versions("draft")] == [2, 1]
+        assert (log.cursor(), log.stats().depth) == (len(rows), 0)
 
 
 def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

@@ -1,153 +1,53 @@
-"""Faults of a running service under load: bad drafts, a full disk, a registry, orchestrator or replica that is gone."""
+"""Faults of a running service under load: bad drafts, a full disk, a registry, orchestrator or process that is gone."""
 
 import itertools
 import json
 import os
 import shutil
 import signal
-import struct
-import subprocess
-import sys
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from infra.logfile import BUSY_TIMEOUT_S
 from infra.manifest import write_manifest
-from infra.processes import Child, answers, free_port, wait_until
+from infra.processes import free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION
-from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
 from models.drafts.eagle3 import WEIGHTS
-from tests.drills.load import Load, Wanted, quiet_answers
+from tests.drills.load import Load, quiet_answers
+from tests.drills.scene import Clock, MlflowServer, Scene, filled, small_disk
+from tests.drills.spoiled import (
+    BEYOND,
+    DTYPE,
+    EXTRA,
+    INFINITE,
+    MISSING,
+    NAN,
+    SHAPE,
+    Spoil,
+    bytes_changed,
+    config_changed,
+    with_flipped_bit,
+    with_header,
+)  # fmt: skip
 from tests.world import World, ask, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-LOG_BYTES = 64 << 20
 # The engine's own start takes most of it.
 RECOVERY_S = 150.0
 DAY_S = 86_400
-# Python runs a module of this name in every process that finds it: their wall clock is then off by what a file says.
-CLOCK = """
-import mmap, struct, time
-with open({file!r}, "r+b") as _file:
-    _page = mmap.mmap(_file.fileno(), 8)
-_time, _time_ns = time.time, time.time_ns
-_offset_s = lambda: struct.unpack("<q", _page[:8])[0]
-time.time = lambda: _time() + _offset_s()
-time.time_ns = lambda: _time_ns() + _offset_s() * 10**9
-"""
-
-
-class Clock:
-    """The wall clock of the processes that are started while `path` is in their PYTHONPATH."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self._file = path / "offset"
-        self.jump_to(0)
-        (path / "sitecustomize.py").write_text(CLOCK.format(file=str(self._file)))
-        self.variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))}
-
-    def jump_to(self, offset_s: int) -> None:
-        """Let it be off by so many seconds."""
-        with self._file.open("r+b" if self._file.exists() else "wb") as file:
-            file.write(struct.pack("<q", offset_s))
-
-
-class MlflowServer:
-    """The registry as a server that can be killed and started again in the same place."""
-
-    def __init__(self, home: Path) -> None:
-        self._home, self._port = home, free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._child: Child | None = None
-
-    def start(self) -> None:
-        argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self._home}/mlflow.db"]
-        argv += ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
-        variables = load_settings({"REDRAFT_HOME": str(self._home)}).process_variables()
-        self._child = Child.start(argv, variables, self._home / "mlflow.log", "mlflow")
-        wait_until(lambda: answers(f"{self.url}/health"), 120, self._child, "mlflow")
-
-    def kill(self) -> None:
-        if self._child is not None:
-            self._child.stop(grace_s=0)
-            self._child = None
-
-    @contextmanager
-    def gone(self) -> Iterator[None]:
-        """Kill it, and start it again at the end."""
-        self.kill()
-        try:
-            yield
-        finally:
-            self.start()
-
-
-@dataclass
-class Scene:
-    """A running service over a registry that is a server, its query log on a small disk where one can be mounted."""
-
-    world: World
-    registry: MlflowServer
-    service: Child
-    has_small_disk: bool
-    wanted: dict[str, Wanted]
-    clock: Clock
-    runner: int = 0
-
-    def __post_init__(self) -> None:
-        self.runner = self._runner()
-
-    def load(self, num_clients: int = 4) -> Load:
-        return Load(self.world.url, self.wanted, num_clients)
-
-    def replica(self) -> int:
-        """Return the process id of the replica."""
-        [pid] = [pid for pid, name in self.processes() if name.startswith("ray::ServeReplica")]
-        return pid
-
-    def processes(self) -> list[tuple[int, str]]:
-        """Return id and name of what the service runs; all of it is in the session of its runner."""
-        found = [process for process in psutil.process_iter(["name", "status"]) if _session(process.pid) == self.runner]
-        return [(one.pid, _title(one)) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE]
-
-    def restart(self) -> None:
-        """Start the service again with what the world's settings are now."""
-        self.service.stop(grace_s=60)
-        self.service = self.world.start()
-        self.runner = self._runner()
-
-    def _runner(self) -> int:
-        [main] = psutil.Process(self.service.pid).children()
-        [runner] = main.children()
-        return runner.pid
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+BUSY_S = BUSY_TIMEOUT_S + 1.0  # longer than the log's writer waits for a lock
 
 
 @pytest.fixture(scope="module")
@@ -156,20 +56,17 @@ def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.Te
     make_target(tiny_target, home / "target", engine, loop)
     registry = MlflowServer(home)
     registry.start()
-    small = home / "log"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={LOG_BYTES}", "tmpfs", str(small)]
-    has_small_disk = subprocess.run(mount, check=False, capture_output=True).returncode == 0
     try:
-        world = World(
-            home,
-            home / "target",
-            registry.url,
-            orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
-            serve={"watch": {"period_s": 0.3, "min_requests": 4}, "canary": {"period_s": 3.0}},
-        )
-        clock = Clock(home / "clock")
-        with pytest.MonkeyPatch.context() as environment:
+        with small_disk(home / "log") as has_small_disk, pytest.MonkeyPatch.context() as environment:
+            world = World(
+                home,
+                home / "target",
+                registry.url,
+                orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
+                cache=str(home / "log" / "cache"),
+                serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
+            )
+            clock = Clock(home / "clock")
             for name, value in clock.variables.items():
                 environment.setenv(name, value)
             scene = Scene(world, registry, world.start(), has_small_disk, {}, clock)
@@ -180,8 +77,6 @@ def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.Te
                 scene.service.stop(grace_s=60)
     finally:
         registry.kill()
-        if has_small_disk:
-            subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 @pytest.fixture
@@ -206,76 +101,69 @@ def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_lost_rows_
     if not scene.has_small_disk:
         pytest.skip("mounting a small disk is not allowed here")
     assert world.status()["log"]["dropped"] == 0
-    filler = world.querylog.with_name("filler")
     with scene.load() as load:
-        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-            while True:
-                file.write(bytes(4096))
-        lost = world.wait_for("lost rows", lambda status: status["log"]["dropped"] > 0)["log"]
-        assert "full" in lost["last_error"]
-        filler.unlink()
+        with filled(world.querylog.parent):
+            lost = world.wait_for("lost rows", lambda status: status["log"]["dropped"] > 0)["log"]
+            assert "full" in lost["last_error"]
         world.wait_for("rows again", lambda status: status["log"]["written"] > lost["written"])
     assert load.ended_well(), load.outcomes
     told = b"the query log takes no rows"
     wait_until(lambda: told in (world.home / "service.log").read_bytes(), 20, None, "a warning in the log")
 
-    def every_loss_is_in_the_log() -> bool:
-        log = QueryLog(world.querylog)
-        dropped = log.stats().dropped
-        log.close()
-        return dropped == world.status()["log"]["dropped"]
-
-    wait_until(every_loss_is_in_the_log, 20, None, "the count of lost rows in the log")
+    wait_until(lambda: losses_are_in_the_log(world), 20, None, "the count of lost rows in the log")
 
 
-Spoil = Callable[[Path], None]
+def losses_are_in_the_log(world: World) -> bool:
+    with closing(QueryLog(world.querylog)) as log:
+        return log.stats().dropped == world.status()["log"]["dropped"]
 
 
-def tensors_changed(change: Callable[[dict[str, torch.Tensor]], None]) -> Spoil:
-    def spoil(directory: Path) -> None:
-        tensors = load_file(directory / WEIGHTS)
-        change(tensors)
-        save_file(tensors, directory / WEIGHTS)
+def test_f17_with_a_full_disk_under_the_cache_the_last_good_draft_serves_and_nothing_half_written_is_left(
+    scene: Scene, world: World
+) -> None:
+    if not scene.has_small_disk:
+        pytest.skip("mounting a small disk is not allowed here")
+    first, _ = world.versions
+    another = world.register(5)
+    cache = world.home / "log" / "cache"
 
-    return spoil
+    def num_failed(status: dict[str, Any]) -> int:
+        return sum(status["reconciler"].get(name, 0) for name in ("errors", "registry_unavailable"))
 
-
-def bytes_changed(change: Callable[[bytearray], bytes | bytearray]) -> Spoil:
-    def spoil(directory: Path) -> None:
-        file = directory / WEIGHTS
-        file.write_bytes(change(bytearray(file.read_bytes())))
-
-    return spoil
-
-
-def config_changed(**values: object) -> Spoil:
-    def spoil(directory: Path) -> None:
-        file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return spoil
-
-
-def with_flipped_bit(content: bytearray) -> bytearray:
-    content[-1] ^= 1
-    return content
+    with scene.load(num_clients=2) as load:
+        with filled(cache.parent):
+            before = num_failed(world.status())
+            world.registry.promote("draft", another)
+            status = world.wait_for("two looks in vain", lambda seen: num_failed(seen) > before + 1)
+            assert (status["draft_version"], status["speculating"], status["refused"]) == (first, True, {})
+            assert not list(cache.glob(f"draft/{another}-*"))
+        world.wait_for_draft(another)
+        assert list(cache.rglob(".staging*")) == []
+    assert load.ended_well(), load.outcomes
 
 
-def with_header(content: bytearray) -> bytearray:
-    content[:8] = b"\xff" * 8
-    return content
+def test_f18_with_the_query_log_locked_no_answer_waits_and_lost_rows_are_counted(scene: Scene, world: World) -> None:
+    with scene.load() as load:
+        wait_until(lambda: load.outcomes["ok"] > 4, 60, None, "answers")
+        per_s = answered_per_s(load)
+        before = world.status()["log"]
+        with closing(sqlite3.connect(world.querylog, isolation_level=None)) as lock:
+            lock.execute("BEGIN IMMEDIATE")
+            locked_per_s = answered_per_s(load)
+            lost = world.wait_for("lost rows", lambda status: status["log"]["dropped"] > before["dropped"])["log"]
+            lock.execute("ROLLBACK")
+        assert "locked" in lost["last_error"]
+        world.wait_for("rows again", lambda status: status["log"]["written"] > lost["written"])
+    assert load.ended_well(), load.outcomes
+    assert locked_per_s > per_s / 2, (locked_per_s, per_s)  # an answer that waited would take seconds
+    wait_until(lambda: losses_are_in_the_log(world), 20, None, "the count of lost rows in the log")
 
 
-def set_value(value: float) -> Spoil:
-    return tensors_changed(lambda tensors: tensors["fc.weight"].view(-1)[:1].fill_(value))
-
-
-NAN, INFINITE = set_value(float("nan")), set_value(float("inf"))
-MISSING = tensors_changed(lambda tensors: tensors.__delitem__("fc.weight"))
-EXTRA = tensors_changed(lambda tensors: tensors.update({"extra.weight": torch.zeros(2)}))
-DTYPE = tensors_changed(lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()}))
-SHAPE = tensors_changed(lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, 1:].contiguous()}))
-BEYOND = tensors_changed(lambda tensors: tensors["d2t"].add_(10**6))
+def answered_per_s(load: Load) -> float:
+    """Return how many requests a second end, over some seconds."""
+    before, began_s = load.outcomes.total(), time.monotonic()
+    time.sleep(BUSY_S)
+    return (load.outcomes.total() - before) / (time.monotonic() - began_s)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +222,49 @@ def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
             tag = "quarantined"
             wait_until(lambda: reason in world.registry.get("draft", bad).tags.get(tag, ""), 20, None, tag)
     assert load.ended_well(), load.outcomes
+
+
+def test_f15_a_draft_that_promises_what_it_does_not_hold_is_taken_back_and_changes_no_answer(
+    scene: Scene, world: World
+) -> None:
+    with scene.load() as load:
+        bold = world.register(9, probe_tau="3.9")
+        world.registry.promote("draft", bold)
+        status = world.wait_for(
+            "refusal", lambda status: any(name.startswith(f"{bold}-") for name in status["refused"])
+        )
+        [told] = [told for name, told in status["refused"].items() if name.startswith(f"{bold}-")]
+        assert "promised 3.900" in told
+        world.wait_for_draft(world.versions[0])
+        wait_until(lambda: "quarantined" in world.registry.get("draft", bold).tags, 20, None, "the quarantine")
+        wait_until(lambda: world.registry.champion("draft").number == world.versions[0], 20, None, "the alias")
+    assert load.ended_well(), load.outcomes
+
+
+def test_f2_without_its_controller_the_service_answers_as_before_and_follows_drafts(scene: Scene, world: World) -> None:
+    [killed] = scene.named("ray::ServeController")
+    with scene.load(num_clients=2) as load:
+        wait_until(lambda: load.outcomes["ok"] > 2, 60, None, "answers")
+        os.kill(killed, signal.SIGKILL)
+        world.registry.promote("draft", world.versions[1])
+        world.wait_for_draft(world.versions[1])
+        wait_until(lambda: scene.named("ray::ServeController") not in ([], [killed]), 60, None, "the next controller")
+        before = load.outcomes["ok"]
+        wait_until(lambda: load.outcomes["ok"] > before + 10, 60, None, "answers under the next controller")
+    assert load.ended_well(), load.outcomes
+
+
+def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene, world: World) -> None:
+    [killed], replica = scene.named("ray::ProxyActor"), scene.replica()
+    with scene.load(num_clients=2) as load:
+        wait_until(lambda: bool(load.streaming), 60, None, "a stream that has begun")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: load.outcomes["no connection"] > 0, 60, None, "a refusal")
+        before = load.outcomes["ok"]
+        wait_until(lambda: load.outcomes["ok"] > before + 4, 60, None, "answers through the next proxy")
+        assert scene.replica() == replica
+    assert load.ended_well("broken", "no connection", "503"), load.outcomes
+    assert load.outcomes["broken"] <= 2, load.outcomes  # what each client had open
 
 
 def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
@@ -424,6 +355,42 @@ def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_the_
         assert sum("VLLM" in name for _, name in scene.processes()) == num_engines
     assert load.ended_well("error frame", "429", "503"), load.outcomes
     assert load.outcomes["error frame"] > 0, load.outcomes
+
+
+def test_f3_f22_streams_drain_before_the_service_ends_and_a_flapping_alias_swaps_seldom(
+    scene: Scene, world: World
+) -> None:
+    interval_s = 3.0
+    with scene.load() as load:
+        wait_until(lambda: bool(load.streaming), 60, None, "a stream that has begun")
+        scene.restart(min_swap_interval_s=interval_s)
+        assert b"drained, 0 requests were cut off" in (world.home / "service.log").read_bytes()
+    assert load.ended_well("503", "no connection"), load.outcomes
+    world.wait_for("its proof", lambda status: status["proof"] is not None)
+    with scene.load(num_clients=2) as load:
+        before, began_s = world.status()["swaps"], time.monotonic()
+        for number in range(10):
+            world.registry.promote("draft", world.versions[1 - number % 2])
+            time.sleep(1.0)
+        swaps, took_s = world.status()["swaps"] - before, time.monotonic() - began_s
+    assert 0 < swaps <= took_s / interval_s + 1
+    assert load.ended_well(), load.outcomes
+    scene.world.serve["min_swap_interval_s"] = 0.2
+
+
+def test_f23_a_draft_that_there_is_no_memory_for_is_not_loaded(scene: Scene, world: World) -> None:
+    first, second = world.versions
+    scene.restart(min_free_memory_gib=1e6)
+    world.wait_for("its proof", lambda status: status["proof"] is not None)
+    with scene.load(num_clients=2) as load:
+        world.registry.promote("draft", second)
+        status = world.wait_for("a wait", lambda status: status["postponed"] != {})
+        [(name, told)] = status["postponed"].items()
+        assert (name.startswith(f"{second}-"), "GiB of memory are free" in told) == (True, True)
+        assert (status["draft_version"], status["speculating"], status["swaps"]) == (first, True, 0)
+        assert "quarantined" not in world.registry.get("draft", second).tags
+    assert load.ended_well(), load.outcomes
+    scene.world.serve["min_free_memory_gib"] = 0.25
 
 
 def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it_comes(scene: Scene) -> None:

@@ -1,4 +1,7 @@
-"""F35: the engine does not start for memory, a place for its sockets or torn files, and the draft is a good one."""
+"""F35: the engine does not start for memory, a place for its sockets or torn files, and the draft is a good one.
+
+F41: it is not to draft at all.
+"""
 
 import asyncio
 import os
@@ -14,7 +17,9 @@ from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
 from services.boot import start_engine
+from services.config import read_config
 from services.drafts import DraftSource, choose_boot_draft, read_memory, write_memory
+from services.service import UNDRAFTED, Service
 from services.states import Loaded, Memory, label
 from tests.world import World, make_target
 
@@ -68,3 +73,21 @@ def test_f35_a_good_draft_that_the_machine_did_not_start_with_waits_and_is_never
     assert champion is not None
     assert (boot.version.number, champion.number) == (newer, newer)
     assert not any(is_quarantined(world.registry.get("draft", number)) for number in (older, newer))
+
+
+def test_f41_a_recipe_that_drafts_nothing_is_served_without_the_champion_and_says_so_once(
+    tiny_target: Path, engine: Any, loop: asyncio.AbstractEventLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_target(tiny_target, tmp_path / "target", engine, loop)
+    own = {"name": "vllm", "num_draft_tokens": 0, "max_model_len": 128, "max_num_seqs": 4}
+    world = World(tmp_path, tmp_path / "target", engine=own)
+    service = loop.run_until_complete(Service.start(read_config(world.config())))
+    try:
+        loop.run_until_complete(service.health())
+        told = service.status()
+    finally:
+        loop.run_until_complete(service.close())
+    assert (told.draft_version, told.speculating, told.fallback) == (None, False, UNDRAFTED.fallback)
+    assert (told.postponed, told.refused, told.reconciler) == ({}, {}, {})
+    assert [record.getMessage() for record in caplog.records].count(str(UNDRAFTED.fallback)) == 1
+    assert not any(is_quarantined(world.registry.get("draft", number)) for number in world.versions)

@@ -1,41 +1,88 @@
-"""`redraft up`, all real: a refresh by itself, a person rolls back, what is killed comes back, nothing is left."""
+"""`redraft up`, all real: a refresh by itself, a person rolls back, what is killed comes back, nothing is left.
 
+F29: memory runs short while the refresh trains. F38: strangers on the machine and foreign pages ask all that listens.
+"""
+
+import itertools
 import json
 import os
 import shutil
 import signal
 import socket
+import sqlite3
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
+import grpc
+import httpx
 import psutil
 import pytest
 
+from flows.up import MLFLOW, PREFECT
+from infra.guard import pages_login
 from infra.processes import process_identity, wait_until
+from infra.secret import home_secret
 from infra.supervisor import read_state
+from infra.triggerfile import TriggerFile
 from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
-RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
+CLIENTS_KEY = "the-key-of-a-client"
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "models" / "recipes" / "tiny.toml"
+# Python runs a module of this name in every process that finds it: what it reads of the machine's memory is a file's.
+MEMINFO = """
+from pathlib import Path
+_read_text = Path.read_text
+def read_text(self, *args, **options):
+    return _read_text(Path({file!r}) if str(self) == "/proc/meminfo" else self, *args, **options)
+Path.read_text = read_text
+"""
+FOREIGN = {"Host": "evil.example", "Origin": "http://evil.example"}
+PATHS = ("/", "/api/jobs/", "/v1/models", "/redraft/status")
+# Prefect's page without what it shows, and Ray's own counters, which it publishes on loopback (SECURITY.md).
+HARMLESS = ("<!DOCTYPE html>", "# HELP ray_", "# HELP autoscaler_")
+# What lists a cluster's nodes, reads its store, and gets code to run.
+RAY_CALLS = (
+    "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/ray.rpc.NodeManagerService/RequestWorkerLease",
+)
 
 
 @pytest.mark.timeout(900)
 def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple[Cli, str], tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(built[0].home, home)
-    cli = Cli(home)
+    memory = Memory(tmp_path / "memory")
+    cli = Cli(home, REDRAFT_API_KEYS=CLIENTS_KEY, PYTHONPATH=memory.search_path)
     recipe = tmp_path / "online.toml"
-    recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + "\n[schedule]\nrefresh_interval_s = 20\n")
+    schedule = "\n[schedule]\nrefresh_interval_s = 20\nretry_s = 1.0\n"
+    recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + schedule)
 
     def status() -> dict:
         return json.loads(cli.run("status", "--json").splitlines()[-1])
 
+    (home / "queries.db").touch(mode=0o644)
+    (home / "artifacts").chmod(0o755)
+    home.chmod(0o755)
     told = cli.run("up", "--recipe", str(recipe))
     try:
         assert all(name in told for name in ("prefect", "mlflow", "service", "runner"))
         with cli.start("up", "--recipe", str(recipe)) as second:
             output, _ = second.communicate(timeout=60)
-        assert (second.returncode, "up already" in output) == (2, True)
+        assert (second.returncode, "up already, at http://127.0.0.1:" in output) == (2, True)
+        with cli.start("serve", "--recipe", str(recipe)) as third:
+            output, _ = third.communicate(timeout=60)
+        assert (third.returncode, "served already, at http://127.0.0.1:" in output) == (2, True)
         cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
+        _run_short_of_memory_while_it_trains(home, memory, status)  # F29
         wait_until(lambda: status()["last_refresh"] is not None, 240, None, "a refresh by itself")
         refreshed = status()
         newest = refreshed["drafts"][0]
@@ -57,8 +104,15 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
         programs = status()["programs"]
         # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
         assert len([address for address, _ in _listening(home) if not address.endswith("127.0.0.1")]) <= 1
+        assert _open_to_others(home) == []
+        environments = _environments(home)
+        assert not [env for env in environments if CLIENTS_KEY in env.values()]
+        assert {env["RAY_AUTH_MODE"] for env in environments if "RAY_AUTH_TOKEN" in env} == {"token"}
+        url = next(program["url"] for program in programs if program["name"] == "service")
+        assert [_asked(url, key) for key in (None, CLIENTS_KEY)] == [401, 200]
         urls = [program["url"] for program in programs if program["url"]]
         assert {int(url.rpartition(":")[2]) for url in urls} <= {port for _, port in _listening(home)}
+        assert _let_in(home, url) == []  # F38
     finally:
         cli.run("down")
     assert all(process_identity(program["pid"]) is None for program in programs)
@@ -71,6 +125,109 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     assert (again.returncode, "not up" in output) == (2, True)
 
 
+class Memory:
+    """The machine's memory as the processes see it that are started with `search_path`: a share of 16 GiB is used."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._file = folder / "meminfo"
+        self.use(0.5)
+        (folder / "sitecustomize.py").write_text(MEMINFO.format(file=str(self._file)))
+        self.search_path = os.pathsep.join([str(folder), str(ROOT)])
+
+    def use(self, share: float) -> None:
+        """Let so much be used."""
+        total = 16 << 20
+        content = f"MemTotal: {total} kB\nMemAvailable: {int(total * (1 - share))} kB\n"
+        temporary = self._file.with_suffix(".new")
+        temporary.write_text(content)
+        temporary.replace(self._file)
+
+
+def _run_short_of_memory_while_it_trains(home: Path, memory: Memory, status: Callable[[], dict]) -> None:
+    trigger, queries = TriggerFile(home / "queries.db"), home / "queries.db"
+
+    def trains() -> bool:
+        with closing(sqlite3.connect(queries)) as db:
+            return bool(db.execute("SELECT count(*) FROM claim").fetchone()[0])
+
+    wait_until(trains, 120, None, "a refresh that reads rows")
+    memory.use(0.92)
+    wait_until(lambda: trigger.snapshot().waits_for_memory, 10, None, "the trainer's end")
+    before = status()
+    assert before["waiting"]["what"] == "memory"
+    url = next(program["url"] for program in before["programs"] if program["name"] == "service")
+    assert _asked(url, CLIENTS_KEY) == 200
+    wait_until(lambda: "0.0 GiB to spare" in status()["waiting"]["words"], 30, None, "a look that says what lacks")
+    seen = status()
+    assert (seen["waiting"]["what"], seen["last_refresh"]) == ("memory", None)
+    assert {program["name"]: program["restarts"] for program in seen["programs"] if program["name"] != "watch"} == {
+        "prefect": 0,
+        "mlflow": 0,
+        "service": 0,
+        "runner": 0,
+    }
+    memory.use(0.5)
+
+
+def _let_in(home: Path, service: str) -> list[str]:
+    """Return what somebody without the home's secrets got out of all that listens here."""
+    state, ports = read_state(home), sorted({port for _, port in _listening(home)})
+    assert state is not None
+    with ThreadPoolExecutor(len(ports)) as pool:  # most of them answer nobody, and are waited for
+        answered = [line for lines in pool.map(_asked_by_http, ports) for line in lines]
+        as_ray = partial(_asked_as_ray, home_secret(home, "ray.key").hex())
+        by_ray = dict(zip(ports, pool.map(as_ray, ports), strict=True))
+    answered += [f"Ray at {port}: {call}" for port, (_, strangers) in by_ray.items() for call in strangers]
+    assert {call for known, _ in by_ray.values() for call in known} == set(RAY_CALLS)  # with the token they do matter
+    user, _, password = pages_login(home).partition(":")
+    for name, path in ((PREFECT, "/api/flows/filter"), (MLFLOW, "/")):  # from a foreign page, with the secret
+        for header in FOREIGN.items():
+            got = httpx.post(
+                state.url(name) + path, headers=[header], auth=(user, password), json={}, trust_env=False, timeout=30
+            )
+            answered += [f"{name} {header}: {got.status_code}"] * (got.status_code != 403)
+    answered += ["a client operates"] * (_asked(service, CLIENTS_KEY, "/redraft/status") != 403)
+    if os.getuid() == 0:  # another user of the machine, who looks for secrets in the home
+        files = [home / name for name in ("ray.key", "pages.key", "operator.key", "queries.db", "service.json")]
+        read = [subprocess.run(["cat", file], user=65534, check=False, capture_output=True) for file in files]
+        answered += [f"{one.args[1]} can be read" for one in read if one.returncode == 0]
+    return answered
+
+
+def _asked_by_http(port: int) -> list[str]:
+    """Return what a port answers without a key that tells anything."""
+    with socket.create_connection(("127.0.0.1", port), timeout=1.5) as asked:
+        asked.sendall(b"GET /nothing HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        try:
+            speaks = asked.recv(5) == b"HTTP/"
+        except OSError:
+            speaks = False
+    found = []
+    for method, path, headers in itertools.product(("GET", "POST"), PATHS, ({}, FOREIGN)) if speaks else ():
+        url = f"http://127.0.0.1:{port}{path}"
+        got = httpx.request(method, url, headers=headers, json={}, trust_env=False, timeout=30)
+        if (got.is_success and not got.text.startswith(HARMLESS)) or "access-control-allow-origin" in got.headers:
+            found.append(f"{method} {port}{path} {headers}: {got.status_code} {got.text[:80]}")
+    return found
+
+
+def _asked_as_ray(token: str, port: int) -> tuple[list[str], list[str]]:
+    """Return which of Ray's calls a port answers with the token, and which without."""
+    found: tuple[list[str], list[str]] = ([], [])
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for call, sent in itertools.product(RAY_CALLS, (token, None, "0" * 64)):
+            metadata = [] if sent is None else [("authorization", f"Bearer {sent}")]
+            try:
+                channel.unary_unary(call)(b"", timeout=1.5, metadata=metadata)
+            except grpc.RpcError as error:
+                if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    break  # it does not speak this
+            else:
+                found[sent != token].append(call)
+    return found
+
+
 def _listening(home: Path) -> set[tuple[str, int]]:
     """Return the addresses that the supervisor's family listens on."""
     state = read_state(home)
@@ -78,6 +235,34 @@ def _listening(home: Path) -> set[tuple[str, int]]:
     family = {child.pid for child in psutil.Process(state.pid).children(recursive=True)}
     found = psutil.net_connections(kind="inet")
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN and c.pid in family}
+
+
+def _environments(home: Path) -> list[dict[str, str]]:
+    """Return the environments of the supervisor's family."""
+    state, found = read_state(home), []
+    assert state is not None
+    for process in (supervisor := psutil.Process(state.pid), *supervisor.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found.append(process.environ())
+    return found
+
+
+def _asked(url: str, key: str | None, path: str = "/v1/models") -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{url}{path}", headers=headers, timeout=30, trust_env=False).status_code
+
+
+def _open_to_others(home: Path) -> list[str]:
+    """Return what of a home other users could read or change if they came past its door, Ray's own folder left out."""
+    found, door = [], Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
+    for path in (home, *home.rglob("*"), *(path for path in (door,) if path.exists())):
+        if path.is_relative_to(home / "ray"):
+            continue
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            if mode & 0o077 and not stat.S_ISLNK(mode):
+                found.append(f"{stat.filemode(mode)} {path}")
+    return found
 
 
 def _ready_again(home: Path) -> bool:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.artifacts import staged
+from infra.events import DRAFT_TAKEN_BACK
 from infra.processes import Child, wait_until
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
@@ -20,6 +21,7 @@ from models.drafts.eagle3 import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
 from tests.flows.conftest import Cli, registry_of
+from tests.infra.collector import collecting
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
@@ -64,7 +66,7 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
     environment = {"REDRAFT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     serve = [sys.executable, "-m", "flows.cli", "serve", "--recipe", str(recipe)]
     watch = [sys.executable, "-m", "flows.watch", "--recipe", str(recipe)]
-    with Child.start(serve, environment, home / "serve.log", "serve") as serving:
+    with Child.start(serve, environment, home / "serve.log", "serve") as serving, collecting() as collector:
         wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
         with Child.start(watch, environment, home / "watch.log", "watch") as watching:
             cli.run("promote", str(worse))
@@ -72,13 +74,18 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
             cli.run("traffic", "--recipe", str(recipe), "--domain", "chat")
             wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, watching, "a look")
             os.kill(watching.pid, signal.SIGKILL)
-        with Child.start(watch, environment, home / "watch.log", "watch") as watching:
+        orchestrated = environment | {"PREFECT_API_URL": collector.api}
+        with Child.start(watch, orchestrated, home / "watch.log", "watch") as watching:
             cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
             wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
             wait_until(lambda: status()["service"]["draft_version"] == 1, 120, serving, "the swap back")
+            wait_until(lambda: len(collector.got) > 0, 20, watching, "an event")
         told = status()
     seen = found()
     assert seen is not None
+    [event] = collector.got
+    assert (event["event"], event["resource"]["prefect.resource.name"]) == (DRAFT_TAKEN_BACK, str(worse))
+    assert event["payload"] == {"previous": 1, "told": seen.told(), "evidence": seen.evidence}
     requests = [compared.seq for compared in seen.compared]
     assert len(set(requests)) == len(requests) <= 200
     assert [draft["champion"] for draft in told["drafts"]] == [False, True]

@@ -29,13 +29,14 @@ NUM_TOKENS = 24
 class Cli:
     """Runs `redraft` in one home folder."""
 
-    def __init__(self, home: Path, orchestrator: str = "") -> None:
-        """Take a home folder and a Prefect server; without one each command starts its own, as on a laptop."""
+    def __init__(self, home: Path, orchestrator: str = "", **variables: str) -> None:
+        """Take a home folder, a Prefect server and variables; without a server each command starts its own."""
         self.home = home
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(("REDRAFT_", "PREFECT_"))}
         self._env |= {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if orchestrator:
             self._env["PREFECT_API_URL"] = orchestrator
+        self._env |= variables
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command in a process group of its own; its output goes to one pipe."""

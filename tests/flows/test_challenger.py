@@ -1,25 +1,38 @@
-"""A challenger over several windows: the flows, a real log, a real registry, and tiny models that are really trained.
+"""A challenger over several windows, and drafts that return: the flows, a real log and registry, and tiny models that
+are really trained.
 
 Nothing is started for it: the reference engine answers, and tasks run as the functions that they are.
 """
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect import Task
 
+from infra.artifacts import staged
 from infra.consent import QueryRow
+from infra.overview import overview
 from infra.querylog import QueryLog
 from infra.registry import Registry, Version
 from infra.secret import NAME, NUM_BYTES
+from infra.settings import Settings
+from infra.triggerfile import TriggerFile
+from infra.triggers import Fell, Recovered
+from models.drafts import eagle3
 from models.engines import torch as reference
 from models.recipe import Recipe, load_recipe
 from models.sources import synthetic
-from tasks.promote import roll_back
+from tasks.claim_window import claim_window, hold_out, leave_window
+from tasks.find_past import find_past
+from tasks.promote import open_champions, promote_version, roll_back
+from tasks.register import first_samples
 from tasks.stages.task import task
+from tests.conftest import shake
 from tests.flows.conftest import answered, registry_of
 
 pytestmark = pytest.mark.slow
@@ -77,18 +90,19 @@ def registry(home: Path) -> Registry:
     return registry_of(home)
 
 
+def run_refresh(recipe: Recipe, num_epochs: int = 2, **gate: Any) -> tuple[str, Version]:
+    """Run a refresh of so many epochs; fewer are faster and learn less."""
+    changed = {
+        "refresh": recipe.refresh.model_copy(update={"distill": {"num_epochs": num_epochs}}),
+        "gate": recipe.gate.model_copy(update=gate),
+    }
+    outcome, version = import_module("flows.refresh").refresh.fn(recipe.model_copy(update=changed))
+    return outcome, version
+
+
 @pytest.fixture
 def refresh(recipe: Recipe, home: Path) -> Refresh:
-    """Return what runs a refresh of so many epochs; fewer are faster and learn less."""
-    flow = import_module("flows.refresh").refresh
-
-    def run(num_epochs: int = 2) -> tuple[str, Version]:
-        distill = {"num_epochs": num_epochs}
-        settings = recipe.refresh.model_copy(update={"distill": distill})
-        outcome, version = flow.fn(recipe.model_copy(update={"refresh": settings}))
-        return outcome, version
-
-    return run
+    return partial(run_refresh, recipe)
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +165,131 @@ def test_three_windows_of_two_keys_and_three_domains_are_none_refused_and_what_w
         assert (lineage.parent, lineage.continues, log.stats().depth) == (champion, going_on, 0)
         assert lineage.state_uri
         going_on = snapshot.number if outcome == "undecided" else None
+
+
+@pytest.fixture(scope="module")
+def forgetful(tiny_build: Path, recipe: Recipe, requests: Requests, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which draft 2, which forgot all that draft 1 knew, took its place, and requests of `chat` wait."""
+    home, made = tmp_path_factory.mktemp("forgetful") / "home", tmp_path_factory.mktemp("made")
+    shutil.copytree(tiny_build, home)
+    registry = registry_of(home)
+    first, target = registry.get("draft", 1), registry.download(registry.champion("target"), made)
+    head = eagle3.load(registry.download(first, made), target)
+    shake(head, 0.3, seed=0)
+    with staged(made / "forgetful") as directory:
+        eagle3.save(head, directory)
+    told = {"parent": 1, "gate": "passed", "gate_test": 1, "state_uri": "", "state_sha256": ""}
+    second = registry.register("draft", made / "forgetful", first.lineage.model_copy(update=told).to_tags())
+    registry.promote("draft", second.number)
+    log = QueryLog(home / "queries.db")
+    log.append(requests("chat", 120))
+    log.close()
+    return home
+
+
+class Returning:
+    """A copy of that home, in which it is seen that `chat` fell."""
+
+    def __init__(self, home: Path, recipe: Recipe) -> None:
+        self.recipe, self.settings = recipe, Settings(home=home)
+        self.log, self.registry = QueryLog(home / "queries.db"), registry_of(home)
+        self.trigger = TriggerFile(self.log.path)
+        self.refresh: Refresh = partial(run_refresh, recipe)
+        self.fall()
+
+    def fall(self) -> None:
+        self.trigger.tell({"chat": Fell(draft=2, promised=1.9, served=1.1, now_ms=1)})
+
+    def found(self, pool: int = 3) -> int | None:
+        """Return the draft that would be tried again."""
+        pair, refresh = open_champions.fn(), self.recipe.refresh.model_copy(update={"pool": pool})
+        window = claim_window.fn(refresh)
+        parts = hold_out.fn(self.recipe, pair, window, first_samples(pair.draft))
+        past = find_past.fn(self.recipe.model_copy(update={"refresh": refresh}), pair, window, parts)
+        leave_window.fn(window)
+        return None if past is None else past.version.number
+
+    @property
+    def numbers(self) -> list[int]:
+        return [version.number for version in self.registry.versions("draft")]
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.registry.store.recorded("distill"))
+
+
+@pytest.fixture
+def back(forgetful: Path, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Returning:
+    shutil.copytree(forgetful, tmp_path / "home")
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    return Returning(tmp_path / "home", recipe)
+
+
+def test_traffic_that_comes_back_brings_its_draft_back_and_nothing_is_trained(back: Returning) -> None:
+    before = back.num_trained
+    outcome, draft = back.refresh()
+    lineage = draft.lineage
+    assert (outcome, lineage.returns, lineage.gate) == ("promoted", "draft 1 returns for chat", "passed")
+    assert draft.sha256 == back.registry.get("draft", 1).sha256
+    assert (lineage.gated_against, lineage.gate_test, lineage.window, lineage.continues) == (2, 1, None, None)
+    assert lineage.samples_uri == back.registry.get("draft", 1).lineage.samples_uri
+    champion = back.registry.champion("draft")
+    assert (champion.number, champion.previous, back.registry.get("draft", 1).previous) == (3, 2, None)
+    assert (back.num_trained, back.log.cursor(), back.log.stats().depth) == (before, 0, 120)
+    assert back.trigger.snapshot().domains == {}
+
+    back.fall()
+    outcome, trained = back.refresh(num_epochs=1)  # draft 2 is not better, and draft 3 learns from the same rows
+    assert (trained.lineage.parent, trained.lineage.gate_test, back.log.cursor()) == (3, 1, 120)
+    assert outcome in ("promoted", "undecided"), trained.lineage.gate_reasons
+
+
+def test_a_run_that_dies_before_a_draft_that_returns_is_promoted_leaves_that_to_the_next(
+    back: Returning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("flows.refresh"), "promote_candidate", dies)
+        with pytest.raises(KeyboardInterrupt):
+            back.refresh()
+    assert (back.registry.champion("draft").number, back.numbers, back.log.cursor()) == (2, [3, 2, 1], 0)
+    outcome, draft = back.refresh()
+    assert (outcome, draft.number, back.numbers, back.log.cursor()) == ("promoted", 3, [3, 2, 1], 0)
+
+
+def test_a_past_draft_that_does_not_pass_is_refused_and_the_rows_are_trained_on_in_the_same_run(
+    back: Returning,
+) -> None:
+    outcome, trained = back.refresh(num_epochs=1, alpha_total=1e-9)
+    refused = back.registry.get("draft", 3).lineage
+    assert (refused.returns, refused.gate, refused.gate_test) == ("draft 1 returns for chat", "refused", 1)
+    assert "no gain shown" in refused.gate_reasons
+    assert (trained.number, trained.lineage.parent, trained.lineage.gate_test) == (4, 2, 2)
+    assert (outcome, back.log.cursor()) == ("undecided", 120), trained.lineage.gate_reasons
+
+
+def test_a_draft_that_returns_waits_for_a_person_where_one_decides_and_learning_goes_on(back: Returning) -> None:
+    outcome, draft = back.refresh(promote="approve")
+    assert (outcome, draft.number, back.registry.champion("draft").number) == ("waits for approval", 3, 2)
+    told = "approval of draft 3, which passed its gate (draft 1 returns for chat): redraft promote 3"
+    assert overview(back.settings).waiting.words == told
+    assert back.log.cursor() == 0
+    _, trained = back.refresh(num_epochs=1, promote="approve")
+    assert (trained.number, trained.lineage.parent, back.log.cursor()) == (4, 2, 120)
+    promote_version.fn(3)
+    assert back.registry.champion("draft").number == 3
+
+
+def test_a_past_draft_is_tried_only_where_a_domain_fell_and_never_one_found_bad(back: Returning) -> None:
+    assert back.found() == 1
+    assert back.found(pool=0) is None
+    back.trigger.tell({"chat": Recovered()})
+    assert back.found() is None
+    back.trigger.tell({"math": Fell(draft=2, promised=1.9, served=1.1, now_ms=1)})
+    assert back.found() is None  # there are no rows of it
+    back.fall()
+    assert back.found() == 1
+    back.registry.quarantine("draft", 1, "another output")
+    assert back.found() is None

@@ -1,9 +1,11 @@
 """The command line: help, exit codes and messages."""
 
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -11,30 +13,28 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from flows import cli
-from infra.settings import Settings
+from infra.keys import read_keys
 
 COMMANDS = (
     "build", "serve", "refresh", "traffic", "promote", "rollback", "diff", "status", "report", "demo", "doctor",
-    "import-draft", "import-logs", "compare",
+    "import-draft", "import-logs", "compare", "erase", "retain", "backup", "restore", "clean",
 )  # fmt: skip
-PANELS = ("Every day", "Drafts", "Measure")
+PANELS = ("Every day", "Drafts", "Privacy", "Home", "Measure", "Keys")
 
 
 def commands() -> Iterator[tuple[list[str], click.Command]]:
     """Yield each command with the words that name it."""
     for name, command in get_command(cli.app).commands.items():
-        if name == "bench":
+        if name in ("bench", "keys"):
             yield from (([name, inner], benchmark) for inner, benchmark in command.commands.items())
         else:
             yield [name], command
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, own_environment):
     """Return what runs a command in a fresh home."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    # What a command puts into the environment must not reach the other tests.
-    monkeypatch.setattr(Settings, "prepare_environment", lambda self: None)
     return lambda *arguments: CliRunner().invoke(cli.app, arguments)
 
 
@@ -57,11 +57,61 @@ def test_help_groups_the_commands_and_each_has_an_example_that_parses(run):
         command.make_context("redraft", arguments[len(path) :])
 
 
+def test_a_command_ends_without_a_last_search_for_garbage():
+    code = (
+        "import atexit, gc, sys; from flows.cli import main; sys.argv = ['redraft', '--help']; "
+        "atexit.register(lambda: print('left alone:', gc.get_freeze_count() > 0)); main()"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("left alone: True\n")
+
+
 def test_help_names_every_benchmark(run):
     result = run("bench", "--help")
     assert result.exit_code == 0
     for name in ("speed", "swap", "logging", "demo", "trainer"):
         assert name in result.output
+
+
+def test_keys_are_made_listed_and_revoked_and_shown_once(run, tmp_path):
+    made = run("keys", "add", "team-one", "--log", "metadata").stdout.strip()
+    assert run("keys", "add", "prometheus", "--role", "scraper").exit_code == 0
+    shown = run("keys", "list").output
+    assert all(word in shown for word in ("team-one", "client", "metadata", "prometheus", "scraper"))
+    assert made not in shown
+    assert run("keys", "revoke", "team-one").exit_code == 0
+    assert [key.accepted for key in read_keys(tmp_path / "home" / "keys.json")] == [False, True]
+    for wrong in (
+        ("revoke", "team-one"),
+        ("add", "prometheus"),
+        ("add", "x", "--role", "root"),
+        ("add", "x", "--log", "all"),
+    ):
+        result = run("keys", *wrong)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_f42_a_setting_that_can_not_be_is_refused_in_a_line_that_names_it_before_anything_starts(
+    run, tmp_path, monkeypatch, command
+):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        recipe = tmp_path / "mine.toml"
+        shipped = (Path(cli.__file__).parents[1] / "models" / "recipes" / "tiny.toml").read_text()
+        recipe.write_text(shipped.replace("port = 0", f"port = {taken.getsockname()[1]}"))
+        busy = run(command, "--recipe", str(recipe))
+    monkeypatch.setenv("REDRAFT_API_KEYS", "secret!")
+    short = run(command, "--recipe", "tiny")
+    monkeypatch.delenv("REDRAFT_API_KEYS")
+    monkeypatch.setenv("REDRAFT_HOST", "0.0.0.0")
+    strange = run(command, "--recipe", "tiny")
+    for result, named in ((busy, "[serve] port"), (short, "REDRAFT_API_KEYS"), (strange, "REDRAFT_HOST")):
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert result.stderr.startswith(f"redraft: {named}")
+        assert "secret!" not in result.output
+    assert not [file for file in (tmp_path / "home").rglob("*") if file.suffix == ".log" or file.name == "service.json"]
 
 
 def test_a_misspelt_key_is_one_line_and_exit_code_2(run, tmp_path):

@@ -1,6 +1,7 @@
 """`redraft compare` from end to end with a comparison of its own: real target, real text, cells, table, run, JSON."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows import cli
-from infra.settings import Settings
 from models.recipe import shipped_recipes
 from tasks.measure import comparisons
 from tests.flows.conftest import registry_of
@@ -33,7 +33,8 @@ COLUMNS = {"loss": "nats a token, lower is better", "counted": "tokens counted"}
 
 
 def rows(budget):
-    return [Row("uniform", {}), Row("unigram", {"smoothing": 1.0})]
+    noisy = [Row("noisy", {}), Row("same", {})] if budget == 3 else []
+    return [Row("uniform", {}), Row("unigram", {"smoothing": 1.0}), *noisy]
 
 
 def measure(bench, row, seed):
@@ -43,7 +44,9 @@ def measure(bench, row, seed):
         raise KeyboardInterrupt
     assert bench.target_dir.joinpath("config.json").is_file() and list(bench.work_dir.iterdir()) == []
     held_out = [token for document in bench.held_out["code"] for token in document]
-    if row.name == "uniform":
+    if row.name == "noisy":
+        return {"loss": math.log(259) + (-1) ** seed, "counted": float("nan")}
+    if row.name in ("uniform", "same"):
         return {"loss": math.log(259), "counted": float("nan")}
     documents = bench.train["code"]
     counted = Counter(token for document in documents[seed : seed + round(8 * bench.budget)] for token in document)
@@ -54,15 +57,13 @@ def measure(bench, row, seed):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None) -> Iterator[Callable[..., Result]]:
     """Return what runs `redraft compare` in a fresh home, with one more file among the comparisons."""
     (tmp_path / "files").mkdir()
     source = SOURCE.replace("MEASURED", str(tmp_path / "measured")).replace("INTERRUPT", str(tmp_path / "interrupt"))
     (tmp_path / "files" / "unigrams.py").write_text(source)
     monkeypatch.setattr(comparisons, "__path__", [*comparisons.__path__, str(tmp_path / "files")])
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
-    # What a command puts into the environment must not reach the other tests.
-    monkeypatch.setattr(Settings, "prepare_environment", lambda self: None)
     yield lambda *arguments: CliRunner().invoke(cli.app, ["compare", *arguments, "--recipe", "tiny"])
     sys.modules.pop("tasks.measure.comparisons.unigrams", None)
 
@@ -117,6 +118,38 @@ def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
     other = run("unigrams", "--seeds", "1", "--budget", "2", "--output", str(tmp_path / "mine"))
     assert other.exit_code == 2
     assert "measured with another budget" in other.stderr
+
+
+def test_under_a_margin_undecided_rows_get_more_seeds_and_what_is_still_open_is_told(run, tmp_path: Path) -> None:
+    result = run("unigrams", "--margin", "loss 0.1", "--seeds", "2", "--max-seeds", "4", "--budget", "3")
+    assert result.exit_code == 0, result.output
+    # Uniform is compared with, unigrams differ and equal guesses are level after two seeds; noise goes on to four.
+    assert measured(tmp_path) == [
+        *[f"{row} {seed}" for seed in (0, 1) for row in ("uniform", "unigram", "noisy", "same")],
+        *[f"{row} {seed}" for seed in (2, 3) for row in ("uniform", "noisy")],
+    ]
+    verdicts = json.loads(result.stdout.splitlines()[-1])["verdicts"]
+    assert (verdicts["unigram"], verdicts["same"]) == ("differs", "level")
+    assert re.fullmatch(r"undecided, needs about \d+ more seeds", verdicts["noisy"])
+    block = (tmp_path / "home" / "compare" / "unigrams-tiny" / "RESULTS.md").read_text()
+    assert "Within 0.1 of nats a token, lower is better, at 95% over all looks: " in block
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--margin", "los 0.1"], '--margin: no column "los" (did you mean "loss"?)'),
+        (
+            ["--margin", "loss"],
+            """--margin: wanted a column's name and a number above 0, such as "kl 0.05"; got "loss\"""",
+        ),
+        (["--fit", "110 MiB"], '--fit chooses a target to serve, of "redraft compare all"; unigrams measures none'),
+    ],
+)
+def test_a_slip_in_an_option_is_told_before_anything_is_measured(run, tmp_path: Path, options, fault: str) -> None:
+    result = run("unigrams", *options)
+    assert result.exit_code == 2 and fault in result.stderr
+    assert not (tmp_path / "measured").exists()
 
 
 def test_an_unknown_family_is_answered_with_the_nearest_one(run) -> None:

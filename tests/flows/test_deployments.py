@@ -1,12 +1,16 @@
-"""The deployments on a real Prefect server: the interval schedules, and the wishes."""
+"""The deployments on a real Prefect server: the interval schedules, the wishes, and what is told by event."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
@@ -14,10 +18,15 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled
 
 from flows.deployments import deployments
-from infra.processes import free_port
+from infra.artifacts import Artifact, staged
+from infra.events import APPROVAL_WANTED
+from infra.processes import free_port, wait_until
+from infra.registry import Pair, open_registry
 from infra.triggerfile import Wish
 from models.recipe import load_recipe
+from tasks.promote import promote_candidate
 from tasks.trigger.ask import prefect_server
+from tests.tags import draft_tags
 
 pytestmark = pytest.mark.engine  # no engine, but a server that takes as long to start
 
@@ -54,9 +63,20 @@ def wait_for_runs(deployment: UUID, wanted: Callable[[list[FlowRun]], bool]) -> 
     return found
 
 
+def test_retention_runs_every_night_where_the_recipe_says_for_how_long_rows_are_kept() -> None:
+    recipe = load_recipe("tiny")
+    assert [one.flow_name for one in deployments(recipe)] == ["build", "refresh", "clean"]
+    schedule = recipe.schedule.model_copy(update={"retain_days": 30.0})
+    [retained] = [
+        one for one in deployments(recipe.model_copy(update={"schedule": schedule})) if one.flow_name == "retain"
+    ]
+    assert (retained.flow_name, retained.schedules[0].schedule.cron) == ("retain", "17 3 * * *")
+    assert retained.parameters["recipe"]["schedule"]["retain_days"] == 30
+
+
 def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -> None:
     recipe = load_recipe("tiny")
-    build, refresh = (deployment.apply() for deployment in deployments(recipe))
+    build, refresh, _ = (deployment.apply() for deployment in deployments(recipe))
     scheduled = wait_for_runs(refresh, bool)
     assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
     assert all(run.auto_scheduled for run in scheduled)
@@ -82,10 +102,40 @@ def test_an_orchestrator_that_is_down_or_knows_no_such_deployment_can_not_be_ask
 def test_a_cron_schedules_builds_and_one_refresh_at_a_time_is_kept(tmp_path: Path) -> None:
     recipe = load_recipe("tiny")
     daily = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"build_cron": "0 3 * * *"})})
-    build, refresh = deployments(daily, work_pool="gpus")
+    build, refresh, clean = deployments(daily, work_pool="gpus")
     assert build.schedules
     assert build.schedules[0].schedule.cron == "0 3 * * *"
     assert refresh.work_pool_name == "gpus"
-    for deployment in (build, refresh):
+    for deployment in (build, refresh, clean):
         assert deployment.concurrency_limit == 1
         assert deployment.concurrency_options.collision_strategy.name == "CANCEL_NEW"
+
+
+def test_a_draft_that_waits_for_a_persons_approval_is_told_by_event(
+    api: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    shutil.copy(store, tmp_path / "mlflow.db")
+    registry, files = open_registry(), Artifact(uri="file:///nowhere", sha256="0" * 64, kind="draft")
+    with staged(tmp_path / "files") as directory:
+        (directory / "weights").touch()
+    target, champion, candidate = (
+        registry.register(kind, tmp_path / "files", draft_tags(**tags))
+        for kind, tags in (("target", {}), ("draft", {}), ("draft", {"parent": "1", "gate": "passed"}))
+    )
+    registry.promote("draft", champion.number)
+
+    @flow
+    def refresh() -> str:
+        pair = Pair(target=target, draft=champion, target_files=files, draft_files=files)
+        return promote_candidate.fn(pair, candidate, approve=True)
+
+    def told() -> list[Any]:
+        wanted = {"filter": {"event": {"name": [APPROVAL_WANTED]}}}
+        found = httpx.post(f"{api}/events/filter", json=wanted, trust_env=False).raise_for_status()
+        return list(found.json()["events"])
+
+    assert refresh() == "waits for approval"
+    wait_until(lambda: len(told()) > 0, 30, None, "an event")
+    [event] = told()
+    assert (event["resource"]["prefect.resource.name"], event["payload"]["champion"]) == ("draft 2", 1)

@@ -49,8 +49,9 @@ def test_selection_kept_as_many_documents_as_the_recipe_says(chain) -> None:
     assert set(chosen) < set((made(chain[0], "text") / "train.jsonl").read_text().splitlines())
 
 
-def test_two_of_four_weights_stay_zero_through_finetuning(chain) -> None:
-    tensors = read_tensors(made(chain[0], "finetune"))
+@pytest.mark.parametrize("stage", ["finetune", "quantize", "complete_target"])
+def test_two_of_four_weights_stay_zero_to_the_end(chain, stage: str) -> None:
+    tensors = read_tensors(made(chain[0], stage))
     layers = {name: tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")}
     assert len(layers) == 14
     for name, weight in layers.items():
@@ -61,7 +62,7 @@ def test_the_served_target_is_the_quantized_one_and_the_draft_was_made_for_it(ch
     registry = registry_of(chain[0].home)
     target, draft = registry.champion("target"), registry.champion("draft")
     assert draft.tags["target_sha256"] == target.tags["target_sha256"]
-    assert draft.tags["quantization"] == "int8_dynamic"
+    assert draft.tags["quantization"] == "gptq"
     config = json.loads((made(chain[0], "complete_target") / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert json.loads(draft.tags["tau"])["chat"] > 1

@@ -1,12 +1,15 @@
 """What a service may say of itself."""
 
-from infra.status import DomainAcceptance, EventCounts, LogCounts, Phase, Proof, ServiceStatus
+from infra.status import DomainAcceptance, EventCounts, LogCounts, Pace, Phase, Proof, ServiceStatus, Speed
 
 STATUS = ServiceStatus(
     phase=Phase.SERVING,
     champion=4,
     draft_version=None,
     speculating=True,
+    pace=Pace(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
+    speed={"chat": Speed(tokens_per_s=75.0, plain_tokens_per_s=50.0)},
+    mode="compiled: compiled steps are faster",
     fallback=None,
     fault=None,
     replacement=None,
@@ -17,7 +20,8 @@ STATUS = ServiceStatus(
     postponed={"4-0123456789ab": "attempt 1 failed"},
     reconciler={"swaps": 2},
     acceptance={"chat": DomainAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
-    log=LogCounts(written=5, dropped=1, last_error=None),
+    log=LogCounts(written=5, dropped=1, unlogged=0, last_error=None),
+    captured={"written": 4, "not wanted": 1},
     events=EventCounts(sent=0, dropped=0, last_error=None),
     tokens=99,
     requests={"200": 7, "429": 1},

@@ -34,6 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         said = body["messages"][-1]["content"]
         self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
+        self.server.details.append(self.headers["X-Redraft-Detail"])
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -47,8 +48,14 @@ class Handler(BaseHTTPRequestHandler):
         elif said != "break":
             self._frame(choices=[{"index": 0, "delta": {"content": "lo"}, "finish_reason": "stop", "token_ids": [6]}])
             speculation = {"draft_version": 7, "drafted_per_step": [3, 3, 3], "accepted_per_step": [3, 0, 1]}
+            speculation |= {"steps": 3, "accepted": 4}
             usage = {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9, "redraft": speculation}
-            self._frame(choices=[], usage=usage)
+            if said == "vLLM":
+                del usage["redraft"]
+                own = {"per_step_drafted": [3, 3], "per_step_accepted": [2, 0]}
+                self._frame(choices=[], usage=usage, metrics={"speculative_decoding": own})
+            else:
+                self._frame(choices=[], usage=usage)
             self.wfile.write(b"data: [DONE]\n\n")
 
     def _frame(self, **content: object) -> None:
@@ -63,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     """Return a server that runs."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.seen, server.status = [], SERVING
+        server.seen, server.details, server.status = [], [], SERVING
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -87,10 +94,16 @@ def test_an_answer_carries_what_speculation_did(server):
     (answer,) = ask(server, "hello")
     assert (answer.status, answer.text, answer.finish_reason, answer.num_tokens) == ("ok", "hello", "stop", 8)
     assert answer.draft_version == "7"
+    assert (answer.num_steps, answer.num_accepted) == (3, 4)
     assert (answer.drafted_per_step, answer.accepted_per_step) == ((3, 3, 3), (3, 0, 1))
     assert answer.token_ids == (5, 6)
     assert len(answer.arrival_ms) == 2
     assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
+
+
+def test_what_vllms_own_endpoint_tells_of_its_steps_is_read_too(server):
+    (answer,) = ask(server, "vLLM")
+    assert (answer.drafted_per_step, answer.accepted_per_step, answer.draft_version) == ((3, 3), (2, 0), None)
 
 
 def test_clients_ask_in_turn_until_they_are_stopped(server):
@@ -113,6 +126,13 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
 def test_domain_and_consent_go_with_each_request(server):
     ask(server, "a", "b")
     assert server.seen == [("code", "full", 0.0)] * 2
+
+
+def test_only_who_operates_a_service_asks_for_the_counts_of_each_step(server):
+    for operates in (True, False):
+        client = Client(url_of(server), "the-key", operates=operates)
+        asyncio.run(client.send(chats("a"), concurrency=1, max_tokens=8))
+    assert server.details == ["steps", None]
 
 
 def test_every_way_to_fail_has_its_name(server):

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.Monk
     monkeypatch.setenv("LD_PRELOAD", f"/other.so:{library}")
     assert openmp_preload() == {"LD_PRELOAD": f"{library}:/other.so"}
     assert library in checks(Settings(home=tmp_path))["openmp preload"].found
+
+
+def test_libraries_that_every_start_compiles_again_are_a_fault_with_its_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    found = {}
+    for refused in (False, True):
+        monkeypatch.setattr(sys, "dont_write_bytecode", refused)
+        found[refused] = checks(Settings(home=tmp_path))["byte code"]
+    assert (found[False].ok, found[True].ok) == (True, False)
+    assert found[True].fix == "unset PYTHONDONTWRITEBYTECODE"
+    compiled = Path(cache_from_source(str(find_spec("torch").origin)))
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert checks(Settings(home=tmp_path))["byte code"].ok
 
 
 def test_checking_imports_neither_torch_nor_the_engine() -> None:

@@ -10,11 +10,12 @@ def test_nothing_of_a_benchmark_lies_outside_its_home(tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "served"))
     monkeypatch.setenv("REDRAFT_QUERYLOG", str(tmp_path / "served" / "queries.db"))
     monkeypatch.setenv("REDRAFT_API_KEYS", "a-key-of-the-service")
+    monkeypatch.setenv("REDRAFT_HOST", "0.0.0.0")
     settings = settings_of(tmp_path / "own")
     for path in (settings.home, settings.querylog, settings.cache, settings.artifacts):
         assert path.is_relative_to(tmp_path / "own")
     assert str(tmp_path / "own") in settings.mlflow_uri
-    assert settings.api_keys == ("a-key-of-the-service",)
+    assert (settings.api_keys, settings.host) == ((), "127.0.0.1")
 
 
 def test_a_child_gets_the_libraries_folders_of_its_own_home(tmp_path, monkeypatch):

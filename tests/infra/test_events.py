@@ -1,48 +1,23 @@
 """Events against a real HTTP server."""
 
-import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from infra.events import ACCEPTANCE_FELL, Emitter
 from infra.processes import free_port
-
-
-class Collector(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        self.got: list[dict] = []
-        self.status, self.delay_s = 204, 0.0
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        time.sleep(self.server.delay_s)
-        self.server.got += [{**event, "path": self.path} for event in json.loads(body)]
-        self.send_response(self.server.status)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+from tests.infra.collector import Collector, collecting
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with collecting() as server:
         yield server
-        server.shutdown()
 
 
 def test_an_event_says_what_happened_to_which_domain(collector: Collector) -> None:
-    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api")
+    emitter = Emitter(collector.api)
     assert emitter.emit(ACCEPTANCE_FELL, "code", {"draft": 3, "served": 1.1})
     emitter.close()
     (event,) = collector.got
@@ -55,7 +30,7 @@ def test_an_event_says_what_happened_to_which_domain(collector: Collector) -> No
 @pytest.mark.parametrize("status", [400, 503])
 def test_an_event_that_is_refused_is_dropped_and_counted(collector: Collector, status: int) -> None:
     collector.status = status
-    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api")
+    emitter = Emitter(collector.api)
     emitter.emit(ACCEPTANCE_FELL, "code", {})
     emitter.close()
     assert (emitter.sent, emitter.dropped) == (0, 1)
@@ -74,7 +49,7 @@ def test_with_the_orchestrator_down_nothing_waits_and_everything_is_counted() ->
 
 def test_a_full_queue_drops_without_waiting(collector: Collector) -> None:
     collector.delay_s = 0.3
-    emitter = Emitter(f"http://127.0.0.1:{collector.server_port}/api", capacity=1)
+    emitter = Emitter(collector.api, capacity=1)
     taken = [emitter.emit(ACCEPTANCE_FELL, "code", {}) for _ in range(10)]
     assert 1 <= sum(taken) <= 2
     emitter.close()

@@ -9,7 +9,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from infra import home
 from infra.home import FORMAT_FILE, latest_format, open_home
+from infra.keys import read_keys, sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.service_process import config_path
@@ -29,29 +29,13 @@ from models.targets import describe
 from services.config import read_config
 from services.drafts import DraftSource, choose_boot_draft, read_memory
 from services.reconciler import Reconciler
-
-FIRST = Path(__file__).parent / "homes" / "first.tar.xz"
-MADE_IN = "/home/user/.redraft"
+from tests.infra.homes.old import old_home
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """The old home, moved here: what it says of its own place is said of the new one."""
-    with tarfile.open(FIRST) as archive:
-        archive.extractall(tmp_path, filter="data")
-    settings = Settings(home=tmp_path / ".redraft")
-    database = settings.home / "mlflow.db"
-    with sqlite3.connect(database) as old:
-        script = "\n".join(old.iterdump()).replace(MADE_IN, str(settings.home))
-    old.close()
-    for file in settings.home.glob("mlflow.db*"):
-        file.unlink()
-    with sqlite3.connect(database) as new:
-        new.executescript(script)
-    new.close()
-    for file in settings.home.glob("service*.json"):
-        file.write_text(file.read_text().replace(MADE_IN, str(settings.home)))
-    return settings
+    """The old home."""
+    return old_home(tmp_path)
 
 
 def contents(settings: Settings) -> dict[str, bytes]:
@@ -85,6 +69,25 @@ def test_the_commands_show_what_an_old_home_holds(settings: Settings) -> None:
     page = (settings.home / "report.html").read_text()
     assert "random-llama-0" in page
     assert "tiny-0b07ba0528e4" in page
+
+
+def test_what_it_was_is_copied_before_it_is_upgraded(settings: Settings) -> None:
+    before = contents(settings)
+    with sqlite3.connect(settings.querylog) as log:
+        [schema] = log.execute("PRAGMA user_version").fetchone()
+        log.execute("PRAGMA journal_mode = DELETE")
+    log.close()
+    open_home(settings)
+    QueryLog(settings.querylog).stats()
+    copies = settings.home / "backups"
+    assert {file.name: file.read_bytes() for file in (copies / "format-1").iterdir()} == before
+    with sqlite3.connect(copies / f"queries-schema-{schema}.db") as kept:
+        assert kept.execute("SELECT count(*) FROM rows").fetchone() == (100,)
+        assert kept.execute("PRAGMA user_version").fetchone() == (schema,)
+    kept.close()
+    assert [path for path in copies.rglob("*") if path.stat().st_mode & 0o077] == []
+    open_home(settings)
+    assert {path.name for path in copies.iterdir()} == {"format-1", f"queries-schema-{schema}.db"}
 
 
 def test_its_query_log_and_its_champions_are_read(settings: Settings) -> None:
@@ -123,6 +126,18 @@ def test_its_service_starts_with_what_it_remembers_and_serves(settings: Settings
     assert (boot.version.number, asyncio.run(serve()), counts) == (2, Phase.SERVING, {})
 
 
+def test_keys_that_lay_open_in_the_services_file_are_kept_as_hashes_and_their_policies_stay(settings: Settings) -> None:
+    file = config_path(settings)
+    held = json.loads(file.read_text()) | {"api_keys": ["the-first-key", {"key": "the-second-key", "log": "none"}]}
+    file.write_text(json.dumps(held))
+    open_home(settings)
+    assert {key.sha256: key.log for key in read_keys(read_config(file).keys)} == {
+        sha256_of("the-first-key"): None,
+        sha256_of("the-second-key"): "none",
+    }
+    assert not [name for name, content in contents(settings).items() if b"the-first-key" in content]
+
+
 def test_opening_it_again_changes_nothing(settings: Settings) -> None:
     open_home(settings)
     once = contents(settings)
@@ -158,6 +173,27 @@ def test_a_new_home_is_of_the_latest_format(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path / "new" / "home")
     open_home(settings)
     assert format_of(settings) == latest_format()
+
+
+def test_a_home_is_closed_to_other_users_and_one_that_was_open_is_mended(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    umask = os.umask(0o022)
+    outside = tmp_path / "outside"
+    outside.touch(mode=0o644)
+    (settings.home / "logs").mkdir(parents=True, mode=0o777)
+    (settings.home / "queries.db").touch(mode=0o644)
+    (settings.home / "logs" / "run.sh").touch(mode=0o755)
+    (settings.home / "link").symlink_to(outside)
+    try:
+        open_home(settings)
+        (settings.home / "later").touch()
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.lstat().st_mode & 0o777 for path in (settings.home, *settings.home.rglob("*"))}
+    assert modes.pop("link") == 0o777  # of a link it means nothing
+    assert modes.pop("run.sh") == modes.pop("logs") == modes.pop("home") == 0o700
+    assert set(modes.values()) == {0o600}
+    assert outside.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_newer_home_is_refused_and_left_as_it_is(settings: Settings) -> None:

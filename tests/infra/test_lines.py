@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import Artifact, staged
-from infra.lines import ancestors, best_versions, challenger_to_go_on, next_challenger, trained_on
+from infra.lines import (
+    ancestors,
+    best_versions,
+    challenger_to_go_on,
+    next_challenger,
+    past_champions,
+    predecessors,
+    trained_on,
+    tried_again,
+)
 from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
 from infra.waiting import wants_approval
 from infra.windows import Window
@@ -55,6 +64,80 @@ def test_a_line_is_followed_to_its_start_and_knows_its_best(registry, tmp_path):
     assert second.number == 2
 
 
+def serve(registry: Registry, tmp_path: Path, **tags: str) -> Version:
+    made = register(registry, tmp_path, **{"num_draft_tokens": "3", **tags})
+    registry.promote("draft", made.number)
+    return registry.get("draft", made.number)
+
+
+def pool_of(registry: Registry, domain: str = "chat", first_seq: int = 100) -> list[int]:
+    window = WINDOW.model_copy(update={"first_seq": first_seq, "last_seq": first_seq + 9})
+    champion = registry.champion("draft")
+    return [one.number for one in past_champions(registry.versions("draft"), champion, domain, 3, window)]
+
+
+def test_the_pool_has_those_that_served_the_best_in_the_domain_first_and_none_that_does_not_fit(registry, tmp_path):
+    serve(registry, tmp_path, tau='{"chat": 2.0}', parent="")
+    serve(registry, tmp_path, tau='{"chat": 1.5, "code": 1.9}', parent="1")
+    serve(registry, tmp_path, num_draft_tokens="4")
+    serve(registry, tmp_path, target_sha256="another")
+    serve(registry, tmp_path, tau='{"code": 1.9}', parent="2")
+    register(registry, tmp_path, num_draft_tokens="3", gate="passed")  # never served
+    assert pool_of(registry) == [1, 2]
+    serve(registry, tmp_path, parent="5")
+    assert pool_of(registry) == [1, 2, 5]
+    assert pool_of(registry, "code") == [5, 2, 1]
+    assert pool_of(registry, "math") == [5, 2, 1]
+
+
+def test_a_draft_found_bad_is_never_in_the_pool_nor_are_its_files_under_another_number(registry, tmp_path):
+    first = serve(registry, tmp_path)
+    serve(registry, tmp_path, parent="1")
+    again = registry.register("draft", registry.download(first, tmp_path / "cache"), {**first.lineage.to_tags()})
+    assert again.sha256 == first.sha256
+    assert pool_of(registry) == [1]
+    registry.quarantine("draft", again.number, "worse than draft 2 where it returned")
+    assert pool_of(registry) == []
+
+
+def test_a_draft_that_somebody_took_back_or_that_saw_the_rows_is_not_in_the_pool(registry, tmp_path):
+    serve(registry, tmp_path)
+    serve(registry, tmp_path, parent="1", window_first_seq="90", window_last_seq="100", window_sha256="w")
+    registry.roll_back("draft")
+    assert pool_of(registry) == []
+    serve(registry, tmp_path, parent="1")
+    assert pool_of(registry) == [1]
+    registry.promote("draft", 2)  # a person's choice
+    serve(registry, tmp_path, parent="2")
+    assert pool_of(registry) == [3, 1]
+    assert pool_of(registry, first_seq=101) == [3, 2, 1]
+
+
+def test_one_that_returns_has_the_rows_of_its_old_line_and_the_floors_of_all_it_had_to_beat(registry, tmp_path):
+    register(registry, tmp_path, tau='{"chat": 2.0}')
+    register(registry, tmp_path, parent="1", gate="passed", gate_test="1", tau='{"chat": 1.4, "code": 1.9}')
+    told = {"gated_against": "2", "gate": "passed", "gate_test": "1", "returns_for": "chat"}
+    back = register(registry, tmp_path, parent="1", tau='{"chat": 1.9}', **told)
+    after = register(registry, tmp_path, parent="3", gate="passed", gate_test="1", tau='{"chat": 2.1}')
+    assert back.lineage.returns == "draft 1 returns for chat"
+    assert [one.number for one in ancestors(registry, after)] == [4, 3, 1]
+    assert [one.number for one in predecessors(registry, after)] == [4, 3, 2, 1]
+    best = best_versions(predecessors(registry, after))
+    assert {domain: one.number for domain, one in best.items()} == {"chat": 4, "code": 2}
+
+
+def test_a_past_draft_is_one_of_the_challengers_and_is_tried_once_a_domain_by_each_champion(registry, tmp_path):
+    for _ in range(2):
+        register(registry, tmp_path)
+    told = {"gated_against": "2", "gate": "refused", "gate_test": "1", "returns_for": "chat"}
+    back = register(registry, tmp_path, parent="1", **told)
+    versions = registry.versions("draft")
+    assert (next_challenger(versions, 2), next_challenger(versions, 1)) == (2, 1)
+    assert tried_again(versions, 2, "chat") == back
+    assert tried_again(versions, 2, "code") is tried_again(versions, 1, "chat") is None
+    assert challenger_to_go_on(versions, 1, WINDOW.first_seq) is None
+
+
 def test_all_challengers_of_a_champion_count_and_those_of_others_do_not(registry, tmp_path):
     register(registry, tmp_path)
     assert next_challenger(registry.versions("draft"), 1) == 1
@@ -73,7 +156,7 @@ def test_a_challenger_goes_on_from_its_last_undecided_snapshot_and_anew_with_eac
     def start(champion: int, first_seq: int) -> tuple[int | None, int]:
         versions = registry.versions("draft")
         window = WINDOW.model_copy(update={"first_seq": first_seq, "last_seq": first_seq + 8})
-        found = challenger_to_go_on(versions, champion, window)
+        found = challenger_to_go_on(versions, champion, window.first_seq)
         return None if found is None else found.number, next_challenger(versions, champion)
 
     register(registry, tmp_path)

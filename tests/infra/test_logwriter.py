@@ -1,6 +1,8 @@
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,40 @@ def test_a_locked_database_never_makes_an_offer_wait(
     assert background.dropped > 0
     assert stats.dropped == background.dropped
     assert stats.total == background.written + 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (lambda path: run_sql(path, "PRAGMA user_version = 99"), "has schema version 99, wanted at most .: upgrade"),
+        (lambda path: path.write_bytes(b"torn" * 4096), "is torn .*: redraft restore FILE"),
+    ],
+    ids=["newer", "torn"],
+)
+def test_a_log_that_can_not_be_written_drops_and_counts_until_it_can(
+    log: QueryLog, writer: Callable[..., BackgroundWriter], spoil: Callable[[Path], object], fault: str
+) -> None:
+    log.append([row("first")])
+    log.close()
+    good = log.path.read_bytes()
+    spoil(log.path)
+    background = writer(batch=2)
+    assert all(background.offer(row(f"a{number}")) for number in range(10))
+    wait_until(lambda: background.dropped == 10, 5, None, "all rows to be counted as lost")
+    assert re.search(fault, background.last_error or "")
+    log.path.with_suffix(".good").write_bytes(good)
+    log.path.with_suffix(".good").replace(log.path)
+    assert background.offer(row("later"))
+    wait_until(lambda: background.written == 1, 5, None, "the next row")
+    background.close()
+    stats = log.stats()
+    assert (stats.total, stats.dropped) == (2, 10)
+
+
+def run_sql(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(statement)
+        db.commit()
 
 
 def test_a_full_disk_drops_and_counts_and_later_rows_are_written(tmp_path: Path) -> None:

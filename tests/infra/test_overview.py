@@ -46,6 +46,15 @@ def test_the_last_refresh_is_the_newest_draft_of_served_requests(settings: Setti
     assert seen.last_refresh == seen.drafts[1]
 
 
+def test_a_past_draft_that_was_tried_again_is_the_last_refresh(settings: Settings, tmp_path: Path) -> None:
+    registry = open_registry(settings)
+    tags = draft_tags(parent="2", gate="refused", gated_against="1", gate_test="1", returns_for="chat")
+    registry.register("draft", tmp_path / "draft 1", tags)
+    last = overview(settings).last_refresh
+    assert last is not None
+    assert (last.version, last.rows, last.returns) == (4, "", "draft 2 returns for chat")
+
+
 def test_what_does_not_run_is_not_told(settings: Settings) -> None:
     seen = overview(settings)
     assert (seen.service, seen.programs, seen.log.total) == (None, (), 0)

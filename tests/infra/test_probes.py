@@ -59,6 +59,13 @@ def test_a_set_takes_a_quarter_of_the_rows_until_it_has_a_hundred() -> None:
     assert set(sets.by("cluster").values()) == {1}
 
 
+def test_a_quarter_is_of_the_rows_that_could_be_trained_on_however_many_a_key_asked() -> None:
+    flood = rows(340)
+    change = plan(flood, (), 1, range(1, 61), set(), draw)
+    assert len(change.reserved) == 15
+    assert set(change.reserved) <= set(range(1, 61))
+
+
 def test_a_full_set_is_renewed_by_two_a_window_and_its_oldest_leave() -> None:
     sets = Sets()
     sets.add(rows(400))
@@ -182,7 +189,7 @@ def log(tmp_path: Path) -> QueryLog:
 def test_members_are_rows_and_are_erased_with_them_and_the_report_says_so(log: QueryLog) -> None:
     sets = ProbeSets(log.path)
     sets.apply(Change([1, 2, 3, 99], []))
-    assert sets.members() == [1, 2, 3]
+    assert (sets.members(), sets.sizes()) == ([1, 2, 3], {"chat": 3})
     assert log.erase("s1").probes == {"chat": 1}
     assert sets.members() == [1, 3]
     assert log.erase_older_than(1).probes == {"chat": 1}  # a0, whose time is 0

@@ -79,6 +79,12 @@ def test_waiting_ends_when_the_time_is_up() -> None:
         wait_until(lambda: False, 0.1, None, "nothing")
 
 
+def test_what_a_child_writes_is_closed_to_other_users(tmp_path: Path) -> None:
+    with Child.start(["sh", "-c", f"echo text > {tmp_path}/written; sleep 60"], {}, tmp_path / "log", "x") as child:
+        wait_until((tmp_path / "written").exists, 10, child, "the file")
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("written", "log")] == [0o600, 0o600]
+
+
 def test_the_tail_is_the_end_of_a_long_log(tmp_path: Path) -> None:
     child = Child.start(["seq", "50000"], None, tmp_path / "log", "seq")
     wait_until(lambda: child.poll() == 0, 10, None, "the end")

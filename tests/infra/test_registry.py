@@ -246,6 +246,19 @@ def test_reverting_goes_back_past_quarantined_versions(registry: Registry, check
         registry.revert("draft", 1, "")
 
 
+def test_a_draft_that_somebody_made_the_champion_in_mlflow_is_taken_back_to_the_one_that_it_was_judged_against(
+    registry: Registry, checkpoint: Callable[[str], Path]
+) -> None:
+    register_drafts(registry, checkpoint, 1)
+    registry.promote("draft", 1)
+    for number in (2, 3):
+        registry.register("draft", checkpoint(f"draft {number}"), draft_tags(parent="1", gate="passed"))
+    registry.store.client.set_registered_model_alias("draft", CHAMPION, "2")
+    assert registry.roll_back("draft").number == champion_number(registry) == 1
+    registry.store.client.set_registered_model_alias("draft", CHAMPION, "3")
+    assert registry.revert("draft", 3, "bad") == registry.champion("draft") == registry.get("draft", 1)
+
+
 def test_reverting_the_only_version_leaves_no_champion(registry: Registry, checkpoint: Callable[[str], Path]) -> None:
     register_drafts(registry, checkpoint, 1)
     registry.promote("draft", 1)
@@ -325,6 +338,31 @@ def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_
     assert [version.number for version in registry.versions("draft")] == [1]
     registry.promote("draft", 1)
     assert champion_number(registry) == 1
+
+
+@pytest.mark.parametrize("tag", ["hello", "", "A" * 60])
+def test_a_version_whose_digest_somebody_overwrote_is_left_alone_and_the_others_go_on(
+    registry: Registry, checkpoint: Callable[[str], Path], tag: str
+) -> None:
+    register_drafts(registry, checkpoint, 2)
+    registry.promote("draft", 1)
+    registry.promote("draft", 2)
+    registry.store.client.set_model_version_tag("draft", "2", "sha256", tag)
+    with pytest.raises(ForeignVersion, match=f"draft 2: tag sha256 is {tag!r}, wanted a digest"):
+        registry.champion("draft")
+    assert [version.number for version in registry.versions("draft")] == [1]
+    registry.promote("draft", 1)
+    assert champion_number(registry) == 1
+
+
+def test_a_torn_database_is_a_store_that_is_unavailable(registry: Registry) -> None:
+    database = Path(registry.store.uri.removeprefix("sqlite:///"))
+    for file in database.parent.glob(f"{database.name}*"):
+        file.unlink()
+    database.write_bytes(b"torn" * 4096)
+    again = Registry(registry.store.uri, registry.store.artifact_root)
+    with pytest.raises(StoreUnavailable, match=r"looking up the champion of draft: .*file is not a database$"):
+        again.champion("draft")
 
 
 def test_reports_and_a_description_are_there_as_soon_as_the_version_is(

@@ -11,6 +11,7 @@ def test_a_home_has_one_secret_that_its_owner_alone_may_read(tmp_path: Path) -> 
     assert home_secret(home) == home_secret(home) != home_secret(other)
     assert (home / NAME).stat().st_mode & 0o777 == 0o600
     assert [file.name for file in home.iterdir()] == [NAME]
+    assert home_secret(home, "another.key") == home_secret(home, "another.key") != home_secret(home)
 
 
 def test_processes_that_come_at_the_same_time_get_the_same_one(tmp_path: Path) -> None:

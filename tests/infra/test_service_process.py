@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import free_port
-from infra.service_process import config_path, last_status, last_url, write_config
+from infra.keys import keys_path, operator_key, read_keys, sha256_of
+from infra.processes import Child, free_port, wait_until
+from infra.service_process import (
+    client_of,
+    compiled_folder,
+    config_path,
+    last_status,
+    last_url,
+    require_startable,
+    serving,
+    starting,
+    write_config,
+)
 from infra.settings import Settings
 from infra.status import RunningService
+from tests.infra.rows import ROOT
 from tests.infra.statuses import STATUS
 
 
@@ -21,6 +34,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status, body = self.server.answer
+        getattr(self.server, "asked", []).append(self.headers["Authorization"])
         self.send_response(status)
         self.end_headers()
         self.wfile.write(body)
@@ -47,7 +61,7 @@ def server(settings: Settings) -> Iterator[HTTPServer]:
 
 
 def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(settings: Settings) -> None:
-    url = write_config({"host": "127.0.0.1", "port": 0, "api_keys": ["secret"]}, settings)
+    url = write_config({"host": "127.0.0.1", "port": 0}, settings)
     written = json.loads(config_path(settings).read_text())
     assert url == last_url(settings) == f"http://127.0.0.1:{written['port']}"
     assert written["port"] > 0
@@ -63,6 +77,45 @@ def test_a_port_in_use_is_refused_before_anything_starts(settings: Settings) -> 
     assert not config_path(settings).exists()
 
 
+def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: Settings) -> None:
+    with serving(settings.home, "http://127.0.0.1:4711"):
+        for second in (
+            lambda: serving(settings.home, "http://127.0.0.1:4712").__enter__(),
+            lambda: write_config({"host": "127.0.0.1", "port": 0}, settings),
+        ):
+            with pytest.raises(ValueError, match=r"^this home is served already, at http://127\.0\.0\.1:4711$"):
+                second()
+        assert not config_path(settings).exists()  # the first one is still found
+    write_config({"host": "127.0.0.1", "port": 0}, settings)
+
+
+def test_f39_a_service_that_was_killed_holds_its_home_no_more(settings: Settings) -> None:
+    code = "import sys, time; from pathlib import Path; from infra.service_process import serving\n"
+    code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
+    argv = [sys.executable, "-c", code, str(settings.home)]
+    with Child.start(argv, {"PYTHONPATH": str(ROOT)}, settings.home / "log", "the first") as first:
+        wait_until(lambda: "serving" in first.tail(), 30, first, "the first")
+        with pytest.raises(ValueError, match="at http://gone"):
+            require_startable(settings, 0)
+        first.stop(0.0)  # kill -9 of all of it
+        require_startable(settings, 0)
+
+
+def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=r"^\[serve\] port: port \d+ of 127\.0\.0\.1 is in use"):
+            require_startable(Settings(home=tmp_path), taken.getsockname()[1])
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ValueError, match=f"^REDRAFT_HOST: {host} can't be bound"):
+            require_startable(Settings(home=tmp_path, host=host), 0)
+    with pytest.raises(ValueError, match=r"^REDRAFT_HOST 0\.0\.0\.0 is reachable from other machines"):
+        require_startable(Settings(home=tmp_path, host="0.0.0.0"), 0)
+    require_startable(Settings(home=tmp_path, host="0.0.0.0", api_keys=("a-clients-key",)), 0)
+    assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
+
+
 def test_without_a_service_there_is_no_status(settings: Settings) -> None:
     assert last_status(settings) is None
     with pytest.raises(ValueError, match="run: redraft serve"):
@@ -74,12 +127,40 @@ def test_without_a_service_there_is_no_status(settings: Settings) -> None:
 def test_a_service_tells_its_status_once_it_is_ready(settings: Settings, server: HTTPServer) -> None:
     server.answer = (200, STATUS.model_dump_json().encode())
     assert last_status(settings) == RunningService(**STATUS.model_dump(), url=last_url(settings))
-    for starting in (404, 503):
-        server.answer = (starting, b"")
+    for status in (404, 503):
+        server.answer = (status, b"")
         assert last_status(settings) is None
+
+
+def test_keys_of_the_variable_are_accepted_by_their_hashes(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, api_keys=("the-first-key",))
+    for _ in range(2):
+        write_config({"host": "127.0.0.1", "port": 0}, settings)
+    [key] = read_keys(keys_path(settings))
+    assert (key.role, key.sha256, key.accepted) == ("client", sha256_of("the-first-key"), True)
+    assert not [file for file in tmp_path.iterdir() if b"the-first-key" in file.read_bytes()]
+
+
+def test_the_homes_operator_key_goes_to_the_homes_own_service_alone(settings: Settings, server: HTTPServer) -> None:
+    server.answer, server.asked = (200, STATUS.model_dump_json().encode()), []
+    with client_of(settings) as own, client_of(settings, f"{last_url(settings)}/") as named:
+        own.status()
+        named.status()
+    with client_of(settings, last_url(settings).replace("127.0.0.1", "localhost")) as other:
+        other.status()
+    assert server.asked == [f"Bearer {operator_key(settings.home)}"] * 2 + [None]
 
 
 def test_something_else_on_the_port_is_told(settings: Settings, server: HTTPServer) -> None:
     server.answer = (401, b"a key is wanted")
     with pytest.raises(ValueError, match="answers 401: a key is wanted"):
         last_status(settings)
+
+
+def test_a_start_that_compiles_is_told_before_it_takes_minutes(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"
+    assert starting({"engine": {"name": "vllm"}}, settings) == compiles
+    assert starting({"engine": {"name": "vllm", "enforce_eager": True}}, settings) == "starting the service"
+    compiled_folder(settings.cache).mkdir(parents=True)
+    assert starting({"engine": {"name": "vllm"}}, settings) == "starting the service"

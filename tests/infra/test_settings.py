@@ -21,9 +21,16 @@ def test_the_default_home_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_keys_are_split_at_commas_and_kept_out_of_the_representation() -> None:
-    settings = load_settings({"REDRAFT_API_KEYS": "one, two,"})
-    assert settings.api_keys == ("one", "two")
-    assert "one" not in repr(settings)
+    settings = load_settings({"REDRAFT_API_KEYS": "the-first-key, the-second-key,"})
+    assert settings.api_keys == ("the-first-key", "the-second-key")
+    assert "the-first-key" not in repr(settings)
+
+
+def test_a_key_that_can_be_none_is_refused_by_its_place_and_never_told() -> None:
+    for key in ("short", "with a space", "caf\u00e9-caf\u00e9"):
+        with pytest.raises(ValueError, match=r"^REDRAFT_API_KEYS: key 2 of 2 has \d+ characters") as refused:
+            load_settings({"REDRAFT_API_KEYS": f"the-first-key,{key}"})
+        assert key not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +55,11 @@ def test_the_environment_is_prepared_and_what_is_set_stays(monkeypatch: pytest.M
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "9")
+    monkeypatch.setenv("REDRAFT_API_KEYS", "a-key-that-no-child-needs")
     settings.prepare_environment()
     assert os.environ["PREFECT_HOME"] == str(tmp_path / "prefect")
     assert os.environ["PREFECT_RESULTS_DEFAULT_SERIALIZER"] == "json"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "9"
+    assert "REDRAFT_API_KEYS" not in os.environ
     assert "HF_HUB_OFFLINE" not in Settings(home=tmp_path, hub=True).process_variables()

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
-from infra.status import DomainAcceptance, RunningService, ServiceStatus, parse_status
+from infra.status import RunningService, ServiceStatus, parse_status
 from tests.infra.statuses import PROOF, STATUS
 
 URL = "http://127.0.0.1:8000"
@@ -60,10 +60,3 @@ def test_a_draft_is_proven_after_its_probation_while_it_drafts(
 def test_every_field_says_what_it_is(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert field.description, f"{model.__name__}.{name}"
-
-
-def test_requests_that_may_not_be_logged_are_those_that_are_neither_written_nor_lost() -> None:
-    figures = DomainAcceptance(requests=200, acceptance_rate=0.2, mean_accepted_length=1.2)
-    served = STATUS.model_copy(update={"acceptance": {"chat": figures, "code": figures}})
-    assert served.unlogged == 400 - 5 - 1
-    assert STATUS.model_copy(update={"acceptance": {}}).unlogged == 0

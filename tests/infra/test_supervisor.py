@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from infra.processes import answers, free_port, process_identity, wait_until
 from infra.supervisor import STATE, UpState, read_state
 
 ROOT = Path(__file__).parents[2]
+LOG = "supervisor.log"
 SCRIPT = """
 import sys
 from pathlib import Path
+from infra import supervisor
 from infra.supervisor import Program, Supervisor
+supervisor.POLL_S, supervisor.FIRST_PAUSE_S = 0.05, 0.1
 home, *programs = sys.argv[1:]
 sys.exit(Supervisor([eval(program) for program in programs], Path(home), "tiny").run())
 """
@@ -35,13 +39,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def run(*programs: str) -> "subprocess.Popen[bytes]":
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(tmp_path), *programs],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stderr=subprocess.DEVNULL,
+        with (tmp_path / LOG).open("wb") as told:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", SCRIPT, str(tmp_path), *programs],
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    stderr=told,
+                )
             )
-        )
         return processes[-1]
 
     yield run
@@ -84,6 +89,42 @@ def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> N
 
     wait_until(again, 30, None, "the second start")
     assert answers(f"http://127.0.0.1:{port}")
+
+
+def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_follows(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start("Program('idle', ['sleep', '60'])")
+    before = wait_ready(tmp_path).programs[0]
+    in_the_way = tmp_path / f".{STATE}.{process.pid}"
+    in_the_way.mkdir()
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    told = "can't be written and is behind"
+    wait_until(lambda: told in (tmp_path / LOG).read_text(), 20, None, "a word of it")
+    time.sleep(0.5)  # the program starts again, and the state is tried again and again
+    assert (process.poll(), read_state(tmp_path).programs[0]) == (None, before)
+    assert (tmp_path / LOG).read_text().count(told) == 1
+    in_the_way.rmdir()
+
+    def caught_up() -> bool:
+        [now] = read_state(tmp_path).programs
+        return now.restarts == 1 and now.pid is not None and process_identity(now.pid) is not None
+
+    wait_until(caught_up, 20, None, "the state that is true again")
+
+
+def test_a_program_that_can_not_be_started_again_now_is_tried_again_later(start: Start, tmp_path: Path) -> None:
+    process = start("Program('idle', ['sleep', '60'])")
+    before = wait_ready(tmp_path).programs[0]
+    Path(before.log).unlink()
+    Path(before.log).mkdir()
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: "idle could not be started" in (tmp_path / LOG).read_text(), 20, None, "a word of it")
+    Path(before.log).rmdir()
+    wait_until(lambda: (now := read_state(tmp_path).programs[0]).ready and now.pid is not None, 20, None, "it runs")
+    assert process.poll() is None
 
 
 @pytest.mark.slow

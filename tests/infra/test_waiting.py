@@ -5,13 +5,14 @@ from collections import Counter
 import pytest
 
 from infra.registry import Version
-from infra.triggerfile import LastLook, LastRun, Snapshot
+from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, Snapshot
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
 from infra.waiting import Queue, duration, waiting_for
 from tests.tags import draft_tags
 
 NOW_MS = 1_700_000_000_000
 HOUR_MS = 3_600_000
+MADE_MS = NOW_MS - 72 * HOUR_MS
 RETRY = Retry(first_s=60, most_s=500)
 FALL = Fall(draft=1, promised=1.72, served=1.05, since_ms=NOW_MS - HOUR_MS)
 LATER = FALL.model_copy(update={"attempts": 2, "wait_from_ms": NOW_MS - 60_000, "wait_s": 600.0})
@@ -45,12 +46,12 @@ def line(
     domains = {} if state is None else {"code": state}
     run = LastRun(started_ms=NOW_MS - 120_000, ended_ms=None if running else NOW_MS - 60_000, retry=RETRY)
     seen = Snapshot(domains=domains, running=running, last_run=run, last_look=look)
-    found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, NOW_MS)
+    found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, MADE_MS, NOW_MS)
     return f"{found.what} | {found.line(NOW_MS)}"
 
 
 def test_without_a_draft_it_waits_for_one() -> None:
-    assert line(rows(500), drafts=()) == "build | a first draft: redraft build"
+    assert line(rows(500), drafts=()) == "build | a first draft: redraft build; for 3 d"
 
 
 def test_while_one_runs_it_waits_for_that() -> None:
@@ -64,10 +65,25 @@ def test_a_draft_that_passed_waits_for_approval(tags: dict[str, str], waits: boo
     assert (told == wanted) == waits
 
 
+def test_a_past_draft_that_waits_for_approval_is_named_with_what_it_returns_for() -> None:
+    second = version(2, parent="1", gate="passed", previous="1")
+    back = version(3, parent="1", gate="passed", gated_against="2", returns_for="code")
+    found = waiting_for(
+        second,
+        (back, second, FIRST),
+        rows(0),
+        Snapshot(domains={}, running=False, last_run=None, last_look=LOOK),
+        MADE_MS,
+        NOW_MS,
+    )
+    words = "approval of draft 3, which passed its gate (draft 1 returns for code): redraft promote 3"
+    assert (found.what, found.words) == ("approval", words)
+
+
 @pytest.mark.parametrize(
     ("look", "told"),
     [
-        (None, "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up"),
+        (None, "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h"),
         (
             LOOK.model_copy(update={"at_ms": NOW_MS - 2 * HOUR_MS}),
             "orchestrator | the orchestrator: nothing starts refreshes by itself; run: redraft up; for 2 h",
@@ -128,11 +144,31 @@ def test_for_a_fallen_domain_it_says_what_is_lacking(
 
 
 @pytest.mark.parametrize(
+    ("short", "told"),
+    [
+        ("0.2 GiB to spare, 1.5 wanted", "memory to train in: 0.2 GiB to spare, 1.5 wanted"),
+        ("", "memory to train in, which ran short; there is room again"),
+    ],
+)
+def test_where_a_refresh_went_for_want_of_memory_it_waits_for_that_first(short: str, told: str) -> None:
+    run = LastRun(started_ms=NOW_MS, ended_ms=NOW_MS - 60_000, outcome=WAITS_FOR_MEMORY, retry=RETRY)
+    look = LOOK.model_copy(update={"short_of_memory": short})
+    seen = Snapshot(domains={"code": Fallen(fall=FALL)}, running=False, last_run=run, last_look=look)
+    found = waiting_for(FIRST, (FIRST,), rows(4), seen, MADE_MS, NOW_MS)
+    assert (found.what, found.line(NOW_MS)) == ("memory", f"{told}; for 1 min")
+
+
+@pytest.mark.parametrize(
     ("queue", "interval_s", "told"),
     [
         (rows(40), 3600, "rows | rows: 40 of 180; for 1 h"),
         (rows(0, metadata=500), 9, "consent | consent: 500 requests may not be trained on, and 0 of 180 may; for 1 h"),
-        (Queue(rows={}, unlogged=256), 3600, "consent | consent: 256 requests may not be trained on, and 0 of 180 may"),
+        (
+            Queue(rows={}, unlogged=256),
+            3600,
+            "consent | consent: 256 requests may not be trained on, and 0 of 180 may; for 1 min",
+        ),
+        (Queue(rows={}), 3600, "rows | rows: 0 of 180; for 1 min"),
         (rows(500), 3600, "time | time: the next scheduled refresh in 58 min at most; for 2 min"),
         (rows(500), None, "time | acceptance to fall; no refresh is scheduled; for 10 min"),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.acceptance import Trace
+from models.acceptance import Tally
 from models.canary import Answer, Finding, Params, judge, lost_on_canaries, lost_on_traffic
 
 PARAMS = Params()
@@ -14,11 +14,8 @@ def answer(token_ids: list[int], accepted: list[int]) -> Answer:
     return Answer(tuple(token_ids), (K,) * len(accepted), tuple(accepted))
 
 
-def traces(accepted: int, num: int = 32, domain: str = "chat") -> list[Trace]:
-    return [
-        Trace(request_id=str(index), token_ids=(), drafted=(K,) * 4, accepted=(accepted,) * 4, domain=domain)
-        for index in range(num)
-    ]
+def tallies(accepted: int, num: int = 32, domain: str = "chat") -> list[Tally]:
+    return [Tally(index, domain, steps=4, drafted=4 * K, accepted=4 * accepted) for index in range(num)]
 
 
 def test_the_share_of_the_gain_that_is_missing_is_what_is_lost() -> None:
@@ -49,12 +46,12 @@ def test_where_there_is_nothing_to_compare_nothing_is_said(then: Answer, now: An
 
 def test_traffic_is_held_against_what_its_domains_were_promised() -> None:
     promised = {"chat": 2.0, "code": 3.0}
-    assert lost_on_traffic(promised, traces(1), PARAMS) == 0
-    assert lost_on_traffic(promised, traces(1, domain="code"), PARAMS) == pytest.approx(0.5)
-    assert lost_on_traffic(promised, traces(1, domain="new"), PARAMS) == pytest.approx(0.5)
-    assert lost_on_traffic(promised, [*traces(0, 50), *traces(1)], PARAMS) == 0  # only the last count
-    assert lost_on_traffic(promised, traces(0, 31), PARAMS) is None
-    assert lost_on_traffic({}, traces(0), PARAMS) is None
+    assert lost_on_traffic(promised, tallies(1), PARAMS) == 0
+    assert lost_on_traffic(promised, tallies(1, domain="code"), PARAMS) == pytest.approx(0.5)
+    assert lost_on_traffic(promised, tallies(1, domain="new"), PARAMS) == pytest.approx(0.5)
+    assert lost_on_traffic(promised, [*tallies(0, 50), *tallies(1)], PARAMS) == 0  # only the last count
+    assert lost_on_traffic(promised, tallies(0, 31), PARAMS) is None
+    assert lost_on_traffic({}, tallies(0), PARAMS) is None
 
 
 @pytest.mark.parametrize(
@@ -103,13 +100,10 @@ class World:
         flipped = self.rng.random(len(then.accepted)) < 0.02
         return answer(token_ids, [0 if flip else count for flip, count in zip(flipped, then.accepted, strict=True)])
 
-    def requests(self, chance: float) -> list[Trace]:
+    def requests(self, chance: float) -> list[Tally]:
         chances = self.rng.beta(8 * chance, 8 * (1 - chance), PARAMS.num_requests)
-        counts = [tuple(self.steps(one, 60)) for one in chances]
-        return [
-            Trace(request_id=str(n), token_ids=(), drafted=(K,) * len(c), accepted=c, domain="chat")
-            for n, c in enumerate(counts)
-        ]
+        counts = [self.steps(one, 60) for one in chances]
+        return [Tally(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(counts)]
 
     def look(self, canaries: float | None, traffic: float) -> Finding:
         """Take one look, twice where the first sees a fall."""

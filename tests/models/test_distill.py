@@ -91,6 +91,20 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
+def test_a_small_window_is_passed_over_until_there_were_enough_steps(
+    tiny_target: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    shown: list[distill.Progress] = []
+    head, num_batches = new_head(tiny_target, samples), len(length_buckets(samples, 256))
+    settings = params(num_epochs=1, min_steps=2 * num_batches + 1)
+    report = distill.train(head, tiny_target, samples, settings, K, tmp_path, on_progress=shown.append)
+    assert report.num_steps == 2 * num_batches + 1
+    assert shown[-1].total == sum(len(s.token_ids) for s in samples) * report.num_steps // num_batches
+    enough = params(num_epochs=2, min_steps=num_batches)
+    report = distill.train(new_head(tiny_target, samples), tiny_target, samples, enough, K, tmp_path)
+    assert report.num_steps == 2 * num_batches
+
+
 def test_a_nan_stops_the_run(tiny_target: Path, samples: list[Sample], tmp_path: Path) -> None:
     head = new_head(tiny_target, samples)
     with torch.no_grad():
@@ -129,12 +143,10 @@ def test_hidden_states_are_the_residual_streams_also_after_an_interruption(
         torch.testing.assert_close(log_sums[first:], sums, rtol=1e-4, atol=close[2])
 
 
-def test_a_walk_counts_steps_and_accepted_tokens_by_hand() -> None:
-    sample = Sample("a", "d", [1], [10, 11, 12, 13, 14, 15])
-    # Token 10 comes from the prefill. 2 right: emits 11, 12, 13; then none: emits 14; then 3 right but one token is
-    # left.
-    score = scoring._walk(sample, [2, 0, 3, 0, 3])
-    assert (score.steps, score.accepted) == (3, 3)
+def test_a_walk_counts_accepted_tokens_step_by_step_by_hand() -> None:
+    # Of an answer 10, 11, … 15 token 10 comes from the prefill. 2 right: emits 11, 12, 13; then none: emits 14; then 3
+    # right but one token is left.
+    assert scoring._walk(6, [2, 0, 3, 0, 3]) == [2, 0, 1]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])

@@ -154,6 +154,23 @@ def test_a_domain_of_few_conversations_is_reported_and_blocks_nothing() -> None:
     assert judged([0.4], {"code": floor}).outcome == "passed"
 
 
+def short_answers(rng: np.random.Generator, keeps: float) -> Floor:
+    """Return the floor of 100 answers of one step each, half of which a draft of the same quality drafts alike."""
+    best = rng.binomial(K, 0.25, 100)
+    own = np.where(rng.random(100) < 0.5, best, rng.binomial(K, 0.25 * keeps, 100))
+    scores = ([Score(id=f"{i}", domain="yes-no", steps=1, accepted=n) for i, n in enumerate(of)] for of in (best, own))
+    return judge_floor(*scores, PARAMS, seed=0)
+
+
+def test_answers_of_a_word_or_two_do_not_lock_the_gate_unless_they_show_a_loss() -> None:
+    rng = np.random.default_rng(0)
+    alike = [short_answers(rng, keeps=1.0) for _ in range(200)]
+    assert np.mean([floor.relative.low < -PARAMS.floor for floor in alike]) > 0.5  # no draft would get through for long
+    assert np.mean([judged([0.4], {"yes-no": floor}).outcome == "passed" for floor in alike]) > 0.95
+    worse = [short_answers(rng, keeps=0.2) for _ in range(50)]
+    assert np.mean([judged([0.4], {"yes-no": floor}).outcome == "refused" for floor in worse]) > 0.9
+
+
 def test_an_idle_domain_does_not_lock_the_gate() -> None:
     # After its demonstration the loop refused every draft, because the domain that nobody asked had 14 rows of 20.
     idle = conversations(14, domain="code")

@@ -33,6 +33,9 @@ def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n[1]\n{"a": 2}\n', "line 2", "wanted an object, got list"),
         ("a.csv", b"a,b\n1,2\n3\n4,5\n", "line 3", "wanted 2 fields"),
         ("a.csv", b"a,b\n1,2\n3,4,5\n4,5\n", "line 3", "wanted 2 fields"),
+        ("a.csv", b"a,b\n1,2\n3,\xff\n4,5\n", "line 3", "not CSV in UTF-8"),
+        ("a.csv", b'a,b\n1,2\n3,"4"5\n4,5\n', "after line 2", "not CSV in UTF-8"),
+        ("a.csv", b'a,b\n1,2\n4,5\n3,"4\n', "after line 3", "not CSV in UTF-8"),
     ],
 )
 def test_a_row_that_cannot_be_read_ends_the_reading_or_is_told_of(
@@ -52,8 +55,6 @@ def test_a_row_that_cannot_be_read_ends_the_reading_or_is_told_of(
     ("name", "content", "fault"),
     [
         ("a.parquet", b"PAR1 but no more", "not a Parquet file"),
-        ("a.csv", b'a,b\n1,"2\n', "not CSV in UTF-8"),
-        ("a.csv", b"a,b\n1,\xff\n", "not CSV in UTF-8"),
         ("a.txt", b"", r"wanted a file ending in \.jsonl, \.parquet, \.csv"),
     ],
 )

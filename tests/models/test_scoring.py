@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.drafts import Draft, Drafter, KeepRows, Rows, Unrolled
 from models.hidden import Sample
-from models.scoring import score
+from models.scoring import score, trace
 
 SIZE, LENGTH, PROMPT = 4, 5, (1, 2, 3)
 ANSWERS = list(product(range(SIZE), repeat=LENGTH))
@@ -140,6 +140,20 @@ def test_the_score_of_a_greedy_answer_is_the_engines_count(
         steps, kept, begun = steps + 1, kept + right, begun + right + 1
     (scored,) = score(draft, target, [Sample("g", "d", list(PROMPT), list(answer))], 3, tmp_path)
     assert (scored.steps, scored.accepted) == (steps, kept)
+
+
+def test_a_trace_tells_each_step_that_the_score_counts(target: Path, tmp_path: Path) -> None:
+    draft, answer = Table(), [0]
+    while len(answer) < 6:
+        answer.append(int(draft.vocabulary[draft.logits[answer[-1]].argmax()]))
+    answer.append(1)  # which the draft can't say
+    sample = Sample("g", "d", list(PROMPT), answer)
+    [told], [scored] = trace(draft, target, [sample], 2, tmp_path), score(draft, target, [sample], 2, tmp_path)
+    # Token 0 comes from the prefill; two are right and a third comes with them, then two and the one it can't say.
+    assert (told.drafted, told.accepted) == ((2, 2), (2, 2))
+    assert (scored.steps, scored.accepted) == (len(told.drafted), sum(told.accepted))
+    with pytest.raises(ValueError, match="answer g was sampled; wanted greedy ones"):
+        trace(draft, target, [sample._replace(temperature=1.0)], 2, tmp_path)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])

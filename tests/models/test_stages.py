@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from models import catalog
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 
 TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 30, "num_held_out": 10}
@@ -72,10 +73,30 @@ def full() -> dict:
 @pytest.mark.parametrize(
     ("table", "key", "value", "message"),
     [
-        ("quantize", "method", {"name": "nf4"}, 'no engine serves "nf4"; choose one of: .*int8'),
-        ("finetune", "method", {"name": "bottleneck"}, '"bottleneck" can\'t be merged .*choose one of: .*lora'),
+        (
+            "quantize",
+            "method",
+            {"name": "nf4"},
+            'checkpoint of "nf4" is not served: .* "qlora" .* choose one of: .*int8',
+        ),
+        ("quantize", "method", {"name": "llm_int8"}, "bitsandbytes; int8_dynamic is served everywhere"),
+        ("quantize", "method", {"name": "kv_cache"}, 'engine rounds its cache by itself.*kv_cache_dtype = "fp8"'),
+        ("quantize", "method", {"name": "bitnet"}, "vLLM has no layer for it; redraft compare quantize trains"),
+        (
+            "finetune",
+            "method",
+            {"name": "bottleneck"},
+            '"bottleneck" can\'t be merged: no plain .*choose one of: .*lora',
+        ),
         ("finetune", "domain", "cod", r'key "domain": no \[text.cod\] \(did you mean "code"\?\)'),
         ("select", "num_documents", 500, r'key "num_documents" is 500, the pool of \[text\] has 120'),
+        (
+            "select",
+            "method",
+            {"name": "acceptance_gap"},
+            '"acceptance_gap" asks .* needs a table proxy',
+        ),
+        ("shrink", "method", {"name": "vocabulary", "vocab_size": 99}, '"vocabulary" leaves .* without a tokenizer'),
         ("select", "num_rounds", 61, "num_documents 60 is less than num_rounds 61"),
         ("prune", "pattern", "4:2", "4:2 would keep all weights"),
         ("prune", "pattern", 1.5, 'key "pattern.sparsity"'),
@@ -83,6 +104,36 @@ def full() -> dict:
     ],
 )
 def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, value, message) -> None:
+    full["select"].pop("proxy")
     full[table][key] = value
     with pytest.raises(ValueError, match=rf"(?s)\[{table}\].*{message}"):
         parse_recipe(full, "r")
+
+
+@pytest.mark.parametrize("later", ["prune", "quantize"])
+def test_a_low_rank_that_a_later_stage_would_lose_is_refused(full, later) -> None:
+    full["shrink"]["method"] = {"name": "low_rank", "share": 0.5}
+    del full[{"prune": "quantize", "quantize": "prune"}[later]]
+    with pytest.raises(ValueError, match=rf"\[{later}\] after \[shrink\] would lose a low rank of the layers"):
+        parse_recipe(full, "r")
+
+
+def test_factors_are_refused_where_the_engine_multiplies_by_matrices_alone(full) -> None:
+    del full["prune"], full["quantize"]
+    full["shrink"]["method"] = {"name": "low_rank", "share": 0.5, "keep": "factors"}
+    with pytest.raises(
+        ValueError, match=r'engine "vllm" multiplies by whole matrices: keep = "matrices", or \[engine\]'
+    ):
+        parse_recipe(full, "r")
+    full["engine"] = {"name": "torch", "num_draft_tokens": 2}
+    assert parse_recipe(full, "r").shrink.method.keep == "factors"
+
+
+def test_finetuning_learns_at_the_methods_own_rate_unless_the_recipe_says_another(full) -> None:
+    del full["finetune"]["learning_rate"]
+    full["finetune"]["method"] = {"name": "bitfit"}
+    recipe = parse_recipe(full, "r")
+    assert recipe.finetune.training.learning_rate == catalog.load("adapters", "bitfit").LEARNING_RATE
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    full["finetune"]["learning_rate"] = 0.5
+    assert parse_recipe(full, "r").finetune.training.learning_rate == 0.5

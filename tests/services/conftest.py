@@ -18,7 +18,7 @@ def world(
     """A running service; a test that changes what it serves puts it back."""
     home = tmp_path_factory.mktemp("world")
     make_target(tiny_target, home / "target", engine, loop)
-    world = World(home, home / "target")
+    world = World(home, home / "target", serve={"capture": {"share": 1.0}})
     with world.start():
         yield world
 

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,23 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.consent import subject_of
-from services.access import MAX_DEPTH, Admission, Keys, Refusal, check_limits, describe_origin, parse_body, wants_steps
-from services.config import ApiKey
+from infra.keys import ROLES, add_key, bring_keys, revoke_key, sha256_of
+from services.access import (
+    MAX_DEPTH,
+    Admission,
+    Caller,
+    Keys,
+    Refusal,
+    check_limits,
+    describe_origin,
+    parse_body,
+    wants_steps,
+)
 
-KEY = ApiKey(key="first-key-123")
-OTHER = ApiKey(key="second-key-123", log="full")
+FIRST, SECOND = "first-key-123", "second-key-123"
+KEY = Caller(sha256_of(FIRST), "client")
+OTHER = Caller(sha256_of(SECOND), "client", "full")
+OPERATOR = Caller(sha256_of("third-key-123"), "operator")
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +53,7 @@ def ask(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
+    raw = [(name.lower().encode(), value.encode()) for name, value in [("Host", "localhost"), *headers]]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
     asyncio.run(admission.around(echo)(scope, receive, send))
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
@@ -51,49 +64,130 @@ def bearer(key: str) -> tuple[str, str]:
     return ("Authorization", f"Bearer {key}")
 
 
-def test_a_known_key_is_identified_and_anything_else_is_401() -> None:
-    keys = Keys([KEY, OTHER])
-    assert keys.identify("Bearer first-key-123") == KEY
-    assert keys.identify("bearer  second-key-123") == OTHER
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The file of a home with two clients' keys."""
+    bring_keys(tmp_path / "keys.json", [(FIRST, KEY.log), (SECOND, OTHER.log)])
+    return tmp_path / "keys.json"
+
+
+@pytest.fixture
+def open_admission(tmp_path: Path) -> Admission:
+    """What stands before a service on loopback for which no client's key was made."""
+    return Admission(Keys(tmp_path / "none.json", loopback=True))
+
+
+def identify(keys: Keys, authorization: str | None, path: str = "/v1/models", host: str = "localhost") -> Caller | None:
+    headers = {"host": host} if authorization is None else {"host": host, "authorization": authorization}
+    return keys.identify(Headers(headers), path)
+
+
+def refusal_of(keys: Keys, authorization: str | None, path: str = "/v1/models", host: str = "localhost") -> Any:
+    with pytest.raises(Refusal) as refused:
+        identify(keys, authorization, path, host)
+    return refused.value.status, refused.value.code
+
+
+def test_a_known_key_is_identified_and_anything_else_is_401(file: Path) -> None:
+    keys = Keys(file, loopback=True)
+    assert identify(keys, "Bearer first-key-123") == KEY
+    assert identify(keys, "bearer  second-key-123") == OTHER
     for sent in (None, "", "first-key-123", "Basic first-key-123", "Bearer first-key-12", "Bearer \u00e9"):
-        with pytest.raises(Refusal) as refused:
-            keys.identify(sent)
-        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
-    assert Keys([]).identify(None) is None
+        assert refusal_of(keys, sent) == (401, "invalid_api_key")
 
 
-def test_with_keys_every_path_but_healthz_needs_one() -> None:
-    admission = Admission([KEY])
+def test_each_role_reaches_its_own_paths_and_what_is_not_named_is_the_operators(file: Path) -> None:
+    keys = {role: f"Bearer {add_key(file, role, role)}" for role in ROLES}
+    known = Keys(file, loopback=False)
+    reached = {"/v1/models": {"client", "operator"}, "/metrics": {"scraper", "operator"}}
+    for path in ("/v1/models", "/metrics", "/redraft/status", "/redraft/new", "/nothing", "/v1"):
+        for role in ROLES:
+            if role in reached.get(path, {"operator"}):
+                assert identify(known, keys[role], path, "redraft.example").role == role
+            else:
+                assert refusal_of(known, keys[role], path) == (403, "wrong_role")
+
+
+def test_keys_that_are_made_and_revoked_count_at_the_next_request(file: Path) -> None:
+    keys = Keys(file, loopback=True)
+    made = f"Bearer {add_key(file, 'late', 'client', 'none')}"
+    assert identify(keys, made).log == "none"
+    revoke_key(file, "late")
+    assert refusal_of(keys, made) == (401, "invalid_api_key")
+    assert identify(keys, "Bearer first-key-123") == KEY
+
+
+def test_a_file_that_is_torn_or_gone_changes_nothing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys(file, loopback=True)
+    for broken in (lambda: file.write_text('{"keys": ['), file.unlink):
+        broken()
+        assert identify(keys, "Bearer first-key-123") == KEY
+        assert refusal_of(keys, None) == (401, "invalid_api_key")
+    assert len(caplog.records) == 2
+    with pytest.raises(ValueError, match="does not hold keys"):
+        file.write_text("[]")
+        Keys(file, loopback=True)
+
+
+def test_on_loopback_a_client_needs_no_key_until_one_was_made_and_an_operator_always_does(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    keys, elsewhere = Keys(file, loopback=True), Keys(file, loopback=False)
+    operator = f"Bearer {add_key(file, 'me', 'operator')}"
+    assert identify(keys, None) is None
+    assert identify(keys, "Bearer none") is None  # the stock client always sends one
+    assert identify(keys, operator).role == "operator"
+    assert refusal_of(elsewhere, None) == (401, "invalid_api_key")
+    for path in ("/redraft/status", "/redraft/speculation", "/metrics"):
+        assert refusal_of(keys, None, path) == (401, "invalid_api_key")
+    add_key(file, "first", "client")
+    revoke_key(file, "first")
+    assert refusal_of(keys, None) == (401, "invalid_api_key")  # revoking the last key opens nothing
+
+
+def test_without_a_key_the_machine_must_be_asked_by_its_own_name(tmp_path: Path, file: Path) -> None:
+    keys = Keys(tmp_path / "none.json", loopback=True)
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.8.8.8", "[::1]:8000", "[::1]"):
+        assert identify(keys, None, host=host) is None
+    for host in ("", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1:80", "localhost:x"):
+        assert refusal_of(keys, None, host=host) == (403, "foreign_host")
+    assert identify(Keys(file, loopback=True), "Bearer first-key-123", host="redraft.example") == KEY
+
+
+def test_with_keys_every_path_but_healthz_needs_one(file: Path) -> None:
+    admission = Admission(Keys(file, loopback=True))
     for path in ("/v1/models", "/metrics", "/redraft/status", "/nothing"):
         status, body, headers = ask(admission, path)
         assert (status, body["error"]["type"]) == (401, "authentication_error")
         assert headers["www-authenticate"] == "Bearer"
     assert ask(admission, "/healthz")[0] == 200
-    assert ask(admission, headers=[bearer(KEY.key)])[0] == 200
-    assert admission.responses == {401: 4, 200: 2}
+    assert ask(admission, headers=[bearer(FIRST)])[0] == 200
+    status, body, _ = ask(admission, "/redraft/status", headers=[bearer(FIRST)])
+    assert (status, body["error"]["type"]) == (403, "permission_error")
+    assert admission.responses == {401: 4, 200: 2, 403: 1}
     assert admission.in_flight == 0
 
 
-def test_the_request_id_is_ours() -> None:
-    _, body, headers = ask(Admission([]), headers=[("X-Request-Id", "mine\u00e9")])
+def test_the_request_id_is_ours(open_admission: Admission) -> None:
+    _, body, headers = ask(open_admission, headers=[("X-Request-Id", "mine\u00e9")])
     assert body["id"] == [headers["x-redraft-request"]]
     assert len(headers["x-redraft-request"]) == 32
 
 
-def test_the_text_of_an_unforeseen_failure_never_reaches_the_client() -> None:
-    admission = Admission([])
-    status, body, _ = ask(admission, content=b"fail")
+def test_the_text_of_an_unforeseen_failure_never_reaches_the_client_nor_the_log(
+    open_admission: Admission, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, body, _ = ask(open_admission, content=b"fail")
     assert (status, body["error"]["type"], body["error"]["code"]) == (500, "server_error", "internal_error")
-    assert "swordfish" not in json.dumps(body)
-    assert admission.in_flight == 0
+    assert "swordfish" not in json.dumps(body) + caplog.text
+    assert "RuntimeError" in caplog.text
+    assert open_admission.in_flight == 0
 
 
-def test_while_draining_new_requests_are_503_and_health_is_still_answered() -> None:
-    admission = Admission([])
-    admission.draining = True
-    status, _, headers = ask(admission)
+def test_while_draining_new_requests_are_503_and_health_is_still_answered(open_admission: Admission) -> None:
+    open_admission.draining = True
+    status, _, headers = ask(open_admission)
     assert (status, headers["retry-after"]) == (503, "5")
-    assert ask(admission, "/healthz")[0] == 200
+    assert ask(open_admission, "/healthz")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -181,7 +275,7 @@ def test_ordinary_settings_pass_the_limits() -> None:
     )
 
 
-def origin(headers: dict[str, str], body: dict[str, Any], key: ApiKey | None = None) -> Any:
+def origin(headers: dict[str, str], body: dict[str, Any], key: Caller | None = None) -> Any:
     return describe_origin("id", Headers(headers), body, key)
 
 
@@ -199,7 +293,7 @@ def origin(headers: dict[str, str], body: dict[str, Any], key: ApiKey | None = N
         (None, None, OTHER, "full"),
     ],
 )
-def test_the_stricter_consent_wins(header: str | None, store: Any, key: ApiKey | None, wanted: str) -> None:
+def test_the_stricter_consent_wins(header: str | None, store: Any, key: Caller | None, wanted: str) -> None:
     headers = {} if header is None else {"X-Redraft-Log": header}
     assert origin(headers, {} if store is None else {"store": store}, key).consent == wanted
 
@@ -217,12 +311,16 @@ def test_a_malformed_domain_is_400(domain: str) -> None:
     assert origin({}, {}).domain == "default"
 
 
-def test_the_figures_of_each_step_are_told_to_who_asks_for_them() -> None:
-    assert wants_steps(Headers({"X-Redraft-Steps": "on"}))
-    assert not wants_steps(Headers({"X-Redraft-Steps": "off"}))
-    assert not wants_steps(Headers())
-    with pytest.raises(Refusal, match='X-Redraft-Steps is "yes", wanted on or off'):
-        wants_steps(Headers({"X-Redraft-Steps": "yes"}))
+def test_the_figures_of_each_step_are_told_to_operators_who_ask_for_them() -> None:
+    asks = Headers({"X-Redraft-Detail": "steps"})
+    assert wants_steps(asks, OPERATOR)
+    assert not wants_steps(Headers(), OPERATOR)
+    for other in (None, KEY, Caller("a-key-1234", "scraper")):
+        with pytest.raises(Refusal, match="for operators") as refused:
+            wants_steps(asks, other)
+        assert (refused.value.status, refused.value.code) == (403, "wrong_role")
+    with pytest.raises(Refusal, match='X-Redraft-Detail is "yes", wanted steps'):
+        wants_steps(Headers({"X-Redraft-Detail": "yes"}), OPERATOR)
 
 
 def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
@@ -238,3 +336,14 @@ def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
     assert {origin({}, {"user": user}, KEY).key for user in ("ann", "bob", None)} == {subject_of(KEY.key, None)}
     assert origin({}, {}, KEY).key != origin({}, {}, OTHER).key
     assert origin({}, {"user": "ann"}).key is None
+
+
+def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
+    def said(value: str | None) -> str:
+        headers = Headers({} if value is None else {"X-Redraft-Speculation": value})
+        return describe_origin("0" * 32, headers, {}, None).speculation
+
+    assert [said(value) for value in (None, "on", "off", "head")] == ["on", "on", "off", "head"]
+    with pytest.raises(Refusal, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
+        said("fast")
+    assert refused.value.status == 400

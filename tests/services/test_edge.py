@@ -12,6 +12,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from infra.keys import sha256_of
 from models.tokens import encode_chat
 from services.access import subject_of
 from tasks.stages.samples import usable
@@ -42,20 +43,22 @@ def _unharmed(world: World, usual: str) -> Iterator[None]:
         assert ask(client, PROMPTS[0], max_tokens=8).choices[0].message.content == usual
     after = world.status()
     assert {status for status, count in after["requests"].items() if count > before["requests"].get(status, 0)} <= {
-        "200", "400", "401", "404", "405", "415",
+        "200", "400", "401", "403", "404", "405", "415",
     }  # fmt: skip
     assert after["log"]["dropped"] == before["log"]["dropped"]
     world.wait_for("no request is left", lambda status: status["in_flight"] == 1)  # the one that asks
 
 
-def post(world: World, body: object, path: str = CHAT, **headers: str | bytes) -> httpx.Response:
+def post(
+    world: World, body: object, path: str = CHAT, operator: bool = False, **headers: str | bytes
+) -> httpx.Response:
     """Post JSON, or bytes as they are."""
     content = body if isinstance(body, bytes | Iterator) else json.dumps(body).encode()
     sent = [(name.replace("_", "-"), value) for name, value in headers.items()]
     return httpx.post(
         world.url + path,
         content=content,
-        headers=[*world.headers.items(), ("Content-Type", "application/json"), *sent],
+        headers=[*(world.operator if operator else world.headers).items(), ("Content-Type", "application/json"), *sent],
         timeout=60,
         trust_env=False,
     )
@@ -232,7 +235,7 @@ def test_bodies_that_trickle_in_hold_nobody_up_and_end_as_408(world: World, clie
 def test_a_reader_that_does_not_read_holds_nobody_up_and_its_stream_is_whole(
     world: World, client: openai.OpenAI
 ) -> None:
-    num_choices = 16  # with the alternatives of each token, more than the sockets' buffers hold
+    num_choices = 12  # with the alternatives of each token, more than the sockets' buffers hold
     body = chat(stream=True, n=num_choices, max_tokens=150, ignore_eos=True, logprobs=True, top_logprobs=20)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -350,17 +353,47 @@ def test_control_characters_reach_the_row_and_no_log(world: World, client: opena
     ask(client, text, user=text, extra_headers=FULL | {"X-Redraft-Domain": "control"}, max_tokens=4)
     [row] = world.wait_for_rows("control", 1)
     assert text in row.prompt
-    assert row.subject == subject_of(KEY, text)
-    require_refused(httpx.get(f"{world.url}/%1b%5b31mFORGED%0d%0a", headers=world.headers, trust_env=False), 404)
+    assert row.subject == subject_of(sha256_of(KEY), text)
+    require_refused(httpx.get(f"{world.url}/%1b%5b31mFORGED%0d%0a", headers=world.operator, trust_env=False), 404)
     require_refused(post(world, chat(model="\x1b[31mFORGED\r\n")), 404)
     log = (world.home / "service.log").read_bytes()
     assert b"FORGED" not in log
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"structured_outputs": {"regex": "(FORGED"}},
+        {"structured_outputs": {"grammar": "FORGED"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "FORGED"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/FORGED"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": "FORGED"}}}},
+        {"response_format": {"type": "structural_tag", "structures": "FORGED", "triggers": [5]}},
+    ],
+    ids=["regex", "grammar", "type", "reference", "properties", "tag"],
+)
+def test_a_schema_that_makes_no_sense_is_400_and_in_no_log(world: World, settings: dict[str, Any]) -> None:
+    require_refused(post(world, chat(**settings)), 400)
+    assert b"FORGED" not in (world.home / "service.log").read_bytes()
+
+
+def test_a_keys_made_up_domains_hide_nobody_elses(world: World) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    for number in range(20):
+        with world.client(world.flooder) as client:
+            ask(client, "hi", **options, extra_headers={"X-Redraft-Domain": f"junk-{number}"})
+    with world.client() as client:
+        ask(client, "hi", **options, extra_headers={"X-Redraft-Domain": "afterwards"})
+    domains = world.wait_for("rows", lambda told: "afterwards" in told["acceptance"])["acceptance"].keys()
+    assert len([name for name in domains if name.startswith("junk-")]) == 16
+    assert "other" in domains
+
+
 @pytest.mark.parametrize("body", [{"on": "../x"}, {"on": 1}, {"draft": "http://x/"}, {}, {"on": True, "draft": 2}])
 def test_an_operators_switch_takes_nothing_but_on_and_off(world: World, body: dict[str, Any]) -> None:
     before = world.status()
-    require_refused(post(world, body, "/redraft/speculation"), 400)
+    require_refused(post(world, body, "/redraft/speculation", operator=True), 400)
+    require_refused(post(world, {"on": False}, "/redraft/speculation"), 403, "wrong_role")
     after = world.status()
     assert (after["draft_version"], after["speculating"]) == (before["draft_version"], before["speculating"])
 
@@ -376,7 +409,7 @@ def test_a_flood_from_one_key_is_logged_whole_and_trained_on_in_part(world: Worl
             ask(other, prompt, **options)
     rows = world.wait_for_rows("flood", 20)
     assert len({row.subject for row in rows}) == 9
-    assert {row.key for row in rows} == {subject_of(KEY, None), subject_of(OTHER_KEY, None)}
+    assert {row.key for row in rows} == {subject_of(sha256_of(one), None) for one in (KEY, OTHER_KEY)}
     samples, left_out = usable(rows, target_version=0, max_share_per_key=0.5, min_rows=1)
     assert left_out == {"repeated": 7, "above one key's share": 5}
     assert len(samples) == 8

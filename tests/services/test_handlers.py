@@ -49,5 +49,23 @@ def test_what_a_handler_raises_becomes_a_refusal(raised: Exception, told: tuple[
         raise raised
 
     with pytest.raises(Refusal) as refused:
-        asyncio.run(answered(refuse()))
+        asyncio.run(answered(refuse(), {}))
     assert (refused.value.status, refused.value.message) == told
+
+
+def test_tools_that_nobody_can_use_are_the_clients_fault_and_their_text_stays_out_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(error: Exception) -> dict[str, Any]:
+        raise error
+
+    odd, tools = AttributeError("'str' object (what the client wrote"), {"tools": [{"type": "function"}]}
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(answered(fail(odd), tools))
+    assert (refused.value.status, refused.value.param) == (400, "tools")
+    assert "AttributeError" in caplog.text
+    assert "client wrote" not in caplog.text + refused.value.message
+    with pytest.raises(AttributeError):
+        asyncio.run(answered(fail(odd), {"response_format": {"type": "json_object"}}))
+    with pytest.raises(RuntimeError):  # a failure of ours is never called the client's
+        asyncio.run(answered(fail(RuntimeError("ours")), tools))

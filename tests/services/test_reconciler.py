@@ -28,7 +28,7 @@ from infra.registry import CHAMPION, ForeignVersion, Registry, Version, is_quara
 from infra.status import Phase
 from infra.store import StoreUnavailable
 from models import catalog
-from models.acceptance import Trace
+from models.acceptance import Tally
 from models.canary import Params as CanaryParams
 from models.drafts import eagle3, family_named
 from models.engines import Completion, Sampling
@@ -134,8 +134,8 @@ class World:
         self.home, self.target, self.goldens = home, target, goldens
         self.registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.config = ServiceConfig(
-            target_dir=target, registry_uri="unused", artifact_root=home, querylog=home / "q.db", cache=home / "cache",
-            state=home / "state.json", port=1,
+            target_dir=target, mlflow_uri="unused", mlflow_files=home, querylog=home / "q.db", cache=home / "cache",
+            state=home / "state.json", keys=home / "keys.json", port=1,
             serve=Serving(min_swap_interval_s=0, probation=Probation(timeout_s=60)),
         )  # fmt: skip
         self.card = describe(target)
@@ -146,7 +146,7 @@ class World:
         self.loop: Reconciler
         self.counts: Counter[str] = Counter()
         self.runner = asyncio.Runner()  # one event loop, as a replica has
-        self.traffic: list[Trace] = []
+        self.traffic: list[Tally] = []
         self.told: list[str] = []
 
     def push(
@@ -790,6 +790,25 @@ def test_a_champion_with_a_tag_changed_by_hand_is_left_alone_and_named(running: 
     assert (boot.version.number, running.counts["errors"]) == (1, 1)
 
 
+def test_a_draft_that_there_is_no_memory_for_is_not_loaded_and_comes_when_there_is(world: World) -> None:
+    world.push()
+    world.boot(min_free_memory_gib=1e6)
+    world.tick()
+    newer = world.push(fault="corrupts")  # were it loaded, its probation would refuse it
+    world.tick(2)
+    assert (world.serving(), world.engine.speculating) == (1, True)
+    assert (world.counts["swaps"], world.counts["postponed"], world.counts["reverts"]) == (0, 1, 0)
+    assert "GiB of memory are free, a swap wants 1000000.00" in world.loop.state.postponed[label(newer)].reason
+    assert (world.loop.state.refused, world.champion()) == ({}, newer.number)
+    world.faults.clear()
+    world.loop._config = world.config.model_copy(
+        update={"serve": world.config.serve.model_copy(update={"min_free_memory_gib": 0.0})}
+    )
+    world.make_due()
+    world.tick()
+    assert (world.serving(), world.counts["swaps"], world.loop.state.postponed) == (newer.number, 1, {})
+
+
 def test_swaps_are_kept_apart(running: World) -> None:
     running.boot(min_swap_interval_s=3600)
     running.tick()
@@ -902,10 +921,10 @@ def test_what_checks_a_draft_goes_before_traffic_and_what_checks_it_later_after_
     assert (checked.engine.priorities, checked.counts["canaries"]) == ({LAST}, 1)
 
 
-def traffic(accepted: int) -> list[Trace]:
+def traffic(accepted: int) -> list[Tally]:
     """Return the last requests of draft 1, which was promised a τ of 2.5."""
     return [
-        Trace(request_id=str(number), token_ids=(), drafted=(3,) * 9, accepted=(accepted,) * 9, domain="chat")
+        Tally(number, "chat", steps=9, drafted=27, accepted=9 * accepted)
         for number in range(CanaryParams().num_requests)
     ]
 

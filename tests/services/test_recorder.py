@@ -104,7 +104,14 @@ def test_several_generations_of_one_request_are_rows_and_one_usage(recorder: Rec
     recorder.expect(origin())
     for index in range(2):
         recorder.finished(completion(f"cmpl-{ID}-{index}"), Settings())
-    counts = {"draft_version": "7", "drafted": 12, "accepted": 4, "steps": 6, "mean_accepted_length": 1.6667}
+    counts = {
+        "draft_version": "7",
+        "drafted": 12,
+        "accepted": 4,
+        "looked_up": 0,
+        "steps": 6,
+        "mean_accepted_length": 1.6667,
+    }
     assert recorder.usage(ID) == counts
     steps = {"drafted_per_step": [3, 3, 0] * 2, "accepted_per_step": [2, 0, 0] * 2}
     assert recorder.usage(ID, by_step=True) == counts | steps
@@ -175,6 +182,7 @@ def test_speculation_off_does_not_count_as_bad_acceptance(recorder: Recorder) ->
         "draft_version": "7",
         "drafted": 0,
         "accepted": 0,
+        "looked_up": 0,
         "steps": 0,
         "mean_accepted_length": None,
     }
@@ -187,7 +195,7 @@ def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
     recorder.finished(completion(finish_reason="Not A Word"), Settings())
     recorder.finished(completion(), Settings())
     recorder.close()
-    assert recorder.counts() == LogCounts(written=1, dropped=1, last_error=None)
+    assert recorder.counts() == LogCounts(written=1, dropped=1, unlogged=0, last_error=None)
 
 
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
@@ -202,3 +210,38 @@ def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
     counts = recorder.counts()
     assert counts.dropped > 0
     assert counts.written + counts.dropped == 200
+
+
+def test_only_requests_that_the_draft_drafted_alone_count_for_its_acceptance(recorder: Recorder) -> None:
+    for number, way in enumerate(("auto", "head", "off")):
+        request_id = f"{number:032x}"
+        recorder.expect(origin(request_id=request_id))
+        recorder.finished(completion(f"chatcmpl-{request_id}", drafting=way), Settings())
+    assert recorder.acceptance("7")["chat"].requests == 1
+
+
+def test_a_client_can_not_choose_what_a_draft_is_judged_by(recorder: Recorder) -> None:
+    for number, asks in enumerate(("head", "on")):
+        request_id = f"{number:032x}"
+        recorder.expect(origin(request_id=request_id)._replace(speculation=asks))
+        recorder.finished(completion(f"chatcmpl-{request_id}"), Settings())
+    assert [tally.number for tally in recorder.recent("7")] == [0]
+
+
+def test_a_row_says_how_it_was_drafted_and_what_was_looked_up(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(drafting="auto", matches=(0, 5, 0)), Settings())
+    usage = recorder.usage(ID)
+    assert usage is not None
+    assert (usage["accepted"], usage["looked_up"]) == (2, 0)
+    recorder.close()
+    (row,) = querylog.rows(1, 9)
+    assert (row.drafting, row.matches) == ("auto", [0, 5, 0])
+
+
+def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(matches=(4, 0, 0)), Settings())
+    usage = recorder.usage(ID)
+    assert usage is not None
+    assert (usage["accepted"], usage["looked_up"]) == (2, 2)

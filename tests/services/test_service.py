@@ -1,5 +1,6 @@
 """The whole service, as `python -m services.main` starts it: Ray Serve, vLLM, a registry; asked by the stock client."""
 
+import re
 import threading
 import time
 from typing import Any
@@ -8,8 +9,13 @@ import httpx
 import openai
 import pytest
 
+from infra.captured import CapturedFiles
+from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
-from tests.world import PROMPTS, World, ask, stream_text
+from infra.querylog import QueryLog
+from models.captured import read
+from models.targets import describe
+from tests.world import KEY, MAX_TOKENS, PROMPTS, World, ask, stream_text
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +47,43 @@ def test_only_what_was_consented_to_is_logged(client: openai.OpenAI, world: Worl
     stored = b"".join(file.read_bytes() for file in world.querylog.parent.glob("queries.db*"))
     assert b"secret of" not in stored
     assert b"ada@example.org" not in stored
+
+
+def test_an_erasure_reaches_the_recent_answers_in_the_services_memory(client: openai.OpenAI, world: World) -> None:
+    log, told = QueryLog(world.querylog), world.home / "service.log"
+
+    def forgotten(number: int) -> int:
+        """Return how many tokens of recent answers the service forgot for an erasure."""
+        said = re.compile(f"erasure {number}: forgot ([0-9]+) tokens")
+        wait_until(lambda: said.search(told.read_text()) is not None, 20, None, f"erasure {number} to be noticed")
+        [num_tokens] = said.findall(told.read_text())
+        return int(num_tokens)
+
+    for prompt in PROMPTS[:4]:
+        ask(client, prompt, user="erin", extra_headers={"X-Redraft-Log": "full"})
+    assert forgotten(log.erase("a hash").number) > MAX_TOKENS
+    assert forgotten(log.erase("a hash").number) == 0
+    log.close()
+
+
+def test_hidden_states_are_written_for_rows_that_may_be_trained_on_as_they_were_served_and_for_no_others(
+    client: openai.OpenAI, world: World
+) -> None:
+    files, full = CapturedFiles(world.querylog), {"X-Redraft-Log": "full", "X-Redraft-Domain": "captured"}
+    before = {file.name for file in files.folder.iterdir()}
+    ask(client, "only counted")
+    ask(client, "mail me at bob@example.org", extra_headers=full)
+    ask(client, "two answers", n=2, temperature=1.0, extra_headers=full)
+    ask(client, "kept as it is", extra_headers=full)
+    row = world.wait_for_rows("captured", 2)[-1]
+    assert "kept as it is" in str(row.prompt)
+    wait_until(files.path_of(row.id).exists, 10, None, "its states")
+    assert {file.name for file in files.folder.iterdir()} - before == {files.path_of(row.id).name}
+    card = describe(world.target)
+    found = read(files.path_of(row.id), card.sha256, (1, 2), [*(row.prompt_ids or ()), *(row.completion_ids or ())])
+    assert len(found.states) + found.first == len(row.prompt_ids or ()) + len(row.completion_ids or ()) - 1
+    assert files.path_of(row.id).stat().st_mode & 0o077 == files.folder.stat().st_mode & 0o077 == 0
+    assert world.status()["captured"]["not wanted"] >= 1
 
 
 def test_drafts_are_swapped_while_clients_stream_and_no_answer_changes(world: World, client: openai.OpenAI) -> None:
@@ -106,20 +149,50 @@ def test_a_draft_for_another_target_is_left_alone(world: World) -> None:
     world.registry.promote("draft", int(good))
 
 
+def test_the_log_says_at_the_start_which_model_runner_serves(world: World) -> None:
+    log = (world.home / "service.log").read_text()
+    assert "vLLM's model runner is V1, vllm.v1.worker.cpu_model_runner.CPUModelRunner" in log
+
+
 def test_speculation_can_be_switched_off_and_on(world: World, client: openai.OpenAI) -> None:
     text = stream_text(client, PROMPTS[1])[0]
     for on in (False, True):
         url = f"{world.url}/redraft/speculation"
-        httpx.post(url, json={"on": on}, headers=world.headers, timeout=30, trust_env=False).raise_for_status()
+        httpx.post(url, json={"on": on}, headers=world.operator, timeout=30, trust_env=False).raise_for_status()
         again, _, usage = stream_text(client, PROMPTS[1])
         assert again == text
         assert (usage["redraft"]["drafted"] > 0) is on
 
 
 def test_metrics_count_requests_and_swaps(world: World) -> None:
-    text = httpx.get(f"{world.url}/metrics", headers=world.headers, timeout=10, trust_env=False).text
+    text = httpx.get(f"{world.url}/metrics", headers=world.operator, timeout=10, trust_env=False).text
     assert "redraft_mean_accepted_length" in text
     assert "vllm:" in text
+
+
+def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the_service_runs(world: World) -> None:
+    file = world.home / "keys.json"
+    made = {role: add_key(file, f"a-{role}", role) for role in ROLES}
+    paths = ("/v1/models", "/metrics", "/redraft/status")
+
+    def asked(key: str, steps: bool = False) -> list[int]:
+        detail = {"X-Redraft-Detail": "steps"} if steps else {}
+        headers = {"Authorization": f"Bearer {key}", **detail}
+        if not steps:
+            return [httpx.get(world.url + path, headers=headers, trust_env=False).status_code for path in paths]
+        chat = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        answer = httpx.post(f"{world.url}/v1/chat/completions", json=chat, headers=headers, trust_env=False)
+        return [answer.status_code]
+
+    assert asked(made["client"]) == [200, 403, 403]
+    assert asked(made["scraper"]) == [403, 200, 403]
+    assert asked(made["operator"]) == [200, 200, 200]
+    assert [asked(made["client"], steps=True), asked(made["operator"], steps=True)] == [[403], [200]]
+    for role in ROLES:
+        revoke_key(file, f"a-{role}")
+        assert asked(made[role]) == [401, 401, 401]
+    kept = [entry.read_bytes() for entry in world.home.rglob("*") if entry.is_file() and entry.suffix != ".safetensors"]
+    assert not [key for key in (*made.values(), KEY) if any(key.encode() in content for content in kept)]
 
 
 def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_so_is_the_way_back(
@@ -136,7 +209,7 @@ def test_a_draft_of_another_k_is_served_by_a_replica_of_its_own_and_so_is_the_wa
 
         status = world.wait_for(f"draft {version}", serves, timeout_s=240)
         assert status["swaps"] == 0  # it booted with it
-        again, _, usage = stream_text(client, PROMPTS[2], extra_headers={"X-Redraft-Steps": "on"})
+        again, _, usage = stream_text(client, PROMPTS[2], extra_headers=world.operator | {"X-Redraft-Detail": "steps"})
         assert again == text
         assert max(usage["redraft"]["drafted_per_step"]) == k
         assert "quarantined" not in world.registry.get("draft", version).tags

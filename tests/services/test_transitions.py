@@ -30,6 +30,7 @@ from services.events import (
     MadeForAnother,
     Named,
     NeedsReplica,
+    NoRoom,
     Passed,
     Prove,
     PutBack,
@@ -93,6 +94,7 @@ EVENTS: dict[type[Event], Callable[[DraftState], Event]] = {
     Fetched: lambda _: Fetched(draft(3), 100.0),
     MadeForAnother: lambda _: MadeForAnother(version(3), "another target"),
     NeedsReplica: lambda _: NeedsReplica("another family"),
+    NoRoom: lambda _: NoRoom(version(3), "little memory", 100.0),
     Swapped: lambda _: Swapped(30.0),
     Passed: lambda _: PASSED,
     Failed: lambda state: Failed(
@@ -122,6 +124,7 @@ EXPECTED: dict[type[Event], list[tuple[object, ...] | None]] = {
     Fetched: [NEVER, (Phase.TRYING, Try), NEVER, (Phase.TRYING, Try), NEVER, NEVER, NEVER, (Phase.TRYING, Try)],
     MadeForAnother: [(Count,), (Count,), NEVER, (Count,), NEVER, NEVER, NEVER, (Count,)],
     NeedsReplica: [(Say,), (Say,), NEVER, (Say,), NEVER, NEVER, NEVER, (Say,)],
+    NoRoom: [NEVER, (Count,), NEVER, (Count,), NEVER, NEVER, NEVER, (Count,)],
     Swapped: [NEVER, NEVER, NEVER, NEVER, NEVER, (Count,), NEVER, NEVER],
     Passed: [
         NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER, (Phase.SERVING, Remember, Say), NEVER, NEVER,

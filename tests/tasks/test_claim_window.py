@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, publish, staged
+from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from infra.registry import Pair, Version
@@ -84,6 +85,20 @@ def test_too_few_rows_open_no_window_and_the_same_process_gets_its_window_again(
     assert claim_window.fn(REFRESH) == window
     advance_cursor.fn(window)
     assert log.cursor() == 40
+
+
+def test_hidden_states_captured_of_rows_go_once_their_window_was_trained_on(log):
+    log.append([row(n) for n in range(REFRESH.max_rows + 1)])
+    files, ids = CapturedFiles(log.path), log.ids()
+    files.make()
+    for row_id in ids:
+        files.path_of(row_id).write_bytes(b"states")
+    window = claim_window.fn(REFRESH)
+    with pytest.raises(ZeroDivisionError), hold_window(window):
+        raise ZeroDivisionError
+    assert len(list(files.folder.iterdir())) == REFRESH.max_rows + 1
+    advance_cursor.fn(claim_window.fn(REFRESH))
+    assert list(files.folder.iterdir()) == [files.path_of(ids[-1])]
 
 
 def test_a_window_whose_training_always_fails_is_set_aside_with_its_error_and_later_rows_train(log):
@@ -165,6 +180,24 @@ def test_window_replay_and_first_samples_are_mixed_and_no_cluster_is_on_two_side
     assert not clusters_of(train + held_out) & clusters_of(probe)
     assert len({one.id for one in train + held_out + probe}) == len(train + held_out + probe)
     assert "" not in clusters_of(train + held_out + probe)
+
+
+def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window_is_committed(log, first_samples, pair):
+    held(log, pair, first_samples, [row(n) for n in range(100)])
+    log.append([row(n) for n in range(100, 150)])
+    window = claim_window.fn(REFRESH)
+    parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
+    snapshot = parts.samples.path.name
+    in_part = {part: read_samples(parts.samples, part) for part in ("train", "held_out", "probe")}
+    seqs = {one.id: one.seq for one in log.rows(1, 150)}
+    for part, samples in in_part.items():
+        for sample in samples:
+            if (seq := seqs.get(sample.id)) is not None:
+                replayed = part == "train" and seq < window.first_seq
+                assert log.reads_of([seq])[snapshot] == {"replay" if replayed else part: 1}
+    read = log.reads_of(seqs.values())[snapshot]
+    assert read["train"] > 0 and read["replay"] > 0 and read["held_out"] > 0 and read["probe"] > 0
+    assert sum(read.values()) == len({one.id for samples in in_part.values() for one in samples} & seqs.keys())
 
 
 def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_samples, pair):

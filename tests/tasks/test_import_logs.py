@@ -139,6 +139,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": CHAT, "temperature": True}, "with an invalid temperature", "temperature is True"),
     ({"messages": CHAT, "subject": 7}, "with an invalid subject", "subject is a int, wanted a text"),
+    ({"messages": CHAT, "temperature": 10**400}, "with wrong fields", "OverflowError: int too large"),
+    ({"messages": CHAT, "subject": "a\ud800"}, "with wrong fields", "UnicodeEncodeError: .*surrogates not allowed"),
 ]
 
 

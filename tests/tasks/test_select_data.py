@@ -4,7 +4,7 @@ import pytest
 
 from models.recipe import Traffic
 from models.sources.synthetic import Params
-from tasks.select_data import choose_prompts, read_prompts, select_data
+from tasks.select_data import choose_more, choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
 
@@ -24,6 +24,18 @@ def test_a_domain_without_training_has_no_such_part():
 def test_too_few_prompts_are_refused_by_name():
     with pytest.raises(ValueError, match='domain "chat" has .* prompts for train, the recipe wants 500'):
         choose_prompts("chat", TRAFFIC.model_copy(update={"num_train": 500}), seed=0)
+
+
+def test_more_prompts_of_a_part_begin_with_the_recipes_own_and_stay_out_of_the_other_parts():
+    parts = choose_prompts("chat", TRAFFIC, seed=0)
+    more = choose_more("chat", TRAFFIC, 0, "requests", 90)
+    assert more[:30] == parts["requests"]
+    assert len({prompt.id for prompt in more}) == 90
+    assert {prompt.domain for prompt in more} == {"chat"}
+    others = {prompt.group for part in ("train", "held_out") for prompt in parts[part]}
+    assert not others & {prompt.group for prompt in more}
+    with pytest.raises(ValueError, match='domain "chat" has .* prompts for requests, got 300 to ask for'):
+        choose_more("chat", TRAFFIC, 0, "requests", 300)
 
 
 def test_the_task_writes_every_part(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ def answer(status: str, **told: object) -> Answer:
 
 
 def test_answers_are_summed_up_and_failures_counted_by_their_name() -> None:
-    ok = answer("ok", num_tokens=8, draft_version="7", drafted_per_step=(3, 3, 3), accepted_per_step=(3, 0, 1))
+    ok = answer("ok", num_tokens=8, draft_version="7", num_steps=3, num_accepted=4)
     report = summarise([ok, answer("http 503"), answer("truncated", num_tokens=5), answer("http 503")], seconds=2.0)
     assert (report.num_requests, report.num_ok, report.tau, report.tokens_per_s) == (4, 1, pytest.approx(7 / 3), 4.0)
     assert report.failures == {"http 503": 2, "truncated": 1}

@@ -7,14 +7,15 @@ does.
 import os
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models import catalog
 from models.engines import Engine, EngineParams
 from models.engines.vllm.installed import engine_arguments, tool_parsers
-from models.params import did_you_mean
+from models.lengths import goodput
+from models.params import BaseParams, Frozen, did_you_mean
 
 if TYPE_CHECKING:
     from models.verify import Rules
@@ -34,6 +35,7 @@ OWNED = {
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     **dict.fromkeys(("worker_cls", "worker_extension_cls", "scheduler_cls", "distributed_executor_backend"), _OWN),
     **dict.fromkeys(("async_scheduling", "disable_log_stats"), _OWN),
+    "additional_config": "what the scheduler plans by is handed over in it",
     "scheduling_policy": _TURNS,
     **dict.fromkeys(("enable_auto_tool_choice", "tool_call_parser"), _SERVE),
     "served_model_name": "the service names the model",
@@ -42,15 +44,40 @@ OWNED = {
 }
 
 
+class LookUp(Frozen):
+    """What is looked up beside the draft, see models/lookup.py.
+
+    Attributes:
+        num_tokens: the most tokens that are drafted so; 0 looks nothing up.
+        shortest, longest: tokens at the end of a sequence that must stand elsewhere too.
+        remembered: tokens of recent answers that are kept in memory for each API key and looked up by its other
+            requests; 0 looks up a request's own text alone.
+    """
+
+    num_tokens: int = Field(8, ge=0, le=64)
+    shortest: int = Field(3, ge=1)
+    longest: int = Field(16, ge=1)
+    remembered: int = Field(8192, ge=0)
+
+    @model_validator(mode="after")
+    def _a_match_has_a_length(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"wanted shortest ≤ longest; got {self.shortest} and {self.longest}")
+        return self
+
+
 class Params(EngineParams):
     """How the engine runs.
 
     Attributes:
         max_num_seqs: sequences decoded at once.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
-        enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`.
+        enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`; "auto" compiles
+            what serves, see models/engines/vllm/mode.py.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
+        lookup: what is looked up beside the draft.
+        lengths: the policy that says how many tokens are drafted in a step, K at most.
         extra: further vLLM engine arguments, passed through; none of OWNED, and `speculative_config`, for a way of
             drafting that is vLLM's own, only where num_draft_tokens is 0.
     """
@@ -58,9 +85,11 @@ class Params(EngineParams):
     name: Literal["vllm"] = "vllm"
     max_num_seqs: int = 32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    enforce_eager: bool = True
+    enforce_eager: bool | Literal["auto"] = "auto"
     kv_cache_gib: int = 1
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    lookup: LookUp = LookUp()
+    lengths: Annotated[BaseParams, catalog.Method("lengths")] = goodput.Params()
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
 
     @property
@@ -69,6 +98,13 @@ class Params(EngineParams):
         from models.verify import Rules  # torch
 
         return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
+
+    @field_validator("lengths")
+    @classmethod
+    def _plans_batches(cls, lengths: BaseParams) -> BaseParams:
+        if not hasattr(catalog.load("lengths", lengths.name), "plan"):
+            raise ValueError(f"length policy {lengths.name} looks at one sequence; it can't plan the steps of a batch")
+        return lengths
 
     @field_validator("extra")
     @classmethod
@@ -104,6 +140,7 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_LOGS": os.environ.get("TORCH_LOGS", "-torch._library.triton"),  # else each process says it has no triton
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
 
@@ -116,12 +153,21 @@ def require_tool_parser(name: str) -> None:
 
 
 async def start(
-    target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+    target: Path,
+    draft: Path | None,
+    params: Params,
+    served_name: str = "target",
+    draft_version: str = "",
+    costs: Path | None = None,
 ) -> Engine:
     """See `VllmEngine.start`; vLLM takes seconds to import, so that happens here."""
     from models.engines.vllm.engine import VllmEngine
+    from models.engines.vllm.measuring import measure
 
-    return await VllmEngine.start(target, draft, params, served_name, draft_version)
+    engine = await VllmEngine.start(target, draft, params, served_name, draft_version, costs)
+    if costs is not None:
+        await measure(engine)
+    return engine
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,20 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
+import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import vllm
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import VllmConfig
+from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
-from vllm.exceptions import VLLMError
+from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -25,10 +27,17 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models import catalog
 from models.drafts import family_of, require_family
-from models.engines import Completion, Sampling
+from models.engines import Completion, Sampling, Way
 from models.engines.vllm import Params
-from models.engines.vllm.scheduler import STEPS
+from models.engines.vllm.capture import Claim
+from models.engines.vllm.drafting import WISHES, Pace, Wishes
+from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.mode import Mode, Times, mode_of
+from models.engines.vllm.planning import Setup, measured_for
+from models.engines.vllm.proposer import METHODS
+from models.engines.vllm.scheduler import PACE, SPEED, STEPS
 from models.precision import fast_dtype
+from models.speeds import Speed
 from models.verify import Rules
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
@@ -38,46 +47,71 @@ TOLERANCE = 0.05
 # sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
 # (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
-
 # vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
 
 OnFinish = Callable[[Completion, SamplingParams], None]
+WishesOf = Callable[[str], Wishes]
 
 log = logging.getLogger(__name__)
 
 
 class TappedLLM(AsyncLLM):
-    """AsyncLLM that tells `on_finish` of every request of one answer once it has ended, aborted ones too."""
+    """AsyncLLM that asks how a request is to be drafted, and tells of every answer that has ended, aborted ones too.
+
+    Attributes:
+        on_finish: is told; not of requests for several answers.
+        pace: what the planner expected when a request ended last; None without a planner.
+        grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
+        speeds: how fast requests are decoded, by domain, as it was when one of the domain ended last.
+        num_swaps: drafts that were swapped in.
+        wishes_of: is asked by a request's id; without it each request is drafted as the engine finds it fastest.
+    """
 
     on_finish: OnFinish | None = None
+    wishes_of: WishesOf | None = None
     draft_version: str = ""
     speculating: bool = False
     rules: Rules
+    pace: Pace | None = None
+    grammars: Grammars | None = None
+    num_swaps: int = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See the base class."""
+        self.speeds: dict[str, Speed] = {}
+        super().__init__(*args, **options)
 
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, wishes: Wishes | None = None, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See the base class.
+        """See the base class; what a client put where `wishes` travel is overwritten.
 
         Raises:
+            VLLMValidationError: what constrains the answer is refused, or leads nowhere.
             EngineDeadError: the engine broke the answer off, as it does to all when it is told to end; vLLM would pass
             on what there is as a whole answer, with finish reason "abort".
         """
+        if self.grammars is not None and sampling_params.structured_outputs is not None:
+            await self.grammars.require(sampling_params.structured_outputs)
+        if wishes is None:
+            wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id)
+        wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
         if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                _require_not_aborted(output)
+                _require_unbroken(output, sampling_params)
                 output.kv_transfer_params = None
                 yield output
             return
-        tap = _Tap(request_id, sampling_params, self.draft_version, self.speculating, self.rules)
+        tap = _Tap(request_id, sampling_params, wishes, self)
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 tap.see(output)
-                _require_not_aborted(output)
+                _require_unbroken(output, sampling_params)
                 if output.finished:
                     answered: Any = output  # it carries the completion to `VllmEngine.generate`
                     answered.completion = tap.completion()
@@ -93,20 +127,22 @@ class TappedLLM(AsyncLLM):
             self.on_finish(completion, sampling_params)
 
 
-def _require_not_aborted(output: RequestOutput) -> None:
-    if any(answer.finish_reason == "abort" for answer in output.outputs):
+def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) -> None:
+    reasons = {answer.finish_reason for answer in output.outputs}
+    if "abort" in reasons:
         raise EngineDeadError
+    if "error" in reasons and sampling_params.structured_outputs is not None:
+        raise VLLMValidationError("no answer can be of this form: its grammar leads where no token may follow")
 
 
 class _Tap:
     """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
 
-    def __init__(
-        self, request_id: str, sampling: SamplingParams, draft_version: str, speculating: bool, rules: Rules
-    ) -> None:
-        self.request_id, self.sampling = request_id, sampling
-        self.count_accepted = catalog.load("verify", rules.at(sampling.temperature).name).count_accepted
-        self.draft_version, self.speculating = draft_version, speculating
+    def __init__(self, request_id: str, sampling: SamplingParams, wishes: Wishes, llm: TappedLLM) -> None:
+        self.request_id, self.sampling, self.llm = request_id, sampling, llm
+        self.drafting, self.domain = cast("Way", wishes.drafting), wishes.domain
+        self.count_accepted = catalog.load("verify", llm.rules.at(sampling.temperature).name).count_accepted
+        self.draft_version, self.speculating = llm.draft_version, llm.speculating
         self.started, self.first_token = time.monotonic(), 0.0
         self.last_token = self.started
         self.prompt_ids: tuple[int, ...] = ()
@@ -133,6 +169,10 @@ class _Tap:
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
             transfer = output.kv_transfer_params or {}
             self.steps = transfer.pop(STEPS, [])
+            if pace := transfer.pop(PACE, None):
+                self.llm.pace = Pace(*pace)
+            if speed := transfer.pop(SPEED, None):
+                self.llm.speeds[self.domain] = Speed(*speed)
             output.kv_transfer_params = transfer or None
 
     def completion(self) -> Completion:
@@ -141,21 +181,23 @@ class _Tap:
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
-            drafted=tuple(len(ids) for _, *ids in self.steps),
+            drafted=tuple(len(ids) for _, _, *ids in self.steps),
             accepted=tuple(self._accepted()),
-            drafted_ids=tuple(tuple(ids) for _, *ids in self.steps),
+            drafted_ids=tuple(tuple(ids) for _, _, *ids in self.steps),
+            matches=tuple(match for match, *_ in self.steps),
             finish_reason=self.finish_reason,
             first_token_ms=1000 * max(self.first_token - self.started, 0.0),
             per_token_ms=1000 * max(self.last_token - self.first_token, 0.0) / num_later,
             draft_version=self.draft_version,
             speculating=self.speculating,
+            drafting=self.drafting,
             gaps=tuple(self.gaps),
         )
 
     def _accepted(self) -> Iterator[int]:
         """Count each step's accepted tokens; the answer's first token is no step's."""
         position = 1
-        for num_emitted, *drafted in self.steps:
+        for _, num_emitted, *drafted in self.steps:
             yield self.count_accepted(drafted, self.token_ids[position : position + num_emitted])
             position += num_emitted
 
@@ -172,16 +214,28 @@ class VllmEngine:
         llm: the AsyncLLM; vLLM's OpenAI handlers are built over it.
         frontend_args: what those handlers are configured by.
         draft: directory of the draft that is loaded, or None.
+        setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
+        mode: whether it was compiled.
+        times: what plain steps took in each mode.
     """
 
-    def __init__(self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None) -> None:
-        self.llm, self.draft = llm, draft
+    def __init__(
+        self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None, setup: Setup | None, mode: Mode, times: Times
+    ) -> None:
+        self.llm, self.draft, self.setup, self.mode, self.times = llm, draft, setup, mode, times
         frontend = FrontendArgs()
         self.frontend_args = argparse.Namespace(**{**vars(frontend), **vars(args)})
 
     @classmethod
     async def start(
-        cls, target: Path, draft: Path | None, params: Params, served_name: str = "target", draft_version: str = ""
+        cls,
+        target: Path,
+        draft: Path | None,
+        params: Params,
+        served_name: str = "target",
+        draft_version: str = "",
+        costs: Path | None = None,
+        serves: bool = False,
     ) -> "VllmEngine":
         """Start the engine's processes and load both models.
 
@@ -191,6 +245,8 @@ class VllmEngine:
             params: how it runs.
             served_name: the model name that requests use.
             draft_version: what the draft is called in outputs.
+            costs: folder that keeps what steps take over restarts; without it nothing is kept.
+            serves: whether it is to run on, rather than to answer a batch; see `mode_of`.
 
         Raises:
             ValueError: a directory can't be loaded, or vLLM is asked for a model runner that is not supported.
@@ -198,26 +254,40 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
             raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
+        dtype = _dtype() if params.dtype == "auto" else params.dtype
+        holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
+        times = Times(costs, holds)
+        mode = mode_of(params, target, dtype, serves, times)
         speculative: dict[str, Any] = {}
+        setup: Setup | None = None
         if draft is not None and params.num_draft_tokens > 0:
-            speculative["speculative_config"] = {
+            drafting = {
                 **family_of(draft).vllm_config(draft),
                 "num_speculative_tokens": params.num_draft_tokens,
                 "draft_sample_method": params.draft_sample_method,
             }
+            if drafting["method"] in METHODS:
+                facts = measured_for(target, draft, dtype, mode.eager, vllm.__version__)
+                file = None if costs is None else costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+                setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts)
+                drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
+                drafting["disable_padded_drafter_batch"] = True  # the proposer gets the accepted tokens alone
+            speculative["speculative_config"] = drafting
             speculative["per_request_spec_decode_metrics"] = "summary"  # of an answer: metrics.speculative_decoding
         args = AsyncEngineArgs(
             **{
                 "model": str(target),
                 "served_model_name": [served_name],
-                "dtype": _dtype() if params.dtype == "auto" else params.dtype,
+                "dtype": dtype,
                 "max_model_len": params.max_model_len,
                 "max_num_seqs": params.max_num_seqs,
-                "enforce_eager": params.enforce_eager,
+                "enforce_eager": mode.eager,
                 "distributed_executor_backend": "mp",
                 "worker_extension_cls": "models.engines.vllm.worker.DraftWorker",
                 "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
                 "scheduling_policy": "priority",
+                # "auto" compiles all by what the first request needed.
+                "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
                 "async_scheduling": False,
                 "disable_log_stats": False,
                 **speculative,
@@ -225,14 +295,18 @@ class VllmEngine:
             }
         )
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if setup is not None:
+            config.additional_config = setup
         with _worker_inside(config):
             # Annotated with the base class; it makes one of the class it is called on.
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         llm.rules = params.rules
-        engine = cls(llm, args, draft)
+        engine = cls(llm, args, draft, setup, mode, times)
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
+            if setup is not None:
+                await engine._call("follow_plans")
         except BaseException:
             await engine.close()
             raise
@@ -257,6 +331,25 @@ class VllmEngine:
     def on_finish(self, callback: OnFinish | None) -> None:
         self.llm.on_finish = callback
 
+    @property
+    def pace(self) -> Pace | None:
+        """What the planner expected when a request ended last; None before, and where nothing is planned."""
+        return self.llm.pace
+
+    @property
+    def speeds(self) -> dict[str, Speed]:
+        """How fast requests of each domain are decoded, and would be without any draft, from the times of steps."""
+        return self.llm.speeds
+
+    @property
+    def wishes_of(self) -> WishesOf | None:
+        """Asked by a request's id how it is to be drafted, in the event loop; must not block."""
+        return self.llm.wishes_of
+
+    @wishes_of.setter
+    def wishes_of(self, callback: WishesOf | None) -> None:
+        self.llm.wishes_of = callback
+
     async def generate(
         self,
         prompt_ids: list[int],
@@ -280,7 +373,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        async for output in self.llm.generate(prompt, wanted, request_id, priority=sampling.priority):
+        wishes = Wishes(sampling.drafting)
+        async for output in self.llm.generate(prompt, wanted, request_id, wishes, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
                 on_first_token()
@@ -306,6 +400,7 @@ class VllmEngine:
             await self.llm.reset_prefix_cache()
         elif family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
+        self.llm.num_swaps += 1
         await self.llm.update_weight_version(version)
         self.llm.draft_version, self.draft = version, directory
         return 1000 * (time.monotonic() - started)
@@ -326,6 +421,25 @@ class VllmEngine:
             )
         return errors[name]
 
+    async def capture_states(self, max_bytes: int) -> int:
+        """Hold the hidden states of accepted tokens for requests whose `Wishes` want it, in so much memory at most.
+
+        Returns:
+            How many values a token has.
+
+        Raises:
+            ValueError: those of the target's last layer can't be had, or nothing is planned.
+        """
+        if self.setup is None:
+            raise ValueError("vLLM's own proposer drafts here, and it is handed rejected tokens too")
+        width: int = await self._call("capture_states", max_bytes)
+        return width
+
+    async def settle_states(self, claims: Sequence[Claim]) -> dict[str, int]:
+        """Have the states of requests that have ended written or dropped; return what became of all so far, by why."""
+        counts: dict[str, int] = await self._call("settle_states", list(claims))
+        return counts
+
     async def set_speculation(self, on: bool) -> None:
         """Switch drafting on or off; off costs nothing, on forgets the prefix cache, which may lack the draft's keys.
 
@@ -340,6 +454,12 @@ class VllmEngine:
                 await self.llm.reset_prefix_cache()
         self.llm.speculating = on
 
+    async def forget_answers(self) -> int:
+        """Forget recent answers and the prefix cache; return how many tokens of answers look-up held."""
+        num_tokens: int = await self._call("forget_answers")
+        await self.llm.reset_prefix_cache()
+        return num_tokens
+
     async def health(self) -> None:
         """Raise RuntimeError when the target can't serve."""
         try:
@@ -349,6 +469,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End the engine's processes."""
+        if self.llm.grammars is not None:
+            self.llm.grammars.close()
         self.llm.shutdown()
 
     async def _call(self, method: str, *args: object) -> Any:

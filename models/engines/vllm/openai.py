@@ -20,6 +20,8 @@ from vllm.exceptions import VLLMError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.grammars import Grammars
+from models.serving import Structured
 from models.tokens import encode_chat
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -54,13 +56,22 @@ class Handlers:
 
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
+        self._grammars: Grammars | None = state.engine_client.grammars
         self._markers = tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
         self._render_chat = state.online_renderer.render_chat
         state.online_renderer.render_chat = self._render_chat_with_plain_text
 
     @classmethod
-    async def build(cls, engine: VllmEngine, tool_parser: str = "") -> "Handlers":
-        """Build vLLM's handlers over a running engine; `tool_parser` is vLLM's name of one, "" takes no tools."""
+    async def build(cls, engine: VllmEngine, tool_parser: str = "", structured: Structured | None = None) -> "Handlers":
+        """Build vLLM's handlers over a running engine.
+
+        Args:
+            engine: answers, and ends what is started here when it is closed.
+            tool_parser: vLLM's name of one, "" takes no tools.
+            structured: what clients may want an answer's form to be; None takes all, unchecked.
+        """
+        if structured is not None:
+            engine.llm.grammars = Grammars(engine.llm.vllm_config, structured)
         state = State()
         args = Namespace(**vars(engine.frontend_args))
         args.enable_auto_tool_choice, args.tool_call_parser = bool(tool_parser), tool_parser or None
@@ -82,17 +93,30 @@ class Handlers:
         if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
             message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
             raise _refused(501, message, "tools")
+        await self._require_form(request)
         return await _answer(self._state.openai_serving_chat.create_chat_completion(request, raw))
 
     async def complete(self, body: dict[str, Any], raw: Request) -> Answer:
         """Answer /v1/completions; raises what `chat` does."""
         request = _parse(CompletionRequest, body)
+        await self._require_form(request)
         return await _answer(self._state.openai_serving_completion.create_completion(request, raw))
 
     async def models(self) -> dict[str, Any]:
         """Answer /v1/models."""
         served: dict[str, Any] = (await self._state.openai_serving_models.show_available_models()).model_dump()
         return served
+
+    async def _require_form(self, request: ChatCompletionRequest | CompletionRequest) -> None:
+        """Refuse here what a request itself names: before its tools are joined to it, which compiles in this loop."""
+        if self._grammars is None:
+            return
+        try:
+            wanted = request.extract_structured_outputs()
+            if wanted is not None:
+                await self._grammars.require(wanted)
+        except REFUSABLE as error:
+            raise Refused(create_error_response(error).model_dump()) from error
 
     async def _render_chat_with_plain_text(self, request: ChatCompletionRequest, **options: Any) -> Any:
         """Render as vLLM does, but a template's marker inside a message stays text and can't close its turn."""

@@ -1,29 +1,43 @@
-"""A scheduler that remembers what was drafted and who wrote which keys, and ends with the process that asked for it.
+"""A scheduler that plans each step's drafting, and remembers what was drafted and who wrote which keys.
 
 vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was
 drafted. The ids are what a draft learns most from, so each request keeps a list of its verification steps, which leaves
-with its last output. The only open field of that output is `kv_transfer_params`; `models.engines.vllm.engine` takes the
-list out again.
+with its last output, as does what the planner expects. The only open field of that output is `kv_transfer_params`;
+`models.engines.vllm.engine` takes the list out again.
+
+How many tokens are drafted is decided here and not in the worker, so that all workers of an engine do the same; the
+plan (models/engines/vllm/proposer.py) goes to them with the step.
 """
 
 import ctypes
 import multiprocessing
 import signal
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.engines.vllm.draft_keys import DraftKeys, Written
+from models.engines.vllm.drafting import NOTHING, Row, Wishes
+from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
+from models.speeds import Part
 
+# What a request carries: its verification steps, what was drafted for it last, and whether a position lacks draft keys.
 STEPS = "redraft_steps"
+PACE = "redraft_pace"
+SPEED = "redraft_speed"
+ROW = "redraft_row"
+GAPS = "redraft_gaps"
 PR_SET_PDEATHSIG = 1
 
 
 class TracingScheduler(Scheduler):
-    """Records (drafted ids, number of emitted tokens) for each decoding step.
+    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `proposer.Row` for the match.
 
     Attributes:
         draft_keys: which cached blocks the draft can go on from; None if it has no keys.
+        planner: what decides how each step is drafted; None where vLLM's own K is all there is.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -35,27 +49,54 @@ class TracingScheduler(Scheduler):
         self.draft_keys: DraftKeys | None = None
         self._drafted = False  # whether the runner handed over what it drafted after the last step
         self._fits = True
+        self._ran: tuple[Any, ...] = ()  # requests of the last step
         if speculation is not None and speculation.uses_draft_kv_cache():
             self.draft_keys = DraftKeys(self.kv_cache_manager)
             self._longest = getattr(speculation.draft_model_config, "max_model_len", None) or self.max_model_len
+        setup = self.vllm_config.additional_config
+        self.planner = Planner(setup) if isinstance(setup, Setup) else None
+        self._scheduled_s = 0.0
+        self._step: Step | None = None
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """See the base class."""
-        if self.draft_keys is None:
-            return super().schedule(*args, **options)
-        self._settle(self.draft_keys)  # before the look-ups in the cache
-        output = super().schedule(*args, **options)
-        ends = {name: self.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}
-        self.draft_keys.note(
-            Written(name, ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()
-        )
-        # The runner drafts for no request of a step if one has come to the end of the draft's context.
-        self._fits = max(ends.values(), default=0) + self.num_spec_tokens <= self._longest
+        if self.draft_keys is not None:
+            self._settle(self.draft_keys)  # before the look-ups in the cache
+            self._ran = ()
+        output: Any = super().schedule(*args, **options)
+        if self.draft_keys is not None:
+            ends = {name: self.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}
+            self.draft_keys.note(
+                Written(name, ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()
+            )
+            # The runner drafts for no request of a step if one has come to the end of the draft's context.
+            self._fits = max(ends.values(), default=0) + self.num_spec_tokens <= self._longest
+        if self.planner is not None:
+            self._note_time(self.planner, None)  # of a step after which nothing was drafted
+            self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
+            output.num_spec_tokens_to_schedule = self.planner.next([_asked(request) for request in self._ran])
+        self._scheduled_s = time.perf_counter()
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """See the base class; not called after a step whose draft was skipped."""
-        self._drafted = True
+        self._drafted = self.planner is None or self.planner.drafted
+        if self.planner is not None and not draft_token_ids.draft_token_ids:
+            return  # it rested, and nothing was looked up
+        if self.planner is not None:
+            rows = [Row.unpacked(row) if self._fits else NOTHING for row in draft_token_ids.draft_token_ids]
+            self._note_time(self.planner, rows)
+            for place, name in enumerate(draft_token_ids.req_ids):
+                request = self.requests.get(name)
+                if request is None or request.is_prefill_chunk:
+                    continue
+                wishes = Wishes.of(request.sampling_params)
+                self.planner.looked_up(wishes, rows[place])
+                if not rows[place].looked_up:
+                    most = self.planner.num_kept(wishes, GAPS not in request.__dict__)
+                    rows[place] = rows[place]._replace(token_ids=rows[place].token_ids[:most])
+                request.__dict__[ROW] = rows[place]
+            draft_token_ids.draft_token_ids = [row.token_ids for row in rows]
         super().update_draft_token_ids(draft_token_ids)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -67,29 +108,66 @@ class TracingScheduler(Scheduler):
         return self.reset_connector_cache() if reset_connector else True
 
     def _settle(self, draft_keys: DraftKeys) -> None:
+        """Say whether the last step wrote the draft's keys; it did not at rest, nor with speculation off."""
         draft_keys.settle(self._drafted and self._fits)
+        if not (self._drafted and self._fits):
+            for request in self._ran:
+                request.__dict__[GAPS] = True
         self._drafted = False
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See the base class."""
+        step_ms = 1000 * (time.perf_counter() - self._scheduled_s)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         seen = {}
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None:
                 seen[request_id] = (request, request.num_output_tokens)
         results = super().update_from_output(scheduler_output, model_runner_output)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
         for request_id, (request, before) in seen.items():
             emitted = request.num_output_tokens - before
             if before > 0 and emitted > 0:  # the first token comes from the prefill
-                steps = request.__dict__.setdefault(STEPS, [])
-                steps.append([emitted, *(token for token in drafts.get(request_id, ()) if token >= 0)])
-        for outputs in results.values():
-            for output in outputs.outputs:
+                token_ids = [token for token in drafts.get(request_id, ()) if token >= 0]
+                row = request.__dict__.get(ROW, NOTHING)._replace(token_ids=token_ids)  # fewer may fit the step
+                match = row.match if row.looked_up and token_ids else 0
+                request.__dict__.setdefault(STEPS, []).append([match, emitted, *token_ids])
+                if self.planner is not None:
+                    whole = GAPS not in request.__dict__
+                    self.planner.verified(Wishes.of(request.sampling_params), row, emitted - 1, whole)
+        if self.planner is not None and seen and all(before > 0 for _, before in seen.values()):
+            self._step = Step(len(seen), scheduler_output.total_num_scheduled_tokens, step_ms, _parts(seen.values()))
+        for of_client in results.values():
+            for output in of_client.outputs:
                 if output.finish_reason is not None and output.request_id in seen:
                     request, _ = seen[output.request_id]
                     output.kv_transfer_params = {
                         **(output.kv_transfer_params or {}),
                         STEPS: request.__dict__.get(STEPS, []),
+                        PACE: None if self.planner is None else self.planner.pace,
+                        SPEED: None
+                        if self.planner is None
+                        else self.planner.speeds.of(Wishes.of(request.sampling_params).domain),
                     }
         return results
+
+    def _note_time(self, planner: Planner, rows: Sequence[Row] | None) -> None:
+        if self._step is not None:
+            planner.took(self._step, rows)
+            self._step = None
+
+
+def _asked(request: Any) -> Asked:
+    params = request.sampling_params
+    choice: Choice = "logprobs" if params.logprobs is not None else "sampled" if params.temperature > 0 else "greedy"
+    return Asked(Wishes.of(params), GAPS not in request.__dict__, choice)
+
+
+def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:
+    """Return what a step had of each domain, by its requests and how many tokens each had before."""
+    parts: dict[str, Part] = {}
+    for request, before in seen:
+        if (wishes := Wishes.of(request.sampling_params)).drafting != "off":
+            num, tokens = parts.get(wishes.domain, (0, 0))
+            parts[wishes.domain] = Part(num + 1, tokens + request.num_output_tokens - before)
+    return parts

@@ -6,7 +6,7 @@ whole of vLLM's layer-wise reload runs inside the one call. A malformed file wou
 without storage, which is why everything is checked before the first module is touched.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.engines.vllm import kernels, linear_kernels
+from models.engines.vllm import compiled, kernels, linear_kernels, proposer
+from models.engines.vllm.capture import Claim, Ring
+from models.lookup import Library
 
 # What of vLLM's runner says how many tokens are drafted, and for which sequences.
 SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = dict[str, tuple[str, ...]]
 
+compiled.install()
 kernels.install()
 linear_kernels.install()
 
@@ -49,6 +52,7 @@ class DraftWorker:
 
     vllm_config: Any
     device: torch.device
+    rank: int
     model_runner: Any
     get_model: Callable[[], nn.Module]
     get_draft_model: Callable[[], nn.Module | None]
@@ -66,6 +70,39 @@ class DraftWorker:
             if not hasattr(runner, attribute):
                 raise ValueError(f"vLLM's {name} has no {attribute}; another release of vLLM is installed than wanted")
         return name
+
+    @answering
+    def follow_plans(self) -> None:
+        """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
+        lookup = self.vllm_config.additional_config.lookup
+        proposer.install(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
+
+    @answering
+    def forget_answers(self) -> int:
+        """Forget what look-up remembers of answers; return how many tokens that was, 0 where nothing is looked up."""
+        library: Library | None = getattr(getattr(self.model_runner, "drafter", None), "library", None)
+        return 0 if library is None else library.forget()
+
+    @answering
+    def capture_states(self, max_bytes: int) -> int:
+        """Hold the hidden states of requests that want it; return how many values a token has.
+
+        Raises:
+            ValueError: those of the target's last layer are not at hand.
+        """
+        layers = sorted(getattr(getattr(self.get_model(), "model", None), "aux_hidden_state_layers", ()))
+        last = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+        if last not in layers:
+            raise ValueError(f"the draft reads layers {layers} of the target and not its last, {last}")
+        if self.rank == 0:  # every rank has them all
+            self.model_runner.drafter.ring = Ring(layers, max_bytes)
+        return len(layers) * int(self.vllm_config.model_config.get_hidden_size())
+
+    @answering
+    def settle_states(self, claims: Sequence[Claim]) -> dict[str, int]:
+        """Write or drop the states of requests that have ended; see `Ring.settle`."""
+        ring: Ring | None = self.model_runner.drafter.ring
+        return {} if ring is None else ring.settle(Claim(*claim) for claim in claims)
 
     @answering
     def swap_draft(self, path: str, parameters: Parameters) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 ItemT = TypeVar("ItemT")
+# metric → its value; None where it makes no sense for the row.
+Metrics = dict[str, float | None]
 
 
 class Row(NamedTuple):
@@ -48,6 +50,8 @@ class Bench(NamedTuple):
         held_out: the same, of other groups, to measure on.
         budget: as given to `rows`.
         work_dir: an empty folder of this cell's own, removed afterwards.
+        draft_dir: the champion draft of that target, where there is one.
+        num_draft_tokens: K as served.
     """
 
     target_dir: Path
@@ -55,6 +59,8 @@ class Bench(NamedTuple):
     held_out: dict[str, list[list[int]]]
     budget: float
     work_dir: Path
+    draft_dir: Path | None = None
+    num_draft_tokens: int = 3
 
 
 def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:

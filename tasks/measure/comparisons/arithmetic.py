@@ -5,7 +5,8 @@ without the L1 norm kept; sign prediction by threshold; and the lognormal gradie
 equal bits. All of them train a Llama of two layers from scratch, because arithmetic shows in what can be learnt, and
 the target itself is too slow to be trained a hundred times. It reads the target's tokens, the 1023 most frequent of the
 training text and one for all others: most of a small model's time would go into an output matrix that no method here
-touches. Formats are simulated in float32, so the seconds say what a simulation costs, not what hardware would save.
+touches. A method that changes inference too is scored in its own arithmetic, and beside it in floats. Formats are
+simulated in float32, so the seconds say what a simulation costs, not what hardware would save.
 """
 
 from functools import lru_cache
@@ -19,13 +20,16 @@ from models import catalog
 from models.params import TrainingParams
 from models.perplexity import nats_per_token, score
 from models.training import train_by_name
+from tasks.measure import evidence
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
 
 QUESTION = "How few bits, or how much of the gradient, does training get by with?"
 BASELINE = "float32"
 COLUMNS = {
-    "loss": "held-out, nats/token ↓",
+    "loss": "held-out, in the method's own arithmetic, nats/token ↓",
     "gap": "above float32 of this width and seed, nats/token ↓",
+    "float_loss": "held-out, the same weights in floats, nats/token ↓",
+    **evidence.COLUMNS,
     "train_s": "training, s ↓",
 }
 WIDTH, OTHER_WIDTHS, HEAD_WIDTH = 128, (64, 192), 32
@@ -43,10 +47,12 @@ class Texts(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Held-out nats a token, and seconds of training."""
+    """Held-out nats a token in the method's own arithmetic and in floats, seconds of training, the method's figures."""
 
     loss: float
+    float_loss: float
     train_s: float
+    figures: dict[str, float]
 
 
 def rows(budget: float) -> list[Row]:
@@ -79,7 +85,13 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     plain = _float32(texts, width, seed)
     method = row.settings["method"]
     outcome = plain if method is None else _run(texts, width, seed, method)
-    return {"loss": outcome.loss, "gap": outcome.loss - plain.loss, "train_s": outcome.train_s}
+    return {
+        "loss": outcome.loss,
+        "gap": outcome.loss - plain.loss,
+        "float_loss": outcome.float_loss,
+        **outcome.figures,
+        "train_s": outcome.train_s,
+    }
 
 
 def _row(name: str, method: dict[str, Any] | None, width: int = WIDTH) -> Row:
@@ -96,8 +108,9 @@ def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None) -> 
     methods = [] if method is None else [catalog.parse("regimes", method)]
     model = _model(width, seed)
     trained = train_by_name(model, texts.train, TRAINING, methods, seed)
-    loss = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
-    return Outcome(loss, trained.seconds)
+    in_floats = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
+    loss = evidence.own_loss(model, texts.held_out, methods, LENGTH, seed)
+    return Outcome(loss, in_floats, trained.seconds, evidence.evidence(trained))
 
 
 def _model(width: int, seed: int) -> LlamaForCausalLM:

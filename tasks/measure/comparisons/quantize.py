@@ -2,16 +2,20 @@
 
 Rows of three kinds, each with a float row of its own to be read against:
 
-- plain names: the target as it is, each method at its defaults, groups of 64 because 128 does not divide every width.
-  Those that train first do so on a few documents; "finetuned, then …" trains as much without rounding, so that what is
-  learnt of the text is not put down to the method;
+- plain names: the target as it is, each method at its defaults but for one grid that all of 4 bits share, groups of 64
+  (128 does not divide every width) with zero points; "…, symmetric" is without those. Those that train first do so on a
+  few documents; "finetuned, then …" trains as much without rounding, so that what is learnt of the text is not put down
+  to the method; "2:4, then …" rounds what was pruned before; "gptq, a quarter of the text" and "…, twice the text" are
+  calibrated on less and on more than the others; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
 - "outliers …": the target after some features were scaled up and the weights that read them down, which changes nothing
   in floats. The rows are those of LLM.int8()'s Table 1;
 - "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
 
-The seed draws the documents to calibrate, train and measure on. Seconds are the simulation's, not an engine's.
+The seed draws the documents to calibrate, train and measure on; calibrated is on `ENOUGH` tokens for each input of the
+widest layer. Seconds are the simulation's, not an engine's.
 """
 
+import math
 import time
 from random import Random
 from typing import Any
@@ -19,24 +23,29 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from models import catalog, quantize, training
-from models.layers.linears import blocks
+from models import catalog, mixed, quantize, training
+from models.layers.linears import blocks, enough_tokens
 from models.params import TrainingParams
 from models.perplexity import perplexity, score
-from models.quantize import Quantized
-from tasks.measure.comparisons import Bench, Row, up_to
+from models.prune import prune_model
+from models.quantize import BLOCK, Quantized
+from models.sparsity import Pattern
+from tasks.measure import likeness
+from tasks.measure.comparisons import Bench, Row, draw, up_to
 
 QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
 BASELINE = "float"
 COLUMNS = {
     "perplexity": "perplexity of held-out text (lower is better)",
+    **likeness.COLUMNS,
     "size_mib": "size of the weights, MiB (lower is better)",
     "ms_per_token": "simulated forward pass, ms a token (lower is better)",
     "context_tokens": "tokens whose keys and values fit 1 GiB (higher is better)",
 }
-NUM_CALIBRATION, NUM_HELD_OUT = 6, 24  # documents
-MAX_LENGTH = 64
-GROUP_SIZE = 64
+HELD_OUT_TOKENS = 2048
+MAX_LENGTH = 128
+GRID = {"group_size": 64, "symmetric": False}
+PATTERN = Pattern(kept=2, group=4)
 # Features of a block's two norms that are scaled up, and how far: they carry magnitudes of some hundreds then.
 OUTLIERS, FACTOR = 4, 60.0
 # LLM.int8()'s Table 1, as recipes would say it.
@@ -58,6 +67,16 @@ def rows(budget: float) -> list[Row]:
     on_target = {"model": "target", "num_tokens": int(1024 * budget)}
     found = [Row(BASELINE, on_target)]
     found += [Row(name, {**on_target, "method": _table(name)}) for name in catalog.names("quantize")]
+    for name in ("rtn", "gptq", "awq"):
+        found.append(Row(f"{name}, symmetric", {**on_target, "method": {**_table(name), "symmetric": True}}))
+    for name in ("rtn", "gptq"):
+        found.append(Row(f"2:4, then {name}", {**on_target, "prune": {"name": "sparsegpt"}, "method": _table(name)}))
+    for heading, text in (("a quarter of the text", 0.25), ("twice the text", 2.0)):
+        found.append(Row(f"gptq, {heading}", {**on_target, "method": _table("gptq"), "text": text}))
+    rescued = {"*.mlp.down_proj": {"name": "int8_dynamic"}}
+    found.append(
+        Row("int8_static, down_proj dynamic", {**on_target, "method": _table("int8_static"), "exceptions": rescued})
+    )
     found.append(Row("finetuned", {**on_target, "finetune": True}))
     found.append(Row("finetuned, then rtn", {**on_target, "finetune": True, "method": _table("rtn")}))
     found.append(Row("outliers, float", {**on_target, "model": "outliers"}))
@@ -73,22 +92,25 @@ def rows(budget: float) -> list[Row]:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
-    rng, settings = Random(seed), row.settings
-    train, held_out = (
-        _sample(documents, max(2, round(count * bench.budget)), rng)
-        for documents, count in ((bench.train, NUM_CALIBRATION), (bench.held_out, NUM_HELD_OUT))
-    )
+    settings = row.settings
     model = MODELS[settings["model"]](bench, seed)
+    num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
+    train = draw(bench.train, num_tokens, MAX_LENGTH, seed)
+    held_out = draw(bench.held_out, max(MAX_LENGTH, round(HELD_OUT_TOKENS * bench.budget)), MAX_LENGTH, seed)
     quantized = _quantize(model, bench, settings, train, seed)
     started = time.perf_counter()
     scores = score(quantized.model, held_out, max_length=MAX_LENGTH)
     seconds = time.perf_counter() - started
+    like = dict.fromkeys(likeness.COLUMNS, math.nan)
+    if settings["model"] != "scratch":  # which has learnt nothing from the target
+        like = likeness.measure_likeness(bench, quantized.model, held_out)
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Two bytes for each key and each value, unless the method says otherwise.
     width = 4 * len(blocks(model)) * config.num_key_value_heads * head_dim
     return {
         "perplexity": perplexity(scores),
+        **like,
         "size_mib": quantized.num_bytes / 2**20,
         "ms_per_token": 1000 * seconds / sum(map(len, held_out)),
         "context_tokens": 2**30 / quantized.figures.get("kv_bytes_per_token", width),
@@ -120,7 +142,7 @@ def plant(model: PreTrainedModel, rng: torch.Generator) -> None:
 
 def _table(name: str) -> dict[str, Any]:
     params = catalog.load("quantize", name).Params
-    return {"name": name, **({"group_size": GROUP_SIZE} if "group_size" in params.model_fields else {})}
+    return {"name": name, **{key: value for key, value in GRID.items() if key in params.model_fields}}
 
 
 def _quantize(
@@ -132,15 +154,18 @@ def _quantize(
     loop = TrainingParams(
         learning_rate=3e-3 if settings["model"] == "scratch" else 2e-5, batch_tokens=512, max_length=MAX_LENGTH
     )
+    if "prune" in settings:
+        prune_model(model, train, catalog.parse("prune", settings["prune"]), PATTERN)
     if settings.get("finetune"):
         training.train(model, text(), loop, seed=seed)
     if "method" not in settings:
         return quantize.assemble(model, {})
     params = catalog.parse("quantize", settings["method"])
-    module = catalog.load("quantize", params.name)
+    exceptions = {
+        pattern: catalog.parse("quantize", table) for pattern, table in settings.get("exceptions", {}).items()
+    }
     quantize.train_for(params, model, text(), loop, seed)
-    quantized: Quantized = module.quantize(model, train, params)
-    return quantized
+    return mixed.quantize(model, train, params, exceptions)
 
 
 def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:

@@ -10,6 +10,8 @@ of methods that simulate another arithmetic are those of what ran, scaled by the
 does. `half_as_long` is plain training of half the epochs: what a regime that saves half must beat.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -20,12 +22,14 @@ from models.layers.linears import linears
 from models.params import TrainingParams
 from models.perplexity import nats_per_token, score
 from models.training import pad, train, train_by_name
+from tasks.measure import evidence
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
 
 QUESTION = "What does each training regime save, and what does it cost in loss, against plain training?"
 BASELINE = "plain"
 COLUMNS = {
-    "loss": "held-out, nats/token ↓",
+    "loss": "held-out, in the method's own arithmetic, nats/token ↓",
+    "float_loss": "held-out, the same weights in floats, nats/token ↓",
     "seconds": "training, s ↓",
     "steps": "steps run ↓",
     "skipped_steps": "steps left out",
@@ -33,7 +37,10 @@ COLUMNS = {
     "peak_mib": "held for backward, MiB ↓",
     "skipped_layers_pct": "blocks left out, %",
     "zeroes_pct": "zero weights, %",
+    "padding_pct": "padding, %",
+    "ticket_epoch": "epoch of the ticket",
     "exit_pct": "exit at half depth agrees, % ↑",
+    **evidence.COLUMNS,
 }
 VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 4096, 4096
 
@@ -70,7 +77,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     weights = [layer.weight for _, layer in linears(model)]
     flops = cost.flops * trained.figures.get("flops_share", 1.0)
     return {
-        "loss": nats_per_token(score(model, held_out, LENGTH)),
+        "loss": evidence.own_loss(model, held_out, methods, LENGTH, seed),
+        "float_loss": nats_per_token(score(model, held_out, LENGTH)),
         "seconds": trained.seconds,
         "steps": float(trained.num_steps),
         "skipped_steps": float(trained.num_skipped),
@@ -78,7 +86,10 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "peak_mib": cost.peak_activation_bytes / 2**20,
         "skipped_layers_pct": 100 * trained.figures.get("skipped_layer_share", 0.0),
         "zeroes_pct": 100 * sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights),
+        "padding_pct": 100 * trained.figures.get("padding_share", math.nan),
+        "ticket_epoch": trained.figures.get("ticket_epoch", math.nan),
         "exit_pct": 100 * _exit_agreement(model, held_out),
+        **evidence.evidence(trained),
     }
 
 

@@ -1,54 +1,65 @@
 """Shrinking: what four fifths of the target still say, and what the rest was worth.
 
-One-shot methods cut the target and are read as they are; a row "…, trained" trains the cut model on, and `sheared`
-learns its masks on the same documents, so that these have learnt from equally many tokens. They learn the looks of the
-traffic too, so that "full, trained" is what to hold them against. At budget 1 they learn from two thousand tokens, a
-few steps, and the paper from 50 billion: raise the budget before judging `sheared`.
+One-shot methods cut the target and are read as they are; a row "…, trained" trains the cut model on. `sheared` learns
+on the same documents, and goes through them until its masks have had `MASK_STEPS` steps: it learns from more tokens
+than the others, where the paper's have 50 billion. Trained rows learn the looks of the traffic too, so that "full,
+trained" is what to hold them against.
+
+"…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
+tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against.
 
 `vocabulary` is read on the stretches of text between tokens that it lost; `coverage` is the share of tokens it kept.
-`low_rank` comes at several ranks: its files stay dense, its parameters are those of its factors, and what the rank
-costs shows in `error`, the distance from the target's last hidden states, for models as wide as the target.
+`low_rank` comes at several ranks, kept as factors, which the reference engine runs; the forward pass that is timed here
+multiplies by whole matrices. What the rank costs shows in `error`, the distance from the target's last hidden states,
+for models as wide as the target.
 """
 
 import copy
 import math
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog, training
-from models.loading import moved
+from models.layers.linears import enough_tokens
+from models.loading import load_model, save_model
 from models.params import TrainingParams
 from models.perplexity import perplexity, score
-from models.shrink import num_parameters
+from models.shrink import num_stored
+from tasks.measure import chain, likeness
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "Which way of making the target a fifth smaller keeps most of it, and what does each save?"
 BASELINE = "full"
 COLUMNS = {
     "perplexity": "held-out perplexity (lower is better)",
+    **likeness.COLUMNS,
     "coverage": "held-out tokens in the vocabulary (share, higher is better)",
     "error": "distance of last hidden states from the target's, relative (lower is better)",
     "parameters_m": "parameters (million, lower is better)",
-    "checkpoint_mib": "safetensors in bfloat16 (MiB, lower is better)",
+    "checkpoint_mib": "safetensors (MiB, lower is better)",
     "tokens_per_s": "forward, float32 (tokens/s, higher is better)",
     "seconds": "to shrink and train (s, lower is better)",
 }
 KEPT = 0.8
 LENGTH = 256
-READ_TOKENS, CALIBRATION_TOKENS, TRAIN_TOKENS = 1024, 1024, 2048
+READ_TOKENS, TRAIN_TOKENS = 2048, 2048
 TRAINING = TrainingParams(learning_rate=3e-4, batch_tokens=512, max_length=LENGTH)
+MASK_STEPS = 200  # below which masks choose at random
+CHAINS = ("depth, then qat", "low_rank 0.8, then lora")
 DEPTH = ("num_layers",)
 WIDTH = ("num_heads", "num_kv_heads", "intermediate_size")
 
 
 def rows(budget: float) -> list[Row]:
     """See `tasks.measure.comparisons`; `budget` scales the tokens that are read, calibrated on and trained on."""
-    shares = {f"low_rank {share:g}": {"name": "low_rank", "share": share} for share in (KEPT, 0.5)}
+    shearing = {"name": "sheared", "min_mask_steps": max(1, round(MASK_STEPS * budget))}
+    shares = {f"low_rank {share:g}": {"name": "low_rank", "share": share, "keep": "factors"} for share in (KEPT, 0.5)}
     return [
         Row("full", {"method": None}),
         Row("full, trained", _settings({}, (), trained=True)),
@@ -57,10 +68,30 @@ def rows(budget: float) -> list[Row]:
         Row("depth, trained", _settings({"name": "depth"}, DEPTH, trained=True)),
         Row("width", _settings({"name": "width"}, WIDTH)),
         Row("width, trained", _settings({"name": "width"}, WIDTH, trained=True)),
-        Row("sheared", _settings({"name": "sheared"}, WIDTH, learns=True)),
+        Row("sheared", _settings(shearing, WIDTH, learns=True)),
         Row("vocabulary", _settings({"name": "vocabulary"}, ("vocab_size",))),
         *(Row(name, _settings(method, ())) for name, method in shares.items()),
+        *(Row(name, {"chain": name, **_settings({}, ())}) for name in CHAINS),
     ]
+
+
+def chain_tables(name: str, bench: Bench) -> dict[str, Any]:
+    """Return the tables of a chain, as a recipe takes them; it trains on one domain, the first by name."""
+    length = {"max_length": LENGTH, "batch_tokens": TRAINING.batch_tokens}
+    if name == "depth, then qat":
+        sizes = asked(AutoConfig.from_pretrained(bench.target_dir))
+        return {
+            "shrink": {"method": {"name": "depth", "num_layers": sizes["num_layers"]}, "max_length": LENGTH},
+            "quantize": {
+                "method": {"name": "qat", "group_size": 64},
+                "learning_rate": TRAINING.learning_rate,
+                **length,
+            },
+        }
+    return {
+        "shrink": {"method": {"name": "low_rank", "share": KEPT, "keep": "factors"}, "max_length": LENGTH},
+        "finetune": {"method": {"name": "lora"}, "domain": min(bench.train), **length},
+    }
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
@@ -68,18 +99,24 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     full = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     started = time.perf_counter()
-    model = full if row.settings["method"] is None else _shrunk(full, bench, row, seed)
+    chained = None
+    if "chain" in row.settings:
+        chained = _chain(bench, row.settings["chain"], seed)
+    model = load_model(chained) if chained else full
+    if not chained and row.settings["method"] is not None:
+        model = _shrunk(full, bench, row, seed)
     seconds = math.nan if model is full else time.perf_counter() - started
     kept = getattr(model.config, "redraft", {}).get("kept_tokens")
     readable = held_out if kept is None else _readable(held_out, kept)
     return {
         "perplexity": perplexity(score(model, readable, LENGTH)),
+        **likeness.measure_likeness(bench, model, held_out),
         "coverage": 1.0 if kept is None else _coverage(held_out, kept),
         "error": _error(model, full, held_out[:4]),
-        "parameters_m": num_parameters(model) / 1e6,
+        "parameters_m": num_stored(model) / 1e6,
         "tokens_per_s": _speed(model),
         "seconds": seconds,
-        "checkpoint_mib": _checkpoint_mib(model, bench),  # last: it leaves the model in bfloat16
+        "checkpoint_mib": _mib(chained) if chained else _checkpoint_mib(model, bench),  # last: it changes the format
     }
 
 
@@ -108,19 +145,27 @@ def _scaled(num_tokens: int, bench: Bench) -> int:
 def _shrunk(full: PreTrainedModel, bench: Bench, row: Row, seed: int) -> PreTrainedModel:
     sizes = asked(full.config)
     to_train = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
-    calibration = draw(bench.train, _scaled(CALIBRATION_TOKENS, bench), LENGTH, seed)
+    calibration = draw(bench.train, _scaled(enough_tokens(full), bench), LENGTH, seed)
     documents = to_train if row.settings["learns"] else calibration
     if "vocab_size" in row.settings["sizes"]:  # counting costs nothing
         documents = [document for domain in bench.train.values() for document in domain]
     model: PreTrainedModel
     if row.settings["method"]:
         params = catalog.parse("shrink", row.settings["method"] | {key: sizes[key] for key in row.settings["sizes"]})
-        model = catalog.load("shrink", params.name).shrink(full, documents, params, TRAINING, seed)
+        settings = _long_enough(params, documents) if row.settings["learns"] else TRAINING
+        model = catalog.load("shrink", params.name).shrink(full, documents, params, settings, seed)
     else:
         model = copy.deepcopy(full)
     if row.settings["trained"]:
         training.train(model, to_train, TRAINING, seed=seed)
     return model
+
+
+def _long_enough(params: Any, documents: list[list[int]]) -> TrainingParams:
+    """Return settings under which half of the documents make as many steps as masks need."""
+    short = TRAINING.model_copy(update={"batch_tokens": LENGTH})
+    num_epochs = math.ceil(3 * params.min_mask_steps / training.num_steps(documents, short))
+    return short.model_copy(update={"num_epochs": num_epochs})
 
 
 def _readable(documents: list[list[int]], kept: list[int]) -> list[list[int]]:
@@ -159,5 +204,17 @@ def _speed(model: PreTrainedModel) -> float:
 
 def _checkpoint_mib(model: PreTrainedModel, bench: Bench) -> float:
     directory = bench.work_dir / "checkpoint"
-    moved(model, torch.bfloat16).save_pretrained(directory)
+    directory.mkdir()
+    save_model(model, directory, bench.target_dir)
+    return _mib(directory)
+
+
+def _mib(directory: Path) -> float:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
+
+
+def _chain(bench: Bench, name: str, seed: int) -> Path:
+    """Make a chain that trains on as much text as "trained" rows do."""
+    documents = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
+    few = bench._replace(train={min(bench.train): documents})
+    return chain.make(few, chain_tables(name, few), seed)

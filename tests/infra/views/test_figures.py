@@ -2,7 +2,17 @@
 
 import pytest
 
-from infra.views.figures import draw_latency, draw_losses, draw_promotions, draw_shares, draw_speeds, draw_tau
+from infra.views import Interval
+from infra.views.figures import (
+    draw_latency,
+    draw_losses,
+    draw_promotions,
+    draw_ratios,
+    draw_refreshes,
+    draw_shares,
+    draw_speeds,
+    draw_tau,
+)
 
 
 @pytest.mark.parametrize("curves", [{"chat": [(1, 1.5), (2, 1.7)], "code": [(2, 1.4)]}, {"chat": [(1, 1.5)]}])
@@ -20,6 +30,12 @@ def test_speeds_are_drawn_also_where_a_domain_lacks_a_side(tmp_path):
     assert draw_speeds(speeds, "tokens/s", tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_ratios_are_drawn_also_of_a_single_load(tmp_path):
+    lines = {"chat": {"bad": [(1, 0.98, 0.97, 1.0), (64, 0.9, 0.8, 1.0)]}, "code": {"bad": [(1, 1.0, 0.9, 1.1)]}}
+    file = draw_ratios(lines, 0.97, "streams", "on ÷ off", tmp_path / "load.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
 def test_promotions_are_drawn_also_where_none_came(tmp_path):
     file = draw_promotions(
         {"no gain": [(1.0, 0.0), (1000.0, 0.0)], "better": [(1.0, 0.0), (3.0, 1.0)]}, 0.05, tmp_path / "g.png"
@@ -31,4 +47,10 @@ def test_latencies_are_drawn_as_dots_and_as_shares(tmp_path):
     file = draw_latency({"all": [(-1.0, 12.0), (0.5, 30.0)]}, "seconds from a swap", tmp_path / "swap.png")
     assert file.read_bytes().startswith(b"\x89PNG")
     file = draw_shares({"quiet": [1.0, 2.0, 2.0], "busy": [3.0]}, "ms", tmp_path / "shares.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tau_over_refreshes_is_drawn_with_its_intervals(tmp_path):
+    tau = [Interval(value=1.5, low=1.4, high=1.6), Interval(value=1.7, low=1.6, high=1.9)]
+    file = draw_refreshes({"chat": tau, "code": tau[::-1]}, ["draft 2", "passed\ndraft 3"], tmp_path / "r.png")
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -56,12 +56,18 @@ def test_a_challenger_without_gain_is_undecided_and_few_conversations_block_noth
     assert (undecided.reasons, headline(undecided)) == ((standing,), f"Gate undecided: {standing}.")
     said = explain(undecided)
     assert "no gain is shown" in said
-    assert "Too few conversations for a floor to hold: chat (120)." in said
+    assert "Too few conversations, or too short ones, for a floor to hold: chat (120)." in said
     assert said.endswith("So it learns on, and draft 3 stays.")
     page = markdown(undecided)
-    assert "too few to block |" in page
+    assert "says too little to block |" in page
     assert "Without a conversation to judge: sql" in page
     assert "this was challenger 2 of its champion" in page
+
+
+def test_a_past_draft_is_said_to_return_and_not_to_be_trained() -> None:
+    judged = judge({"chat": 0.2}).model_copy(update={"learns": False})
+    back = judged_report(judged, PARAMS, 3, None, 2, returns=1)
+    assert "Draft 1, which served before, compared with draft 3; it was not trained again." in markdown(back)
 
 
 def test_evidence_of_many_windows_is_told_as_such() -> None:

@@ -138,6 +138,13 @@ def test_the_watch_over_the_champion_is_told(changed: dict[str, object], told: s
     assert " ".join(f"watch: {told}".split()) in " ".join(" ".join(lines).split())
 
 
+def test_a_past_draft_is_told_with_what_it_returns_for() -> None:
+    back = DRAFT.model_copy(update={"rows": "", "returns": "draft 1 returns for code"})
+    lines = shown(drafts=(back,), last_refresh=back)
+    assert any("champion" in line and "draft 1 returns for code" in line for line in lines)
+    assert "last refresh: draft 2, passed: draft 1 returns for code" in lines
+
+
 def test_a_quarantined_draft_is_told_with_its_reason() -> None:
     bad = DRAFT.model_copy(update={"version": 3, "verdict": "quarantined", "reasons": "[loss]", "champion": False})
     assert "draft 3 is quarantined: [loss]" in shown(drafts=(bad, DRAFT))
@@ -148,11 +155,13 @@ def test_a_home_without_a_draft_says_how_to_get_one() -> None:
 
 
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
-    assert shown(service=SERVICE)[-4:] == [
+    assert shown(service=SERVICE)[-6:] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
+        "  engine compiled: compiled steps are faster",
+        "  chat: 75.0 tokens/s of one request, 1.50× the 50.0 without a draft",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
-        "  chat: τ 1.75 over the last 9 requests",
+        "  chat: τ 1.75 over the last 9 requests that it drafted alone",
     ]
 
 
@@ -170,3 +179,9 @@ def test_a_home_without_drafts_says_how_to_make_one() -> None:
 
 def test_counts_stand_by_their_names() -> None:
     assert counts({"ok": 1000, "http 503": 2}) == "ok: 1,000, http 503: 2"
+
+
+def test_probe_sets_that_are_not_full_are_told_and_that_they_stop_nothing() -> None:
+    told = "probe sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26"
+    assert told in shown(probe_sets={"chat": 100, "code": 26})
+    assert not any("probe sets" in line for line in shown(probe_sets={"chat": 100}))

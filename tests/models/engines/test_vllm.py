@@ -21,11 +21,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from models import scoring
 from models.drafts import Rows, eagle3
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params
+from models.engines.vllm import LookUp, Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.worker import DraftWorker
 from models.golden import Golden, equal_output, near_tie_threshold
 from models.hidden import HiddenStates, Sample
+from models.lengths import fixed
 from tests.conftest import make_draft
 
 pytestmark = pytest.mark.engine
@@ -376,6 +377,18 @@ def test_sampled_tokens_follow_the_targets_distribution(
     assert p_value(pairs, exact) > ALPHA
 
 
+def test_sampled_tokens_follow_the_targets_distribution_where_look_up_drafts(
+    loop: Loop, sampling_target: Path, exact: np.ndarray, tmp_path: Path
+) -> None:
+    """Every draw but the first ones finds its last token in an answer before it; the others are the head's."""
+    draft = make_draft(sampling_target, tmp_path, seed=0)
+    params = SAMPLING_ENGINE.model_copy(
+        update={"lengths": fixed.Params(), "lookup": LookUp(num_tokens=4, shortest=1, remembered=100_000)}
+    )
+    pairs = loop.run_until_complete(draw(sampling_target, draft, params))
+    assert p_value(pairs, exact) > ALPHA
+
+
 def test_without_the_kernel_fix_sampling_is_caught(
     loop: Loop, sampling_target: Path, exact: np.ndarray, tmp_path: Path
 ) -> None:
@@ -419,6 +432,10 @@ def test_what_goes_first_need_not_wait_for_a_place_in_a_full_engine(engine: Vllm
 def test_the_runner_is_the_one_that_the_extension_steers(engine: VllmEngine, loop: Loop) -> None:
     runner = loop.run_until_complete(engine._call("runner"))
     assert runner == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+
+
+def test_the_prefix_cache_is_on_as_in_serving(engine: VllmEngine) -> None:
+    assert engine.llm.vllm_config.cache_config.enable_prefix_caching
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,15 @@ from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.draft_keys import DraftKeys, Written
+from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.scheduler import GAPS, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 
 pytestmark = pytest.mark.engine
+
+ALONE = Wishes("head")  # what is looked up needs no keys
 
 BLOCK = 32
 CONTEXT = 384
@@ -148,6 +152,17 @@ def test_at_a_swap_all_is_forgotten_also_what_a_running_request_uses_and_goes_on
     assert cache.hits([*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8]) == 2 * SMALL
 
 
+@pytest.mark.parametrize(("drafted", "fits", "lacks"), [(True, True, False), (False, True, True), (True, False, True)])
+def test_a_request_of_a_step_without_the_draft_lacks_keys_from_then_on(
+    cache: Cache, drafted: bool, fits: bool, lacks: bool
+) -> None:
+    """At rest, with speculation switched off, and beside a request at the end of the draft's context."""
+    scheduler, one = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT)
+    scheduler._drafted, scheduler._fits, scheduler._ran = drafted, fits, (one,)
+    scheduler._settle(cache.keys)
+    assert (GAPS in one.__dict__) == lacks
+
+
 def test_many_swaps_leave_every_block_free(cache: Cache) -> None:
     for number in range(200):
         one = cache.request(PROMPT)
@@ -184,7 +199,7 @@ async def answer_all(engine: VllmEngine, asked: list[list[int]], tag: str) -> tu
     answers, hits = [], []
     sampling = SamplingParams(max_tokens=GREEDY.max_tokens, temperature=0, ignore_eos=True)
     for number, prompt in enumerate(asked):
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, f"{tag}-{number}"):
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, f"{tag}-{number}", ALONE):
             last: Any = output
         answers.append(last.completion)
         hits.append(last.num_cached_tokens)
@@ -216,7 +231,7 @@ async def a_long_answer(engine: VllmEngine, prompt: list[int], num_tokens: int) 
     begun = asyncio.Event()
 
     async def read() -> None:
-        async for _ in engine.llm.generate({"prompt_token_ids": prompt}, sampling, f"long-{id(begun)}"):
+        async for _ in engine.llm.generate({"prompt_token_ids": prompt}, sampling, f"long-{id(begun)}", ALONE):
             begun.set()
 
     reading = asyncio.create_task(read())
@@ -285,7 +300,7 @@ def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(ru
 
     async def answer_with_a_pause(prompt: list[int], tag: str) -> list[int]:
         token_ids: list[int] = []
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, tag):
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, tag, ALONE):
             token_ids += output.outputs[0].token_ids
             if engine.speculating != (not 8 <= len(token_ids) < 40):
                 await engine.set_speculation(not engine.speculating)

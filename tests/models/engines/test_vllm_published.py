@@ -14,6 +14,7 @@ from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import TappedLLM, VllmEngine
+from models.engines.vllm.mode import Mode, Times
 from models.hidden import Sample
 from tests.models.published import published
 
@@ -49,12 +50,18 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
         worker_extension_cls="models.engines.vllm.worker.DraftWorker",
         scheduler_cls="models.engines.vllm.scheduler.TracingScheduler",
         async_scheduling=False,
-        speculative_config={"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+        speculative_config={
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 3,
+            "disable_padded_drafter_batch": True,  # as redraft starts it
+        },
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     llm.speculating, llm.rules = True, PARAMS.rules
-    return VllmEngine(llm, args, head)
+    mode, unkept = Mode(eager=True, why="a test"), Times(None, {})
+    return VllmEngine(llm, args, head, setup=None, mode=mode, times=unkept)
 
 
 def drafts(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], ...]]:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from models.engines.vllm import proposer
+from models.lookup import Library
+
 
 class UnfixedWorker:
     """Adds to vLLM's worker only what an engine asks at its start."""
@@ -11,3 +14,8 @@ class UnfixedWorker:
     def runner(self) -> dict[str, str]:
         """Return the class of the model runner."""
         return {"value": type(self.model_runner).__name__}
+
+    def follow_plans(self) -> dict[str, None]:
+        """Let the draft follow the scheduler's plans, as redraft's own extension does."""
+        proposer.install(self.model_runner, Library(shortest=3, longest=16, capacity=0))
+        return {"value": None}

@@ -130,3 +130,11 @@ def test_a_change_of_the_gradient_is_seen_backward_and_not_forward() -> None:
 def test_changes_that_change_nothing_have_the_right_gradient() -> None:
     values = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: on_gradient(straight_through(x, torch.clone), torch.clone) ** 2, values)
+
+
+def test_figures_are_summed_where_they_lie_and_read_when_somebody_asks() -> None:
+    regime = ProductRegime(torch.Generator())
+    regime.count("share", torch.ones((), device="meta"), torch.ones((), device="meta"))  # float() of it would raise
+    regime.count("other", torch.tensor(3.0), torch.tensor(4.0))
+    del regime._sums["share"]
+    assert regime.figures() == {"other": 0.75}

@@ -1,4 +1,5 @@
-from models.lengths import Cost, View, fixed
+from models.cost import Cost
+from models.lengths import View, fixed
 
 
 def test_whatever_was_accepted_the_length_is_k() -> None:

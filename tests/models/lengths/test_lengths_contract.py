@@ -1,7 +1,7 @@
 """Every length policy stays within its limit, and the shape they share holds those that look at more than counts.
 
 `Confident` stops a step as Kangaroo (arXiv:2404.18911) and SpecDec++ (arXiv:2405.19715) do, by how sure the draft is of
-its tokens so far; `Goodput` chooses before a step as SmartSpec (arXiv:2406.14066) does, by load, acceptance and cost.
+its tokens so far; `Goodput` notes what `goodput`, which chooses before a step, is shown.
 """
 
 import asyncio
@@ -12,13 +12,16 @@ from types import ModuleType
 import pytest
 
 from models import catalog
+from models.cost import Cost, Time
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.lengths import Cost, View
+from models.lengths import Plan, Running, View, goodput
+from models.running import NUM_PLACES, Acceptance, Lookup
 
 POLICIES = [catalog.load("lengths", name) for name in catalog.names("lengths")]
 HISTORIES = [(), ((3, 0),) * 20, ((3, 3),) * 20, ((0, 0), (1, 1), (3, 2))]
-COSTS = [Cost(), Cost({1: 10.0, 4: 12.0}, 1.5)]
+COSTS = [Cost(), Cost.measured([Time(1, 1, 0, 10.0), Time(1, 4, 0, 12.0), Time(1, 2, 1, 12.2)])]
+SERVING = [policy for policy in POLICIES if hasattr(policy, "plan")]
 PROMPT = list(range(5, 17))
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
 
@@ -40,7 +43,7 @@ class Confident(ModuleType):
 
 
 class Goodput(ModuleType):
-    """Draft as many tokens as give the most emitted ones a ms, if all running sequences did."""
+    """The policy of that name, and what it was shown."""
 
     def __init__(self) -> None:
         super().__init__("goodput")
@@ -48,13 +51,7 @@ class Goodput(ModuleType):
 
     def num_draft_tokens(self, view: View, params: None) -> int:
         self.views.append(view)
-        rate = 0.5 if view.acceptance_rate is None else view.acceptance_rate
-
-        def goodput(length: int) -> float:
-            emitted = sum(rate**place for place in range(length + 1))
-            return emitted / (view.cost.step_ms(view.num_running * (1 + length), length) or 1.0)
-
-        return max(range(view.limit + 1), key=goodput)
+        return goodput.num_draft_tokens(view, goodput.Params())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -123,7 +120,9 @@ def test_a_policy_by_load_drafts_nothing_while_many_are_served(
 ) -> None:
     """Up to 8 rows cost the same, beyond them each costs its own; the table is fixed so that no clock counts."""
     monkeypatch.setattr(Cost, "after", lambda self, *times: self)
-    cost, policy = Cost({1: 8.0, 8: 8.0, 16: 16.0, 32: 32.0}, 0.1), Goodput()
+    rows = {1: 8.0, 8: 8.0, 16: 16.0, 32: 32.0}
+    cost = Cost.measured([*(Time(1, number, 0, ms) for number, ms in rows.items()), Time(1, 1, 1, 8.1)])
+    policy = Goodput()
     answers = serve(tiny_target, tiny_draft, policy, max_tokens=(8,) * 7 + (24,), cost=cost)
     assert answers[-1].token_ids == plain.token_ids
     lengths = {(view.num_running, policy.num_draft_tokens(view, None)) for view in policy.views[:]}
@@ -141,8 +140,9 @@ def test_a_policy_sees_where_a_sequence_stands_and_what_steps_take(tiny_target: 
     emitted = sum(1 + accepted for _, accepted in last.steps)
     assert len(last.steps) == len(policy.views) - 1
     assert last.position == len(PROMPT) + 1 + emitted
-    assert set(last.cost.verify_ms) == {1 + drafted for drafted in answer.drafted[:-1]}
-    assert all(ms > 0 for ms in last.cost.verify_ms.values())
+    (curve,) = last.cost.curves
+    assert set(curve.rows) == {1 + drafted for drafted in answer.drafted[:-1]}
+    assert curve.draft is not None
 
 
 @pytest.mark.parametrize(
@@ -160,19 +160,25 @@ def test_the_running_acceptance_is_of_the_last_steps_that_drafted(
     assert View(limit=3, position=9, steps=steps, num_running=1, cost=Cost()).acceptance_rate == rate
 
 
-def test_costs_are_interpolated_between_what_was_measured() -> None:
-    assert Cost().step_ms(4, 0) is None
-    assert Cost({1: 10.0}).step_ms(4, 1) is None
-    assert Cost({1: 10.0}).step_ms(4, 0) == 10.0
-    assert Cost({1: 10.0, 5: 14.0}, 1.5).step_ms(4, 3) == 13.0 + 4.5
-    assert Cost({1: 10.0, 5: 14.0}, 1.5).step_ms(50, 0) == 14.0
+@pytest.mark.parametrize("policy", SERVING)
+@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.parametrize("cost", COSTS)
+def test_a_plan_stays_within_its_limit_and_follows_from_what_it_was_given(
+    policy: ModuleType, limit: int, cost: Cost
+) -> None:
+    running = [Running("code", (Lookup(0.3, 5, 4),)), Running("chat"), Running("chat", whole=False)]
 
+    def plans() -> list[Plan]:
+        acceptance, found = Acceptance(), [None]
+        for step in range(200):
+            found.append(policy.plan(cost, acceptance, running, limit, found[-1], policy.Params()))
+            acceptance.see("chat", "head", limit, step % (limit + 1))
+        return found[1:]
 
-def test_costs_are_running_means() -> None:
-    cost = Cost().after(4, 12.0, 3, 6.0)
-    assert cost == Cost({4: 12.0}, 2.0)
-    cost = cost.after(1, 10.0, 0, 0.1)
-    assert cost == Cost({4: 12.0, 1: 10.0}, 2.0)
-    cost = cost.after(4, 22.0, 3, 9.0)
-    assert cost.verify_ms == pytest.approx({4: 13.0, 1: 10.0})
-    assert cost.draft_ms == pytest.approx(2.1)
+    for plan in plans():
+        assert 0 <= plan.num_passes <= limit
+        assert 0 <= plan.settled <= limit
+        assert not (plan.skip and plan.num_passes)
+        assert all(0 <= plan.num_kept(domain, "head") <= limit for domain in ("code", "chat"))
+        assert 0 <= plan.num_kept("code", "lookup", 5) <= NUM_PLACES
+    assert plans() == plans()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.layers.linears import linears
+from models.layers.linears import Gram, linears
 from models.params import validate
 from models.prune import prune_model
 from models.sparsity import Pattern
@@ -54,11 +54,14 @@ def require_pattern(weight: torch.Tensor, wanted: Pattern) -> None:
 def test_a_layers_zeroes_are_the_patterns(method, spelt: str) -> None:
     weight, inputs = layer()
     before = weight.clone()
-    pruned = method.prune(weight, inputs, pattern(spelt), method.Params())
+    pruned = method.prune(weight, Gram(inputs), pattern(spelt), method.Params())
     require_pattern(pruned, pattern(spelt))
     assert pruned.dtype == weight.dtype and torch.equal(weight, before)
-    assert torch.equal(pruned, method.prune(weight, inputs, pattern(spelt), method.Params()))
-    assert method.prune(weight.bfloat16(), inputs.bfloat16(), pattern(spelt), method.Params()).dtype == torch.bfloat16
+    assert torch.equal(pruned, method.prune(weight, Gram(inputs), pattern(spelt), method.Params()))
+    assert (
+        method.prune(weight.bfloat16(), Gram(inputs.bfloat16()), pattern(spelt), method.Params()).dtype
+        == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("spelt", PATTERNS)
@@ -71,7 +74,7 @@ def test_the_output_is_nearer_than_with_random_zeroes(method, spelt: str) -> Non
     def error(pruned: torch.Tensor) -> float:
         return float((inputs @ (pruned - weight).T).square().sum())
 
-    assert error(method.prune(weight, inputs, pattern(spelt), method.Params())) < 0.8 * error(chance)
+    assert error(method.prune(weight, Gram(inputs), pattern(spelt), method.Params())) < 0.8 * error(chance)
 
 
 @pytest.mark.parametrize("spelt", PATTERNS)
@@ -115,9 +118,9 @@ def test_missing_calibration_is_refused(method, model: PreTrainedModel) -> None:
         prune_model(model, [], method.Params(), pattern("0.5"))
     weight, inputs = layer()
     with pytest.raises(ValueError, match="calibration has 0 tokens"):
-        method.prune(weight, inputs[:0], pattern("0.5"), method.Params())
-    with pytest.raises(ValueError, match=r"inputs are \[200, 63\]; wanted \[N, 64\]"):
-        method.prune(weight, inputs[:, 1:], pattern("0.5"), method.Params())
+        method.prune(weight, Gram(inputs[:0]), pattern("0.5"), method.Params())
+    with pytest.raises(ValueError, match=r"inputs are 63 wide; wanted 64"):
+        method.prune(weight, Gram(inputs[:, 1:]), pattern("0.5"), method.Params())
 
 
 @pytest.mark.parametrize(

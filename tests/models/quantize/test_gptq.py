@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from models.layers import integers
+from models.layers.linears import Gram
 from models.quantize.gptq import Params, solve
 
 
@@ -27,14 +28,14 @@ def test_the_second_column_makes_up_for_the_first() -> None:
     inputs[:, 0] = inputs[:, 1] = torch.randn(200, generator=torch.Generator().manual_seed(0))
     inputs[:, 2] = torch.randn(200, generator=torch.Generator().manual_seed(1))
     weight[0, 1] = 0.2
-    found = solve(weight, inputs, Params(group_size=32, damping=1e-4))
+    found = solve(weight, Gram(inputs), Params(group_size=32, damping=1e-4))
     assert found.values[0, :3].tolist() == [0, 1, 7]  # to nearest it would be 0, 0, 7
 
 
 def test_features_that_do_not_correlate_are_rounded_to_nearest() -> None:
     weight, _ = layer(128)
     inputs = torch.eye(128) * torch.rand(128, generator=torch.Generator().manual_seed(1)).add(0.5)
-    found = solve(weight, inputs, Params(group_size=64))
+    found = solve(weight, Gram(inputs), Params(group_size=64))
     nearest = integers.quantize(weight, 4, 64, True, torch.bfloat16)
     assert torch.equal(found.values, nearest.values) and torch.equal(found.scales, nearest.scales)
 
@@ -43,7 +44,7 @@ def test_features_that_do_not_correlate_are_rounded_to_nearest() -> None:
 @pytest.mark.parametrize("act_order", [True, False])
 def test_outputs_are_nearer_than_with_rounding_to_nearest(symmetric: bool, act_order: bool) -> None:
     weight, inputs = layer()
-    found = solve(weight, inputs, Params(group_size=64, symmetric=symmetric, act_order=act_order))
+    found = solve(weight, Gram(inputs), Params(group_size=64, symmetric=symmetric, act_order=act_order))
     nearest = integers.quantize(weight, 4, 64, symmetric, torch.bfloat16)
     assert error(weight, inputs, found.floats()) < 0.7 * error(weight, inputs, nearest.floats())
 
@@ -51,10 +52,10 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(symmetric: bool, act_o
 def test_a_feature_that_was_never_seen_is_rounded_to_nearest() -> None:
     weight, inputs = layer(128)
     inputs[:, 5] = 0
-    found = solve(weight, inputs, Params(group_size=128))
+    found = solve(weight, Gram(inputs), Params(group_size=128))
     assert found.floats()[:, 5] == pytest.approx(weight[:, 5], abs=float(found.scales.max()) / 2 + 1e-3)
 
 
 def test_inputs_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match="inputs have width 64, the layer takes 128"):
-        solve(torch.zeros(4, 128), torch.zeros(9, 64), Params())
+        solve(torch.zeros(4, 128), Gram(torch.zeros(9, 64)), Params())

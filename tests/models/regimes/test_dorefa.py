@@ -142,3 +142,16 @@ def test_bits_out_of_range_are_refused(bits: int) -> None:
     with pytest.raises(ValueError, match='key "weight_bits"'):
         validate(Params, {"weight_bits": bits}, "regimes")
     assert math.isfinite(normal_clip(32))
+
+
+def test_a_finished_model_answers_with_rounded_activations_where_it_is_asked_to(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    tokens, made = torch.arange(3, 40)[None], regime(Params(activation_bits=2, weight_bits=32), torch.Generator())
+    layers = [layer for _, layer in linears(model)]
+    with torch.no_grad():
+        plain = model(tokens).logits
+        with made.answering(model):
+            rounded = model(tokens).logits
+        assert not torch.allclose(plain, rounded, rtol=0.1)
+        assert torch.equal(model(tokens).logits, plain)
+    assert [layer for _, layer in linears(model)] == layers

@@ -50,6 +50,18 @@ def test_the_ticket_alone_is_trained_on_and_its_flops_are_told(tiny_target) -> N
     assert trained.figures["flops_share"] == pytest.approx(1 - later * (1 - share))
 
 
+def test_the_control_keeps_as_many_parts_of_each_layer_from_the_same_epoch_on_and_others(tiny_target) -> None:
+    found, kept = [], []
+    for ticket in ("largest", "random"):
+        model = load(tiny_target)
+        params = early_bird.Params(epsilon=0.99, window=2, pruned_share=0.5, ticket=ticket)
+        found.append(train(model, [params]).figures)
+        kept.append([layer.mlp.down_proj.weight.any(0) for layer in model.model.layers])
+    assert found[0] == pytest.approx(found[1])
+    assert [int(layer.sum()) for layer in kept[0]] == [int(layer.sum()) for layer in kept[1]]
+    assert any(not torch.equal(one, other) for one, other in zip(*kept, strict=True))
+
+
 def test_without_agreement_nothing_is_dropped(tiny_target) -> None:
     model = load(tiny_target)
     trained = train(model, [early_bird.Params(epsilon=1e-9, window=3)])

@@ -92,6 +92,7 @@ def test_weights_are_rounded_before_the_first_step(tiny_target: Path) -> None:
     model = load(tiny_target)
     before = {name: layer.weight.detach().clone() for name, layer in linears(model)}
     regime(Params(mantissa_bits=3, wide_bits=6), torch.Generator()).start(model, Plan(1, 1))
+    assert torch.equal(model.lm_head.weight, block_floating_point(model.lm_head.weight.detach(), 6, 24)[0])
     for name, layer in linears(model):
         assert torch.equal(layer.weight, block_floating_point(before[name], 6, 24)[0])
 
@@ -102,6 +103,51 @@ def test_stochastic_rounding_of_the_gradient_has_no_bias() -> None:
     inputs = torch.zeros(10_000, 2, 4, requires_grad=True)
     made.multiply(inputs, weight).backward(copies(gradient))
     assert mean_p_value(inputs.grad, gradient) > P_VALUE
+
+
+def test_products_of_attention_take_rounded_operands_matrix_by_matrix() -> None:
+    query, key, gradient = normal(2, 3, 30, 16, seed=0), normal(2, 3, 30, 16, seed=1), normal(2, 3, 30, 30, seed=2)
+    made = regime(Params(mantissa_bits=4), torch.Generator())
+    scores = made.multiply_pairs(query.requires_grad_(True), key.requires_grad_(True))
+    scores.backward(gradient)
+    for number in range(2):
+        for head in range(3):
+            q, k, g = (block_floating_point(one[number, head].detach(), 4, 24)[0] for one in (query, key, gradient))
+            assert torch.allclose(scores[number, head], q @ k.T, atol=1e-5)
+            assert torch.allclose(query.grad[number, head], g @ k, atol=1e-5)
+            assert torch.allclose(key.grad[number, head], g.T @ q, atol=1e-5)
+
+
+def test_attention_and_output_matrix_multiply_blocks_while_training_and_where_asked(tiny_target: Path) -> None:
+    model, plain = load(tiny_target), load(tiny_target)
+    token_ids = torch.tensor(DOCUMENTS)
+    for module in (model, plain):
+        for _, layer in linears(module):
+            layer.weight.data.zero_()  # but for attention's values: what is left is the average of earlier states
+    made = regime(Params(mantissa_bits=2, wide_bits=23), torch.Generator())
+    with torch.no_grad(), made.answering(model):
+        few = model(token_ids).logits
+    assert torch.equal(model(token_ids).logits, plain(token_ids).logits)
+    states = model.model(token_ids).last_hidden_state.detach()
+    assert torch.allclose(few, made.multiply(states, model.lm_head.weight), atol=1e-4)
+    weights = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    assert not torch.allclose(made.multiply_pairs(weights, weights), weights @ weights.mT, atol=1e-4)
+
+
+def test_trained_in_wide_blocks_attention_learns_what_floats_learn(tiny_target: Path) -> None:
+    model, plain = load(tiny_target), load(tiny_target)
+    before = model.config._attn_implementation
+    made = regime(Params(mantissa_bits=20, wide_bits=23), torch.Generator())
+    made.start(model, Plan(1, 1))
+    token_ids = torch.tensor(DOCUMENTS)
+    losses = [one.train()(input_ids=token_ids, labels=token_ids, use_cache=False).loss for one in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses, atol=1e-4)
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(parameter.grad, model.get_parameter(name).grad, atol=1e-4), name
+    made.finish(model)
+    assert model.config._attn_implementation == before and type(model.lm_head) is torch.nn.Linear
 
 
 def test_a_wide_copy_that_is_not_wider_is_refused() -> None:

@@ -27,6 +27,16 @@ def test_the_dearer_a_block_the_more_are_skipped_and_the_fewer_flops_run(tiny_ta
     assert flops[1] < flops[0]
 
 
+def test_what_a_block_adds_is_scaled_by_the_probability_with_which_it_ran(tiny_target) -> None:
+    settings = {"cost_weight": 0, "start": 0.5, "floor": 0.01, "speed": 1e-3}  # gates that hardly learn
+    folded, left = load(tiny_target), load(tiny_target)
+    train(folded, [layer_skip_gate.Params(**settings)], num_epochs=1)
+    train(left, [layer_skip_gate.Params(**settings, fold=False)], num_epochs=1)
+    for name, weight in left.state_dict().items():
+        scale = 0.505 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        assert torch.allclose(scale * weight, folded.state_dict()[name], atol=2e-3), name
+
+
 def test_gates_that_never_close_leave_plain_training(tiny_target) -> None:
     plain, model = load(tiny_target), load(tiny_target)
     train(plain, [], num_epochs=1)

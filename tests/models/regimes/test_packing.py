@@ -47,3 +47,15 @@ def test_the_share_of_padding_is_told(tiny_target) -> None:
     regime = packing.regime(packing.Params(row_tokens=6), torch.Generator())
     regime.collate([[1, 2], [3, 4, 5], [6, 7, 8, 9]])
     assert regime.figures() == {"padding_share": pytest.approx(3 / 12)}
+
+
+def test_rows_are_filled_from_all_documents_and_then_batches_from_rows(tiny_target) -> None:
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 128, (200,), generator=rng).tolist()
+    texts = [torch.randint(3, 259, (length,), generator=rng).tolist() for length in lengths]
+    regime = packing.regime(packing.Params(row_tokens=128), torch.Generator())
+    batches = regime.batches(texts, 512)
+    assert sorted(document for batch in batches for document in batch) == sorted(texts)
+    for batch in batches:
+        assert regime.collate(batch).token_ids.numel() <= 512
+    assert regime.figures()["padding_share"] < 0.03

@@ -67,6 +67,14 @@ def test_with_all_bits_the_signs_are_those_of_the_exact_product() -> None:
     assert torch.equal(signs.sign(), (gradient.T @ inputs).sign()) and figures["sign_agreement"] == 1
 
 
+def test_a_few_loud_features_do_not_silence_the_others() -> None:
+    inputs, gradient = normal(200, 64, seed=0), normal(200, 32, seed=1)
+    _, even = weight_gradient(inputs, gradient)
+    inputs[:, :4] *= 60
+    _, loud = weight_gradient(inputs, gradient)
+    assert loud["predicted_share"] == pytest.approx(even["predicted_share"], abs=0.02) and even["predicted_share"] > 0.7
+
+
 def test_the_data_gradient_is_exact() -> None:
     made = regime(Params(), torch.Generator())
     inputs, weight = (normal(3, n, seed=n, dtype=torch.float64) for n in (4, 5))

@@ -144,3 +144,13 @@ def test_acceptance_is_the_overlap_of_draft_and_target(
         assert float(found[place]) == pytest.approx(1 + float(overlap), abs=0.01)  # states are kept in bfloat16
     with pytest.raises(ValueError, match="document 0 has 3 tokens; acceptance takes at least 4"):
         select.acceptance(draft, tiny_target, [[1, 2, 3]], 1, tmp_path)
+
+
+def test_logits_of_no_more_documents_are_held_than_fit(model: PreTrainedModel) -> None:
+    sizes: list[int] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
+    whole = select.certainty(model, POOL)
+    assert len(sizes) == 1
+    few = select.certainty(model, POOL, max_logits=30 * 259)
+    assert max(sizes[1:]) <= 30 * 259 and len(sizes) > 2
+    torch.testing.assert_close(few.entropy, whole.entropy)

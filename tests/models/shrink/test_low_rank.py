@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.layers.linears import linears
+from models.layers.linears import Gram, linears
 from models.layers.reshape import take_layers
 from models.params import TrainingParams
 from models.shrink import low_rank, num_parameters
@@ -24,7 +24,7 @@ def layer(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (40, 24), (32, 32)])
 def test_the_error_is_the_dropped_singular_values_of_the_output(outputs: int, inputs: int) -> None:
     weight, x = layer(outputs, inputs)
-    made = low_rank.truncate(weight, x, 8)
+    made = low_rank.truncate(weight, Gram(x), 8)
     assert torch.linalg.matrix_rank(made, rtol=1e-4) == 8
     error = float((x @ (made - weight).T).square().sum())
     dropped = torch.linalg.svdvals((x @ weight.T).double())[8:].square().sum()
@@ -39,13 +39,13 @@ def test_the_paper_s_way_by_a_cholesky_factor_gives_the_same_weights() -> None:
     factor = torch.linalg.cholesky(x.T @ x)
     left, values, right = torch.linalg.svd(weight @ factor)
     wanted = (left[:, :8] * values[:8] @ right[:8]) @ torch.linalg.inv(factor)
-    torch.testing.assert_close(low_rank.truncate(weight, x, 8), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(low_rank.truncate(weight, Gram(x), 8), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_inputs_that_span_less_than_the_rank_leave_the_output_as_it_is() -> None:
     weight, x = layer(40, 24)
     x[:, 5:] = 0
-    made = low_rank.truncate(weight, x, 8)
+    made = low_rank.truncate(weight, Gram(x), 8)
     torch.testing.assert_close(x @ made.T, x @ weight.T, rtol=1e-3, atol=1e-3)
 
 

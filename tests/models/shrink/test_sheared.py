@@ -17,7 +17,7 @@ from models.training import Progress
 
 pytestmark = pytest.mark.slow
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "num_layers": 1}
+SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "num_layers": 1, "min_mask_steps": 1}
 
 
 def documents(count: int = 48, length: int = 20) -> list[list[int]]:
@@ -145,3 +145,9 @@ def test_too_few_documents_for_two_halves_are_refused(model: PreTrainedModel) ->
         sheared.shrink(model, documents(1), sheared.Params(**SHAPE), settings())
     with pytest.raises(ValueError, match="num_layers is asked to be 3, the model has 2"):
         sheared.shrink(model, documents(), sheared.Params(num_layers=3), settings())
+
+
+def test_masks_that_could_not_settle_are_refused(model: PreTrainedModel) -> None:
+    params = sheared.Params(num_layers=1)
+    with pytest.raises(ValueError, match=r"masks would be learnt in 40 steps; min_mask_steps is 200: take more"):
+        sheared.shrink(model, documents(), params, settings())

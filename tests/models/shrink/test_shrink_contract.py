@@ -14,10 +14,17 @@ from models.targets import random
 SMALL = {
     "depth": {"num_layers": 2},
     "width": {"num_heads": 2, "num_kv_heads": 1, "hidden_size": 128, "intermediate_size": 96},
-    "sheared": {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 128, "intermediate_size": 96},
+    "sheared": {
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+    },
     "vocabulary": {"vocab_size": 100},
     "low_rank": {"share": 0.5},
 }
+UNSHAPED = {"sheared": {"min_mask_steps": 1}}  # what says nothing of the shape
 METHODS = catalog.names("shrink")
 TRAINING = TrainingParams(max_length=32, batch_tokens=128)
 
@@ -28,7 +35,7 @@ def documents(count: int = 16) -> list[list[int]]:
 
 def shrink(name: str, model: PreTrainedModel, texts: list[list[int]], seed: int = 0) -> PreTrainedModel:
     method = catalog.load("shrink", name)
-    return method.shrink(model, texts, method.Params(**SMALL.get(name, {})), TRAINING, seed)
+    return method.shrink(model, texts, method.Params(**SMALL.get(name, {}), **UNSHAPED.get(name, {})), TRAINING, seed)
 
 
 @pytest.fixture(scope="module")

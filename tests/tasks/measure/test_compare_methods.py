@@ -5,8 +5,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tasks.measure.compare_methods import choose_rows, measure_cell, summarise, t_interval
+from tasks.measure.compare_methods import choose_rows, code_modules, measure_cell, summarise, t_interval
 from tasks.measure.comparisons import Bench, Row
+from tasks.measure.find_comparison import load_comparison
+from tasks.stages import code_hashes
 
 BENCH = Bench(Path(), {}, {}, 1.0, Path())
 
@@ -84,3 +86,31 @@ def test_rows_that_can_not_be_told_apart_or_have_no_baseline_are_refused(names: 
     one: ModuleType = comparison({}, *names)
     with pytest.raises(ValueError, match=fault):
         choose_rows(one, 1.0)
+
+
+def test_rows_are_chosen_by_pattern_beside_the_baseline() -> None:
+    one: ModuleType = comparison({}, "dense", "gptq", "gptq, symmetric", "awq")
+    assert [row.name for row in choose_rows(one, 1.0, ["gptq*"])] == ["dense", "gptq", "gptq, symmetric"]
+    with pytest.raises(ValueError, match=r'--only: no row "gpqt" \(did you mean "gptq"\?\)'):
+        choose_rows(one, 1.0, ["gpqt"])
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("arithmetic", "models.regimes.dorefa"),
+        ("arithmetic", "models.layers.numbers"),
+        ("all", "models.quantize.gptq"),
+        ("all", "models.shrink.width"),
+        ("all", "models.mixed"),
+        ("all", "tasks.quantize_target"),
+        ("regimes", "models.counting"),
+        ("select", "models.drafts.lm"),
+        ("prune", "tasks.measure.likeness"),
+        ("quantize", "models.prune.sparsegpt"),
+        ("adapters", "models.layers.lora"),
+    ],
+)
+def test_cells_hang_on_the_code_that_computes_them(family: str, module: str) -> None:
+    comparison = load_comparison(family)
+    assert module in code_hashes(*code_modules(comparison, comparison.rows(1.0)))

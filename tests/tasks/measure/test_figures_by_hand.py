@@ -1,10 +1,11 @@
 """What benchmarks conclude from cells, by hand: windows of a swap, the outage of a restart, the stages of the demo, and
-how speeds stand to vLLM's.
+how speeds stand to vLLM's, and where speculation loses.
 """
 
 import pytest
 
 from tasks.measure.demo import report as demo_report
+from tasks.measure.load import judge as judge_load
 from tasks.measure.speed import judge
 from tasks.measure.swap import windows
 
@@ -45,13 +46,30 @@ def ratio(value):
 
 def test_the_verdict_tells_how_far_the_reference_engines_own_forward_pass_is_from_vllms():
     sides = {
-        "served pair": {"over_alone": ratio(1.5), "request_over_alone": ratio(1.4), "pair_over_it": ratio(1.0)},
-        "reference engine without a draft": {"over_alone": ratio(0.8), "pair_over_it": ratio(1.9)},
+        "served pair": {"over_stock": ratio(1.5), "request_over_stock": ratio(1.4), "pair_over_it": ratio(1.0)},
+        "reference engine without a draft": {"over_stock": ratio(0.8), "pair_over_it": ratio(1.9)},
     }
     undrafted = "chat, reference engine without a draft: "
     assert judge({"chat": sides}) == (
-        "chat: 1.50× vLLM without a draft (aim 2), 1.40× over whole requests, ahead of every peer; "
+        "chat: 1.50× vLLM without a draft (aim 1.5), 1.40× over whole requests, ahead of every peer; "
         f"{undrafted}0.80 (0.70 to 0.90) of vLLM's speed."
     )
-    sides["reference engine without a draft"] = {"over_alone": None, "pair_over_it": None}
+    sides["reference engine without a draft"] = {"over_stock": None, "pair_over_it": None}
     assert judge({"chat": sides}).endswith(f"{undrafted}no output could be compared.")
+
+
+def test_speculation_loses_where_the_lower_end_of_one_ratio_is_below_the_bar():
+    def at(*values):
+        return {2**place: {"ratio": ratio(value)["overall"]} for place, value in enumerate(values)}
+
+    good = {"chat": {"bad": at(1.08, 1.07)}, "code": {"champion": at(1.6, 1.5, 1.3, 1.1)}}
+    assert judge_load(good) == (
+        "meets the bar (lower end of each ratio at least 0.97): 0 of 6 below it, least 1.07 (0.97 to 1.17) with "
+        "chat, bad draft, 2 streams; code, champion, at most 4 streams: 1.30 or more (aim 1.4)."
+    )
+    good["chat"]["bad"][16] = {"ratio": ratio(0.7)["overall"]}
+    assert judge_load(good).startswith(
+        "misses the bar (lower end of each ratio at least 0.97): 1 of 7 below it, least 0.70 (0.60 to 0.80) with "
+        "chat, bad draft, 16 streams; "
+    )
+    assert judge_load({"chat": good["chat"]}).endswith("16 streams.")

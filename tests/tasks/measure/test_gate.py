@@ -7,7 +7,7 @@ from models.betting import BETS, NUM_BINS, log_growth, log_wealth
 from models.gate import Evidence, Params, decide
 from models.paired import Score
 from tasks.measure import gate
-from tasks.measure.gate import CASES, Case, coverage, draw, make_report, simulate, simulate_former, summary
+from tasks.measure.gate import CASES, Case, choose, coverage, draw, make_report, simulate, simulate_former, summary
 
 K, ALPHA = 3, 0.05
 
@@ -29,6 +29,23 @@ def test_a_gain_of_20_percent_needs_one_window_and_one_of_5_percent_four() -> No
         print(name, found)
         assert found["promoted"] == 1
         assert found["median_window"] <= most
+
+
+def test_a_past_draft_is_seldom_tried_without_a_gain_and_returns_with_one_at_once() -> None:
+    rng = np.random.default_rng(0)
+    assert choose(CASES["no gain, past drafts at each window"], 2000, K, rng).mean() == pytest.approx(0.073, abs=0.02)
+    good = Case(0.2, pool=3)
+    assert choose(good, 200, K, rng).all()
+    assert len(simulate(good, 200, 1, K, ALPHA, rng)) > 180
+
+
+def test_past_drafts_lift_no_error_where_conversations_differ_as_widely_as_betting_errs_most_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gate, "SIGMA", 1.0)
+    found = summary(promoted("no gain, past drafts at each window"), 400)
+    print("past drafts, spread 1.0", found)
+    assert found["promoted"] <= ALPHA
 
 
 def test_the_former_test_took_a_cluster_for_a_proof() -> None:

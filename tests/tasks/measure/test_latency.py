@@ -4,6 +4,7 @@ import pytest
 
 from tasks.measure.latency import (
     Decoded,
+    compare_blocks,
     compare_percentiles,
     compare_seconds,
     compare_speed,
@@ -62,6 +63,23 @@ def test_a_speed_ratio_is_paired_by_prompt_and_weighs_the_whole_by_seconds() -> 
 
 def test_sides_without_a_common_prompt_have_no_ratio() -> None:
     assert compare_speed({"a": Decoded(1, 1.0)}, {"b": Decoded(1, 1.0)}) is None
+
+
+def test_blocks_that_took_turns_are_compared_over_all_of_their_seconds() -> None:
+    fast, slow = {"0": Decoded(10, 1.0), "1": Decoded(30, 3.0)}, {"0": Decoded(10, 2.0), "1": Decoded(30, 6.0)}
+    ratio = compare_blocks([(fast, slow), (fast, slow)])
+    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+    for pairs in ([], [(fast, slow), ({"0": Decoded(1, 1.0)}, {"1": Decoded(1, 1.0)})]):
+        with pytest.raises(ValueError, match="wanted some in each"):
+            compare_blocks(pairs)
+
+
+def test_what_slows_one_block_of_many_requests_widens_the_interval_by_a_whole_block() -> None:
+    way = {str(n): Decoded(10, 1.0) for n in range(100)}
+    slowed = {request: Decoded(10, 2.0) for request in way}
+    ratio = compare_blocks([(way, way), (way, way), (way, way), (way, slowed)])
+    assert ratio.value == pytest.approx(1.25)
+    assert (ratio.low, ratio.high) == pytest.approx((1.0, 1.75))  # the slow block drawn never, and three times of four
 
 
 def test_equal_differences_of_every_prompt_leave_no_doubt() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from models.engines.vllm import Params
 from models.sources import Message, Prompt
-from tasks.measure.peers import Peer, encoder, engine_dtype, ngram_speculation, open_peers
+from tasks.measure.peers import Peer, encoder, engine_dtype, open_peers
 
 NUM_TOKENS = 24
 
@@ -53,12 +53,3 @@ def test_the_reference_engine_counts_its_steps_and_drafts_in_none_without_a_draf
 def test_the_engines_number_format_is_told_by_name() -> None:
     assert engine_dtype(Params(dtype="bfloat16"), "cpu") == "bfloat16"
     assert engine_dtype(Params(), "cpu") in ("float32", "bfloat16")
-
-
-def test_vllms_own_lookup_takes_the_familys_sizes() -> None:
-    assert ngram_speculation(3) == {
-        "method": "ngram",
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 5,
-        "num_speculative_tokens": 3,
-    }

@@ -1,16 +1,19 @@
 """What a refresh tells of itself, however it ends."""
 
+import time
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from infra.memory import PERIOD_S
 from infra.registry import Version
-from infra.triggerfile import TriggerFile
+from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Fallen, Fell, Running
 from models.recipe import Recipe, load_recipe
 from tasks.promote import Outcome
 from tasks.trigger.acknowledge import RESULTS, RefreshOutcome, acknowledged
+from tests.tags import draft_tags
 
 
 @pytest.fixture
@@ -18,6 +21,7 @@ def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TriggerFile:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     trigger = TriggerFile(tmp_path / "queries.db")
     trigger.tell({"code": Fell(draft=1, promised=1.7, served=1.1, now_ms=1)})
+    trigger.note(Need(gib=0.01))
     return trigger
 
 
@@ -58,6 +62,32 @@ def test_an_error_is_told_and_raised_and_who_stops_a_run_costs_no_attempt(
     assert isinstance(fallen, Fallen)
     assert seen.last_run is not None
     assert (seen.last_run.outcome, fallen.fall.attempts, fallen.fall.wait_s) == (outcome, attempts, 300)
+
+
+def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: TriggerFile) -> None:
+    trigger.note(Need(gib=1e6))
+
+    @acknowledged
+    def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
+        raise AssertionError("it began")
+
+    assert refresh(load_recipe("tiny")) == (WAITS_FOR_MEMORY, None)
+    seen = trigger.snapshot()
+    assert (seen.waits_for_memory, type(seen.domains["code"])) == (True, Fallen)
+
+
+def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerFile) -> None:
+    @acknowledged
+    def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
+        held = bytearray(1 << 28)
+        time.sleep(3 * PERIOD_S)
+        number = 1 + bool(held)
+        return "refused", Version(kind="draft", number=number, sha256="a" * 64, tags=draft_tags(), created_ms=0)
+
+    refresh(load_recipe("tiny"))
+    need = trigger.snapshot().need
+    assert need is not None
+    assert 0.25 < need.gib < 8
 
 
 def test_a_trigger_that_can_not_be_written_stops_no_refresh(trigger: TriggerFile) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from infra.querylog import QueryLog
-from infra.triggerfile import TriggerFile, Wish
+from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, Wish
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.waiting import Queue
+from models.gate import Evidence
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import Asker, is_enough
 from tests.infra.rows import row
@@ -36,7 +37,10 @@ class Home:
         self.recipe: Recipe = load_recipe("smollm2-cpu")
         schedule = self.recipe.schedule
         self.retry = Retry(first_s=schedule.retry_s, most_s=schedule.max_retry_s)
-        self.asker = Asker(self.recipe, self.log, self.trigger, self.orchestrate)
+        self.trigger.note(Need(gib=0.01))
+        self.evidence = Evidence.start(self.recipe.num_draft_tokens)
+        self.firsts: list[int] = []
+        self.asker = Asker(self.recipe, self.log, self.trigger, self.orchestrate, self.known)
         self.num_rows = 0
 
     def orchestrate(self, wish: Wish) -> bool:
@@ -45,6 +49,10 @@ class Home:
         if wish.key not in self.runs:
             self.runs.append(wish.key)
         return self.loses_runs
+
+    def known(self, first_seq: int) -> Evidence:
+        self.firsts.append(first_seq)
+        return self.evidence
 
     def serve(self, number: int, domain: str = "code", served: float = 1.05) -> None:
         names = (f"{domain}-{self.num_rows + one}" for one in range(number))
@@ -131,7 +139,7 @@ def test_six_hours_of_bad_acceptance_ask_again_and_again_with_waits_that_double(
             starts.append(minute)
             home.refresh(REFUSED)
     waits = [after - before for before, after in pairwise(starts)]
-    assert starts[0] == 16  # 180 rows
+    assert starts[0] == 16  # 200 rows
     assert len(starts) >= 5
     assert not any(60 <= start < 120 for start in starts)
     assert 120 in starts
@@ -166,14 +174,40 @@ def test_progress_goes_on_with_the_next_rows_and_a_run_that_did_nothing_waits(ho
 def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home) -> None:
     schedule = home.recipe.schedule.model_copy(update={"min_free_memory_gib": 1e6})
     recipe = home.recipe.model_copy(update={"schedule": schedule})
-    home.asker = Asker(recipe, home.log, home.trigger, home.orchestrate)
+    home.asker = Asker(recipe, home.log, home.trigger, home.orchestrate, home.known)
     home.serve(240)
     home.pass_minutes(1)
     seen = home.trigger.snapshot()
     assert home.asked == 0
     assert isinstance(seen.domains["code"], Due)
     assert seen.last_look is not None
-    assert seen.last_look.short_of_memory.endswith("GiB free, 1e+06 wanted")
+    assert seen.last_look.short_of_memory.endswith("GiB to spare, 1000000.0 wanted")
+
+
+def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_room(home: Home) -> None:
+    home.log.append([row(f"chat-{one}") for one in range(240)])
+    home.refresh(("put off", WAITS_FOR_MEMORY))  # by the clock, no domain fell
+    home.trigger.note(Need(gib=1e6))
+    home.pass_minutes(30, each=10)
+    seen = home.trigger.snapshot()
+    assert (home.asked, seen.waits_for_memory) == (0, True)
+    assert seen.last_look is not None
+    assert seen.last_look.short_of_memory.endswith("wanted")
+    home.trigger.note(Need(gib=0.01))
+    home.pass_minutes(1)
+    assert home.asked == 1
+    home.refresh(PROMOTED)
+    home.pass_minutes(30, each=10)
+    assert home.asked == 1
+
+
+def test_a_run_that_was_ended_for_memory_is_not_asked_for_at_once(home: Home) -> None:
+    home.trigger.note(Need(gib=0.01))
+    home.refresh(("put off", WAITS_FOR_MEMORY))
+    home.pass_minutes(4)
+    assert home.asked == 0
+    home.pass_minutes(1)
+    assert home.asked == 1
 
 
 def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(home: Home) -> None:
@@ -201,3 +235,33 @@ def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
     home.serve(240)
     home.pass_minutes(6)
     assert home.asked == 2
+
+
+def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: Home) -> None:
+    def wanted() -> int:
+        home.pass_minutes(1)
+        look = home.trigger.snapshot().last_look
+        assert look is not None
+        return look.wanted["code"]
+
+    home.serve(10)
+    fresh = wanted()
+    home.evidence = home.evidence.another().another()  # each is allowed a smaller error
+    assert wanted() == fresh  # nothing ran, so nobody was asked again
+    home.refresh(("in vain", "refused"))
+    third = wanted()
+    home.evidence = Evidence.start(home.recipe.num_draft_tokens, challenger=3)
+    home.evidence = home.evidence.model_copy(update={"test": home.evidence.test.after([0.5] * 40)})
+    home.refresh(("progress", "undecided"))
+    assert wanted() < fresh < third
+    assert home.firsts == [1, 1, 1]
+
+
+def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
+    def unknown(first_seq: int) -> Evidence:
+        raise ConnectionError("refused")
+
+    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, unknown)
+    home.serve(240)
+    home.pass_minutes(1)
+    assert home.asked == 1

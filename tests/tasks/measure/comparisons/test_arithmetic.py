@@ -1,5 +1,6 @@
-"""The tables of arithmetic: each row is a method that exists, told against float32 of its own seed and width."""
+"""The tables of arithmetic: each row is a method that exists, compared with float32 of its own seed and width."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def test_float32_has_no_gap_and_few_bits_have_one(bench: Bench) -> None:
     plain, coarse = (measure(bench, named(name), seed=0) for name in (BASELINE, "dorefa-1-1-6"))
     assert plain.keys() == coarse.keys() == COLUMNS.keys()
     assert plain["gap"] == 0 != coarse["gap"] == coarse["loss"] - plain["loss"]
+    assert plain["float_loss"] == plain["loss"] and coarse["float_loss"] != coarse["loss"]
+    assert 0 < coarse["clipped_share"] < 1 and math.isnan(coarse["sign_agreement"])
 
 
 def test_a_row_does_not_hang_on_what_was_measured_before(bench: Bench) -> None:

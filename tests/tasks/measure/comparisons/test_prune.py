@@ -1,9 +1,12 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from models import catalog
+from models.drafts import lm
 from tasks.measure.comparisons import Bench, prune
 
 pytestmark = pytest.mark.slow
@@ -17,10 +20,26 @@ def texts(count: int, seed: int) -> dict[str, list[list[int]]]:
 def test_every_row_has_all_columns_and_the_sparsity_that_was_asked_for(tiny_target: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_target, texts(8, 0), texts(8, 1), 0.1, tmp_path)
     rows = {row.name: row for row in prune.rows(0.1)}
-    assert prune.BASELINE in rows and len(rows) >= 4
+    assert prune.BASELINE in rows and len(rows) == 1 + 4 * (1 + len(catalog.names("prune")))
     for name, row in rows.items():
         figures = prune.measure(bench, row, seed=0)
         assert figures.keys() == prune.COLUMNS.keys()
-        assert name == "dense" or figures["missed"] < 0.01  # rows of 128
-        assert all(figures[f"perplexity_{pattern}"] > 1 for pattern in prune.PATTERNS)
-        assert math.isnan(figures["seconds"]) == (name == "dense")
+        dense = name == prune.BASELINE
+        assert figures["perplexity"] > 1 and (figures["kl"] == 0) == (figures["agreement_pct"] == 100) == dense
+        assert dense or figures["missed"] < 0.01  # rows of 128
+        assert math.isnan(figures["seconds"]) == dense and math.isnan(figures["tau"])
+
+
+def test_calibration_has_four_tokens_for_each_input_of_the_widest_layer(tiny_target: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_target, texts(40, 0), texts(2, 1), 1.0, tmp_path)
+    row = next(row for row in prune.rows(1.0) if row.name == "sparsegpt 50%")
+    assert prune.measure(bench, row, seed=0)["calibrated_tokens"] == 4 * 256
+
+
+def test_a_draft_of_the_target_is_asked_what_it_would_have_guessed(tiny_target: Path, tmp_path: Path) -> None:
+    draft = lm.create(lm.Params(num_layers=1), tiny_target, np.empty(0))
+    draft_dir = tmp_path / "draft"
+    draft_dir.mkdir()
+    lm.save(draft, draft_dir)
+    bench = Bench(tiny_target, texts(8, 0), texts(8, 1), 0.1, tmp_path, draft_dir, 2)
+    assert 1 <= prune.measure(bench, prune.rows(1.0)[0], seed=0)["tau"] <= 3

@@ -1,5 +1,6 @@
 """The comparison of quantization: its rows run, planted outliers change nothing, and LLM.int8()'s order comes out."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,33 @@ def test_every_method_has_a_row_and_rows_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["float", "int8_dynamic", "qat", "kv_cache", "finetuned, then rtn", "outliers, absmax", "scratch, bitnet"]
+    "name",
+    [
+        "float",
+        "int8_dynamic",
+        "qat",
+        "kv_cache",
+        "2:4, then rtn",
+        "gptq, a quarter of the text",
+        "int8_static, down_proj dynamic",
+        "finetuned, then rtn",
+        "outliers, absmax",
+        "scratch, bitnet",
+    ],
 )
 def test_a_row_is_measured(name: str, tiny_target: Path, tmp_path: Path) -> None:
     row = next(row for row in comparison.rows(0.1) if row.name == name)
-    if "group_size" in row.settings.get("method", {}):
-        assert row.settings["method"]["group_size"] == comparison.GROUP_SIZE
     found = comparison.measure(bench(tiny_target, tmp_path, 30), row, seed=0)
     assert found.keys() == comparison.COLUMNS.keys()
+    alike = {metric: found.pop(metric) for metric in ("kl", "agreement_pct", "tau")}
     assert all(value > 0 for value in found.values())
+    assert math.isnan(alike["kl"]) == name.startswith("scratch") and math.isnan(alike["tau"])
+
+
+def test_all_rows_of_four_bits_share_a_grid() -> None:
+    rows = {row.name: row.settings.get("method", {}) for row in comparison.rows(1.0)}
+    for name in ("rtn", "gptq", "awq", "qat", "2:4, then gptq"):
+        assert comparison.GRID.items() <= rows[name].items(), name
 
 
 def test_planted_outliers_change_nothing_in_floats(tiny_target: Path) -> None:

@@ -1,0 +1,66 @@
+"""The commands that keep a home, and bring it back; `flows.cli` adds them."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.command import RecipeName, open_settings, out, prepare
+from models.recipe import DEFAULT_RECIPE
+
+
+def backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it holds what people wrote.")],
+) -> None:
+    """Keep the home in one file: registry, drafts, query log, keys' hashes. A service may go on serving.
+
+    Example: redraft backup ../redraft-monday.tar
+    """
+    settings = open_settings()
+    from infra.backup import back_up
+
+    with out.status("backing up"):
+        back_up(settings, file.absolute())
+    out.print(f"backed up to {file}, {file.stat().st_size / 2**20:,.0f} MiB", soft_wrap=True, markup=False)
+
+
+def clean(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove old drafts, finished work, caches, copies, logs and history beyond [keep]; never what may serve again.
+
+    Example: redraft clean --dry-run
+    """
+    _, parsed = prepare(recipe)
+    from tasks.clean_home import clean_home
+
+    going = clean_home.fn(parsed.keep, parsed.refresh.pool, dry_run)
+    for item, why in going:
+        out.print(f"{item.kind:14} {item.name}, {item.num_bytes / 2**20:,.1f} MiB: {why}", soft_wrap=True, markup=False)
+    total = sum(item.num_bytes for item, _ in going) / 2**20
+    out.print(f"{len(going)} parts, {total:,.1f} MiB {'would go' if dry_run else 'went'}", markup=False)
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `redraft backup` wrote.")],
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for a refresh that is reading rows.")
+    ] = 3600.0,
+) -> None:
+    """Bring a home back, into a new folder or into the home it was taken of; a service there goes on serving.
+
+    Keys stay as they are now, and what was erased since is erased again.
+
+    Example: redraft restore redraft-monday.tar
+    """
+    settings = open_settings()
+    from infra.backup import restore as bring_back
+
+    with out.status("restoring"):
+        contents, copies = bring_back(settings, file, wait_s)
+    made = datetime.fromtimestamp(contents.made_ms / 1000, UTC).isoformat(" ", "seconds")
+    out.print(f"{settings.home} is as it was at {made}", soft_wrap=True, markup=False)
+    if copies is not None:
+        out.print(f"its databases as they were until now: {copies}", soft_wrap=True, markup=False)

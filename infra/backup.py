@@ -1,0 +1,295 @@
+"""A home as one file, taken while it is served, and brought back into an empty home or into itself.
+
+Databases are copied by SQLite's online backup, at one moment each and without keeping anybody from writing; the query
+log and the registry come before the files that they name, so that none is missing. What can be made again stays out:
+caches, logs, work folders, Ray's and Prefect's files. So do the secrets that only this machine needs; the one that
+splits traffic and the hashes of keys go with it.
+
+What was erased since a backup was taken is erased again when it is brought back into its own home. An empty home knows
+nothing of that.
+"""
+
+import hashlib
+import io
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra.artifacts import LEFTOVER
+from infra.erase import FOLDER, finish_erasures
+from infra.erasures import Certificate
+from infra.home import FORMAT_FILE, latest_format, open_home
+from infra.keys import keys_path
+from infra.logfile import COPIES, SCHEMA_VERSION, TORN, copy_database
+from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.secret import NAME as SPLIT_KEY
+from infra.settings import Settings
+from infra.triggerfile import TriggerFile, trigger_path
+
+CONTENTS = "backup.json"
+ARTIFACTS = "artifacts"
+FOLDERS = ("watch", FOLDER)
+NOT_KEPT = ("work",)
+BUSY_S, PAGES, PAUSE_S = 30.0, 1024, 0.01
+ALL_ERASURES = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
+
+
+class Contents(BaseModel):
+    """What a backup says of itself.
+
+    Attributes:
+        home_format, log_schema: of the version that took it.
+        made_ms: when, in Unix time.
+        home, artifacts: where they lay; the registry names its files by these.
+        files: databases and small files to the sha256 of their content; directories have manifests of their own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    home_format: int
+    log_schema: int
+    made_ms: int
+    home: str
+    artifacts: str
+    files: dict[str, str]
+
+
+def databases(settings: Settings) -> dict[str, Path]:
+    """Return name to file of the home's databases; a registry that is a server's is not among them."""
+    found = {"queries.db": settings.querylog, "queries-trigger.db": trigger_path(settings.querylog)}
+    if settings.mlflow_uri.startswith("sqlite:///"):
+        found["mlflow.db"] = Path(settings.mlflow_uri.removeprefix("sqlite:///"))
+    return found
+
+
+def copy_databases(settings: Settings, folder: Path, but: Collection[str] = ()) -> list[str]:
+    """Copy the databases that there are into a folder, and return their names."""
+    there = {name: file for name, file in databases(settings).items() if file.is_file() and name not in but}
+    for name, file in there.items():
+        copy_database(file, folder / name)
+    return list(there)
+
+
+def back_up(settings: Settings, file: Path) -> Contents:
+    """Write the home into one file, which holds what people wrote: keep it as well as the home.
+
+    Raises:
+        ValueError: there is nothing to keep, or `file` can't be written.
+    """
+    if not any(one.is_file() for one in databases(settings).values()):
+        raise ValueError(f"{settings.home} holds nothing yet; run: redraft build")
+    if not file.parent.is_dir() or file.is_dir():
+        raise ValueError(f"{file} can't be written: wanted the name of a file in a folder that there is")
+    with (
+        tempfile.TemporaryDirectory(dir=file.parent, prefix=".backup-") as folder,
+        QueryLog(settings.querylog).reading(),  # no erasure takes files away meanwhile
+    ):
+        work = Path(folder)
+        small = copy_databases(settings, work)
+        for source in (settings.home / FORMAT_FILE, keys_path(settings), settings.home / SPLIT_KEY):
+            if source.is_file():
+                shutil.copyfile(source, work / source.name)
+                small.append(source.name)
+        contents = Contents(
+            home_format=latest_format(),
+            log_schema=SCHEMA_VERSION,
+            made_ms=int(time.time() * 1000),
+            home=str(settings.home),
+            artifacts=str(settings.artifacts),
+            files={name: _sha256(work / name) for name in small},
+        )
+        temporary = work / "whole"
+        with tarfile.open(temporary, "w") as archive:
+            _add_text(archive, CONTENTS, contents.model_dump_json(indent=1))
+            for name in small:
+                archive.add(work / name, name)
+            for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+                for path in _kept(root):
+                    with suppress(FileNotFoundError):  # what was removed meanwhile is named by nothing
+                        archive.add(path, f"{name}/{path.relative_to(root).as_posix()}", recursive=False)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.chmod(0o600)
+        temporary.replace(file)
+    return contents
+
+
+def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Path | None]:
+    """Bring a backup back into an empty home, or into the one that it was taken of; a service there goes on.
+
+    Args:
+        settings: of the home.
+        file: a backup.
+        wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+
+    Returns:
+        What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
+
+    Raises:
+        ValueError: it is no backup, it is damaged, a newer version took it, or the home is another one.
+        TimeoutError: somebody still reads rows, or writes to a database.
+    """
+    home, copies, torn = settings.home, None, set[str]()
+    with tempfile.TemporaryDirectory(dir=home, prefix=".restore-") as folder:
+        work = Path(folder)
+        contents = _unpack(file, work)
+        there = any(one.is_file() for one in databases(settings).values())
+        if there:
+            _require_same_home(settings, work, file)
+            copies = home / COPIES / f"before-restore-{int(time.time() * 1000)}"
+            copies.mkdir(mode=0o700, parents=True)
+            torn = _copy_torn(settings, copies)
+            copy_databases(settings, copies, torn)
+        log = QueryLog(settings.querylog)
+        with log.unread(wait_s), open_registry(settings).alone():
+            if "queries-trigger.db" not in torn and TriggerFile(settings.querylog).snapshot().running:
+                raise TimeoutError("a refresh runs; wait for its end, or stop it")
+            erased = _certificates(settings) + ([] if "queries.db" in torn else _erasures(log))
+            log.close()
+            _bring_files(settings, work)
+            for name, target in databases(settings).items():
+                if (source := work / name).is_file():
+                    _move(source, contents, settings)
+                    if name in torn:  # nobody can read it; in one step, so that no row comes between
+                        for suffix in ("-wal", "-shm"):
+                            target.with_name(target.name + suffix).unlink(missing_ok=True)
+                        _place(source, target)
+                    else:
+                        _overwrite(source, target)
+        for begun in _missing(erased, log):
+            log.begin_erasure(begun.subjects, begun.older_than_ms)
+        log.close()
+    open_home(settings)
+    finish_erasures(settings, wait_s)
+    return contents, copies
+
+
+def _unpack(file: Path, work: Path) -> Contents:
+    try:
+        with tarfile.open(file) as archive:
+            archive.extractall(work, filter="data")
+        contents = Contents.model_validate_json((work / CONTENTS).read_bytes())
+    except (tarfile.TarError, EOFError, FileNotFoundError, ValidationError) as error:
+        raise ValueError(f"{file} is no backup of redraft's, or it is torn: {str(error).splitlines()[0]}") from error
+    if contents.home_format > latest_format() or contents.log_schema > SCHEMA_VERSION:
+        raise ValueError(f"{file} was taken by a newer version; upgrade redraft first")
+    for name, sha256 in contents.files.items():
+        if not (work / name).is_file() or _sha256(work / name) != sha256:
+            raise ValueError(f"{file} is damaged: {name} is not what was backed up")
+    return contents
+
+
+def _require_same_home(settings: Settings, work: Path, file: Path) -> None:
+    own, theirs = settings.home / SPLIT_KEY, work / SPLIT_KEY
+    if not own.is_file() or not theirs.is_file() or own.read_bytes() != theirs.read_bytes():
+        raise ValueError(
+            f"{settings.home} is not empty, and {file} was taken of another home; set REDRAFT_HOME to a new folder"
+        )
+
+
+def _copy_torn(settings: Settings, copies: Path) -> set[str]:
+    """Copy the databases that can't be read as they are, and return their names."""
+    torn = set()
+    for name, file in databases(settings).items():
+        if not file.is_file():
+            continue
+        try:
+            with closing(sqlite3.connect(file, timeout=BUSY_S)) as db:
+                db.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode not in TORN:
+                raise
+            torn.add(name)
+            shutil.copyfile(file, copies / f"{name}.torn")
+    return torn
+
+
+def _bring_files(settings: Settings, work: Path) -> None:
+    """Put directories and small files where there are none; what is there stays, keys above all."""
+    for name in (FORMAT_FILE, keys_path(settings).name, SPLIT_KEY):
+        if (work / name).is_file() and (name == FORMAT_FILE or not (settings.home / name).is_file()):
+            _place(work / name, settings.home / name)
+    for name, root in ((ARTIFACTS, settings.artifacts), *((one, settings.home / one) for one in FOLDERS)):
+        for path in _kept(work / name):
+            target = root / path.relative_to(work / name)
+            if path.is_file() and not target.exists():
+                _place(path, target)
+
+
+def _place(source: Path, target: Path) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copyfile(source, temporary := target.with_name(f".{target.name}.{os.getpid()}"))
+    temporary.chmod(0o600)
+    temporary.replace(target)
+
+
+def _move(database: Path, contents: Contents, settings: Settings) -> None:
+    """Have a database name this home's folders where it named those of the home that was backed up."""
+    places = [(contents.artifacts, str(settings.artifacts)), (contents.home, str(settings.home))]
+    moved = [(f"{old}/", f"{new}/") for old, new in places if old != new]
+    moved += [(quote(old), quote(new)) for old, new in moved if quote(old) != old]
+    with closing(sqlite3.connect(database, isolation_level=None)) as db:
+        for table, column in db.execute(
+            """SELECT tables.name, columns.name FROM sqlite_schema AS tables, pragma_table_info(tables.name) AS columns
+            WHERE tables.type = 'table' AND tables.name NOT LIKE 'sqlite_%'"""
+        ).fetchall():
+            for old, new in moved:
+                place = f'"{table}" SET "{column}" = replace("{column}", ?, ?) WHERE instr("{column}", ?)'
+                db.execute(f"UPDATE {place}", (old, new, old))
+
+
+def _overwrite(source: Path, target: Path) -> None:
+    """Replace a database's content, page by page, so that who has it open reads the new one."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    until_s = time.monotonic() + BUSY_S
+
+    def still(status: int, remaining: int, total: int) -> None:
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{target}: somebody keeps writing to it")
+
+    with closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(target, timeout=BUSY_S)) as written:
+        read.backup(written, pages=PAGES, progress=still, sleep=PAUSE_S)
+
+
+def _certificates(settings: Settings) -> list[Certificate]:
+    files = sorted((settings.home / FOLDER).glob("[0-9]*.json"))
+    return [Certificate.model_validate_json(file.read_bytes()) for file in files]
+
+
+def _erasures(log: QueryLog) -> list[Certificate]:
+    return [Certificate.model_validate_json(text) for (text,) in log.connection().execute(ALL_ERASURES)]
+
+
+def _missing(erased: Sequence[Certificate], log: QueryLog) -> list[Certificate]:
+    known = {one.began_ms for one in _erasures(log)}
+    return list({one.began_ms: one for one in erased if one.began_ms not in known}.values())
+
+
+def _kept(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        is_root = Path(folder) == root
+        folders[:] = [name for name in sorted(folders) if not LEFTOVER.fullmatch(name)]
+        if is_root:
+            folders[:] = [name for name in folders if name not in NOT_KEPT]
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, int(time.time())
+    archive.addfile(entry, io.BytesIO(text.encode()))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,118 @@
+"""Erasing people's rows, and all that was made of their text, from a home folder.
+
+Rows leave the log first, in one transaction; then each store gives up what it made of them; then every other file is
+searched for their text; the text itself, which that takes, goes last. After each step the journal (`infra.erasures`)
+knows what was done, so that an erasure that was killed anywhere is completed by `finish_erasures`, which `redraft up`,
+`serve`, `refresh` and the next erasure call. Each step may be repeated.
+
+What can't be undone: weights that were trained on the rows. The certificate names them.
+"""
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from infra.artifacts import write_whole
+from infra.consent import subject_of
+from infra.erase.job import Job
+from infra.erase.leftovers import remove_captured, remove_scores, remove_work, sweep_watch
+from infra.erase.residue import forget_text, redact_residue
+from infra.erase.snapshots import name_drafts, rewrite_snapshots
+from infra.erasures import DONE, Certificate
+from infra.keys import keys_path, read_keys
+from infra.querylog import QueryLog
+from infra.settings import Settings
+
+FOLDER = "erasures"
+WAIT_S = 3600.0
+HASH_LENGTH = 64
+
+# Whatever keeps text of rows, or what was computed from it, in files of its own registers here. A store takes the job,
+# removes what belongs to `job.ids`, and keeps what it did by `job.keep`; it must find its way when it was killed in the
+# middle before.
+STORES: Mapping[str, Callable[[Job], None]] = {
+    "snapshots": rewrite_snapshots,
+    "drafts": name_drafts,
+    "scores": remove_scores,
+    "work folders": remove_work,
+    "the watch": sweep_watch,
+    "captured states": remove_captured,
+    "everything else": redact_residue,
+}
+
+
+def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> Certificate:
+    """Erase what a person asked and was answered.
+
+    Args:
+        settings: of the home.
+        subject: the hash in the log, or the name that a client gave as `user`, which is hashed under each API key.
+        wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+
+    Raises:
+        TimeoutError: somebody still reads rows. The rows are out of the log; the next erasure or start goes on.
+    """
+    return _erase(settings, wait_s, QueryLog(settings.querylog).begin_erasure(subjects_of(settings, subject)))
+
+
+def erase_older_than(settings: Settings, days: float, wait_s: float = WAIT_S) -> Certificate:
+    """Erase what was served more than so many days ago; see `erase_subject`."""
+    older_than_ms = int((time.time() - days * 24 * 3600) * 1000)
+    return _erase(settings, wait_s, QueryLog(settings.querylog).begin_erasure(older_than_ms=older_than_ms))
+
+
+def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate]:
+    """Complete the erasures that were killed or had to wait, and return their certificates.
+
+    Raises:
+        TimeoutError: somebody reads rows, or keeps a database locked.
+        StoreUnavailable: the registry can't be asked which drafts saw the rows.
+    """
+    log = QueryLog(settings.querylog)
+    if not settings.querylog.is_file() or not log.unfinished_erasures():
+        return []
+    with log.unread(wait_s):
+        try:
+            return [_finish(settings, log, step, certificate) for step, certificate in log.unfinished_erasures()]
+        except sqlite3.OperationalError as error:
+            raise TimeoutError(f"an erasure is not complete: {error}") from error
+
+
+def subjects_of(settings: Settings, subject: str) -> tuple[str, ...]:
+    """Return the hashes that a person's rows may stand under: without a key, and with each that was ever accepted.
+
+    Rows are logged under a key's own hash, those of older versions under the key itself.
+    """
+    if len(subject) == HASH_LENGTH and set(subject) <= set("0123456789abcdef"):
+        return (subject,)
+    known = (key.sha256 for key in read_keys(keys_path(settings)))
+    hashed = (subject_of(key, subject) for key in (None, *settings.api_keys, *known))
+    return tuple(one for one in hashed if one is not None)
+
+
+def certificate_file(settings: Settings, number: int) -> Path:
+    """Return where an erasure's certificate is kept."""
+    return settings.home / FOLDER / f"{number}.json"
+
+
+def _erase(settings: Settings, wait_s: float, begun: Certificate) -> Certificate:
+    certificates = finish_erasures(settings, wait_s)
+    return next(one for one in certificates if one.number == begun.number)
+
+
+def _finish(settings: Settings, log: QueryLog, step: int, certificate: Certificate) -> Certificate:
+    job = Job(settings, log, step, certificate)
+    for number, store in enumerate(STORES.values()):
+        if number >= step:
+            store(job)
+            job.done(number + 1)
+    forget_text(job)
+    job.certificate = job.certificate.with_(ended_ms=int(time.time() * 1000))
+    file = certificate_file(settings, certificate.number)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(file, job.certificate.model_dump_json(indent=1) + "\n")
+    os.chmod(file, 0o600)
+    log.enter(job.certificate, DONE)
+    return job.certificate

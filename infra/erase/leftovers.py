@@ -1,0 +1,63 @@
+"""What was computed from rows and can be computed again, or was left by a process that died."""
+
+import json
+from pathlib import Path
+
+from infra.artifacts import discard, held, sweep_staging
+from infra.captured import CapturedFiles
+from infra.erase.job import Job
+from infra.watches import Watches
+
+STATES = "states.bin"
+UNLOGGED_S = 60.0  # a row is logged within a second of its states
+
+
+def remove_scores(job: Job) -> None:
+    """Remove cached scores that name the rows."""
+    for file in sorted(_swept(job.settings.artifacts / "scores").glob("[!.]*/scores.json")):
+        if any(score["id"] in job.ids for score in json.loads(file.read_bytes())):
+            _remove(job, file.parent)
+
+
+def remove_work(job: Job) -> None:
+    """Remove work folders of runs that died, where they name the rows or hold hidden states.
+
+    What a build that runs now works in stays: builds read no rows, and whoever does is waited for.
+    """
+    names = [name.encode() for name in job.ids]
+    for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
+        with held(folder, wait=False) as is_free:
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            if is_free and any(file.name == STATES or _names(file, names) for file in files):
+                _remove(job, folder)
+
+
+def remove_captured(job: Job) -> None:
+    """Remove hidden states that were captured of the rows, and of rows that did not come to the log."""
+    files = CapturedFiles(job.log.path)
+    if files.forget(job.ids) + files.forget_others(job.log.ids(), UNLOGGED_S):
+        job.keep(removed=tuple(dict.fromkeys((*job.certificate.removed, files.folder.name))))
+
+
+def sweep_watch(job: Job) -> None:
+    """Remove what a look of the watch that died left."""
+    Watches(job.settings).sweep()
+
+
+def _names(file: Path, names: list[bytes]) -> bool:
+    if file.suffix not in (".jsonl", ".json"):
+        return False
+    content = file.read_bytes()
+    return any(name in content for name in names)
+
+
+def _remove(job: Job, directory: Path) -> None:
+    name = directory.relative_to(job.settings.artifacts).as_posix()
+    job.keep(removed=tuple(dict.fromkeys((*job.certificate.removed, name))))
+    discard(directory)
+
+
+def _swept(folder: Path) -> Path:
+    if folder.is_dir():
+        sweep_staging(folder)
+    return folder

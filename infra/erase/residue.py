@@ -1,0 +1,175 @@
+"""The rows' text where no store put it on purpose: an error's message in a log, a database of Prefect or MLflow.
+
+Every file of the home is searched, except checked directories: those are snapshots and caches, whose own stores answer
+for them, checkpoints, and prompts that were there before anybody asked them.
+"""
+
+import bz2
+import gzip
+import lzma
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from infra.artifacts import LEFTOVER
+from infra.captured import SUFFIX
+from infra.erase.job import Job
+from infra.erase.search import Search, redacted
+from infra.manifest import MANIFEST_NAME
+
+NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
+SQLITE = b"SQLite format 3\x00"
+PACKED: dict[str, ModuleType] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+NO_TEXT = {".safetensors", ".bin", SUFFIX, ".gguf", ".so", ".pyc", ".png"}
+BATCH_ROWS = 4000  # a row is some 5,000 different stretches
+BUSY_S, POLL_S = 30.0, 0.2
+
+
+def redact_residue(job: Job) -> None:
+    """Overwrite the rows' text in every other file."""
+    home = job.settings.home
+    for start in range(0, len(job.rows), BATCH_ROWS):
+        search = _search(job, start)
+        for file in sorted({*_files(job), job.log.path}):
+            num_places = 0
+            with suppress(FileNotFoundError):  # others work in the home too
+                num_places = _redact(file, search, job)
+            if num_places:
+                name = file.relative_to(home).as_posix() if file.is_relative_to(home) else str(file)
+                total = job.certificate.redacted.get(name, 0) + num_places
+                job.keep(redacted={**job.certificate.redacted, name: total})
+
+
+def forget_text(job: Job) -> None:
+    """Delete the rows' text from the log's file, its free pages and its write-ahead log.
+
+    Raises:
+        TimeoutError: a reader keeps the write-ahead log from being emptied.
+    """
+    search = None
+    if job.rows:  # else the text is gone, and nobody can look for it
+        search = _search(job, 0)
+        job.log.forget(job.certificate.number)
+    _empty_wal(job)
+    if search is None or search.stands_in(job.log.path):
+        job.log.connection().execute("VACUUM")
+        _empty_wal(job)
+
+
+def _search(job: Job, start: int) -> Search:
+    return Search(job.rows[start : start + BATCH_ROWS], job.log.latest(NUM_OTHERS))
+
+
+def _empty_wal(job: Job) -> None:
+    until_s = time.monotonic() + BUSY_S
+    while not job.log.empty_wal():
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"{job.log.path}: somebody reads it, so that its write-ahead log can't be emptied")
+        time.sleep(POLL_S)
+
+
+def _files(job: Job) -> Iterator[Path]:
+    roots = {job.settings.home, job.settings.artifacts, job.settings.cache}
+    outer = [root for root in sorted(roots) if not any(root != one and root.is_relative_to(one) for one in roots)]
+    for root in outer:
+        for folder, folders, names in os.walk(root):
+            if MANIFEST_NAME in names or LEFTOVER.fullmatch(Path(folder).name):
+                folders.clear()
+                continue
+            files = [Path(folder, name) for name in sorted(names)]
+            yield from (
+                file for file in files if file.suffix not in NO_TEXT and file.is_file() and not file.is_symlink()
+            )
+
+
+def _redact(file: Path, search: Search, job: Job) -> int:
+    """Overwrite the text in a file, and return in how many places it was."""
+    if file == job.log.path:
+        return _redact_database(file, search, ("attempts",))
+    if file.name.endswith(("-wal", "-shm")):
+        return 0  # its database is searched, and its write-ahead log emptied
+    with file.open("rb") as opened:
+        is_database = opened.read(len(SQLITE)) == SQLITE
+    if is_database:
+        return _redact_database(file, search) if _holds(file, search) else 0
+    if (packed := PACKED.get(file.suffix)) is not None:
+        return _repack(file, search, packed)
+    return _redact_plain(file, search)
+
+
+def _redact_plain(file: Path, search: Search) -> int:
+    if not search.stands_in(file):
+        return 0
+    content = file.read_bytes()
+    spans = search.spans(content)
+    if spans:
+        changed = redacted(content, spans)
+        with file.open("r+b") as opened:  # in place: whoever appends to it goes on
+            opened.write(changed)
+            opened.flush()
+            os.fsync(opened.fileno())
+    return len(spans)
+
+
+def _repack(file: Path, search: Search, module: ModuleType) -> int:
+    try:
+        with module.open(file, "rb") as opened:
+            content = opened.read()
+    except (OSError, EOFError, lzma.LZMAError):  # not what its name says
+        return _redact_plain(file, search)
+    spans = search.spans(content)
+    if spans:
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        with module.open(temporary, "wb") as opened:
+            opened.write(redacted(content, spans))
+        temporary.replace(file)
+    return len(spans)
+
+
+def _holds(file: Path, search: Search) -> bool:
+    """Return whether a database's file or its write-ahead log has the text, in free pages too."""
+    files = [file, file.with_name(f"{file.name}-wal")]
+    return any(search.stands_in(one) for one in files if one.is_file())
+
+
+def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -> int:
+    """Overwrite the text in all columns of a database, or of some tables of the log."""
+    num_places = 0
+
+    def clean(value: Any) -> Any:
+        nonlocal num_places
+        content = value.encode() if isinstance(value, str) else value
+        spans = search.spans(content)
+        num_places += len(spans)
+        changed = redacted(content, spans)
+        return changed.decode(errors="replace") if isinstance(value, str) else changed
+
+    def holds(value: Any) -> bool:
+        return bool(search.spans(value.encode() if isinstance(value, str) else value))
+
+    with closing(sqlite3.connect(file, timeout=BUSY_S, isolation_level=None)) as db:
+        db.execute("PRAGMA secure_delete = ON")
+        db.create_function("clean", 1, clean, deterministic=True)
+        db.create_function("holds", 1, holds, deterministic=True)
+        for table, column in _columns(db):
+            if not tables or table in tables:
+                where = f'typeof("{column}") IN (\'text\', \'blob\') AND length("{column}") >= 24 AND holds("{column}")'
+                db.execute(f'UPDATE "{table}" SET "{column}" = clean("{column}") WHERE {where}')
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if not tables and _holds(file, search):
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            num_places = max(1, num_places)
+    return num_places
+
+
+def _columns(db: sqlite3.Connection) -> list[tuple[str, str]]:
+    query = """SELECT tables.name, columns.name FROM sqlite_schema AS tables, pragma_table_xinfo(tables.name) AS columns
+        WHERE tables.type = 'table' AND tables.name NOT LIKE 'sqlite_%' AND columns.hidden = 0
+        AND tables.sql NOT LIKE 'CREATE VIRTUAL%'"""
+    return [(str(table), str(column)) for table, column in db.execute(query)]

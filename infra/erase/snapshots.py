@@ -1,0 +1,145 @@
+"""Snapshots that rows were read into, and the drafts that were trained on them or judged by them.
+
+A snapshot's name is the key of what it was made from, so what is left of one gets a name of its own: under the old name
+a later run would take it for the whole. Its digest before stays in the certificate.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infra.artifacts import publish, staged, sweep_staging
+from infra.erase.job import Job
+from infra.erasures import Rewritten
+from infra.manifest import MANIFEST_NAME, check_manifest
+from infra.registry import Version, open_registry
+from infra.store import translated
+
+PARTS = ("train", "held_out", "probe")
+TAGS = {"window_uri": "window_sha256", "judged_on": "", "samples_uri": "samples_sha256"}
+KIND = "samples"
+
+
+def rewrite_snapshots(job: Job) -> None:
+    """Write each snapshot again without the rows, and point the registry at what is left."""
+    for folder in _stages(job.settings.artifacts):
+        sweep_staging(folder)
+    known = {one.snapshot for one in job.certificate.snapshots}
+    for directory in _snapshots(job.settings.artifacts):
+        num_rows = sum(held for _, held in _parts_with(directory, job.ids)) if directory.as_uri() not in known else 0
+        if num_rows:
+            _rewrite(job, directory, num_rows)
+    for one in job.certificate.snapshots:
+        _point(job, one)
+        shutil.rmtree(Path(one.snapshot.removeprefix("file://")), ignore_errors=True)
+
+
+def name_drafts(job: Job) -> None:
+    """Name the drafts that saw the rows, by what was recorded when the rows were read, and those trained on from them.
+
+    Snapshots of older homes have no record; theirs follows from the rows that they held and from their windows.
+    """
+    registry, seqs = open_registry(job.settings), [row.seq for row in job.rows if row.seq is not None]
+    if job.rows:
+        of_snapshot = job.log.reads_of(seqs)
+        recorded = job.log.recorded_snapshots()
+        drafts: dict[int, Counter[str]] = {}
+        versions = registry.versions("draft")
+        for version in versions:
+            seen = Counter[str]()
+            for uri in {version.lineage.judged_on, version.lineage.window.uri if version.lineage.window else ""} - {""}:
+                seen += of_snapshot.get(snapshot_name(uri), Counter())
+            window = version.lineage.window
+            if window is not None and snapshot_name(window.uri) not in recorded:
+                of_window = [row for row in job.rows if row.consent == "full" and row.seq is not None]
+                inside = sum(window.first_seq <= (row.seq or 0) <= window.last_seq for row in of_window)
+                seen += Counter({"window": inside})
+            if seen:
+                drafts[version.number] = seen
+        named = {number: dict(sorted(seen.items())) for number, seen in sorted(drafts.items())}
+        job.keep(drafts=named, descendants=tuple(_descendants(versions, named)))
+
+
+def snapshot_name(uri: str) -> str:
+    """Return the name under which a snapshot's reads were recorded, whatever was taken out of it since."""
+    return Path(uri).name.partition(".")[0]
+
+
+def _stages(artifacts: Path) -> list[Path]:
+    return [
+        folder for folder in sorted(artifacts.glob("*")) if folder.is_dir() and folder.name not in ("mlflow", "work")
+    ]
+
+
+def _snapshots(artifacts: Path) -> Iterator[Path]:
+    for stage in _stages(artifacts):
+        for directory in sorted(stage.glob("[!.]*")):
+            if (directory / MANIFEST_NAME).is_file() and any((directory / f"{part}.jsonl").is_file() for part in PARTS):
+                yield directory.resolve()
+
+
+def _parts_with(directory: Path, ids: frozenset[str]) -> Iterator[tuple[Path, int]]:
+    for part in PARTS:
+        file = directory / f"{part}.jsonl"
+        if file.is_file():
+            with file.open(encoding="utf-8") as lines:
+                yield file, sum(_is_of(line, ids) for line in lines)
+
+
+def _is_of(line: str, ids: frozenset[str]) -> bool:
+    row = json.loads(line)
+    return isinstance(row, dict) and row.get("id") in ids
+
+
+def _rewrite(job: Job, directory: Path, num_rows: int) -> None:
+    try:
+        before = check_manifest(directory)
+    except ValueError:  # torn, and so never read again: nothing of it is worth keeping
+        job.keep(snapshots=(*job.certificate.snapshots, _gone(directory, "", num_rows)))
+        return
+    final = directory.with_name(f"{directory.name}.{job.certificate.number}")
+    if not final.exists():
+        with staged(final) as staging:
+            for file in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME):
+                target = staging / file.relative_to(directory)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if file.parent == directory and file.stem in PARTS and file.suffix == ".jsonl":
+                    with file.open(encoding="utf-8") as lines, target.open("w", encoding="utf-8") as kept:
+                        kept.writelines(line for line in lines if not _is_of(line, job.ids))
+                else:
+                    shutil.copyfile(file, target)
+    became = publish(final, KIND)
+    rewritten = Rewritten(
+        snapshot=directory.as_uri(), sha256=before, became=became.uri, became_sha256=became.sha256, rows=num_rows
+    )
+    job.keep(snapshots=(*job.certificate.snapshots, rewritten))
+
+
+def _gone(directory: Path, sha256: str, num_rows: int) -> Rewritten:
+    return Rewritten(snapshot=directory.as_uri(), sha256=sha256, became="", became_sha256="", rows=num_rows)
+
+
+def _point(job: Job, rewritten: Rewritten) -> None:
+    """Have the versions that name a snapshot name what is left of it."""
+    registry = open_registry(job.settings)
+    with translated(f"naming what is left of {rewritten.snapshot}"):
+        for version in registry.versions("draft"):
+            for uri, sha256 in TAGS.items():
+                if version.tags.get(uri) == rewritten.snapshot:
+                    changed = {uri: rewritten.became}
+                    if sha256 == "samples_sha256":  # the digest of the directory; a window's is that of its rows
+                        changed[sha256] = rewritten.became_sha256
+                    for name, value in changed.items():
+                        registry.store.client.set_model_version_tag("draft", str(version.number), name, value)
+
+
+def _descendants(versions: Sequence[Version], drafts: dict[int, dict[str, int]]) -> list[int]:
+    saw = {number for number, roles in drafts.items() if roles.keys() - {"probe", "held_out"}}
+    found: list[int] = []
+    for version in sorted(versions, key=lambda one: one.number):
+        if {version.lineage.parent, version.lineage.continues} & saw and version.number not in saw:
+            found.append(version.number)
+            saw.add(version.number)
+    return [number for number in found if number not in drafts]

@@ -1,0 +1,209 @@
+"""Erasures of a log: which rows are to go, how far that has come, and which snapshots they were read into.
+
+The rows of an erasure leave the log at once, in one transaction with its entry in the journal; nothing reads them from
+then on. Their text is kept apart, because it takes knowing a text to find it again in files, until all else is done
+(`infra.erase`): it is the last to go. What was found is written to the journal after each step, so that an erasure that
+was killed is completed by the next one.
+
+Which snapshots a row was read into, and as what, is recorded before the snapshot is written (`record_reads`).
+"""
+
+import json
+import sqlite3
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.consent import QueryRow
+from infra.logfile import ENDED
+from infra.windows import Window, Windows, shrink_claim
+
+ERASED = "the error was erased with rows of the window"
+DONE = -1
+Role = Literal["train", "replay", "held_out", "probe"]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Rewritten(_Entry):
+    """A snapshot that held erased rows; `became` is "" where nothing else was in it.
+
+    Attributes:
+        snapshot, sha256: its address and digest before.
+        became, became_sha256: the address and digest of what is left.
+        rows: how many were taken out.
+    """
+
+    snapshot: str
+    sha256: str
+    became: str
+    became_sha256: str
+    rows: int
+
+
+class Certificate(_Entry):
+    """What an erasure did, without any text.
+
+    Attributes:
+        number: of the erasure.
+        subjects: hashes of whom it was for; none where it went by age.
+        older_than_ms: rows served before this Unix time; None where it went by subject.
+        began_ms, ended_ms: Unix time; None until it is complete.
+        rows: how many, of any consent.
+        sketches: how many of them had been sketched.
+        probes: domain to how many of them were in its probe set.
+        windows: that they had been claimed in, open, committed or set aside, as far as known.
+        snapshots: those rewritten.
+        drafts: version to what it saw of the rows, role to number; weights can't unlearn.
+        descendants: versions that were trained on from one of these.
+        removed: caches and work folders that were removed.
+        redacted: file to how many places were overwritten in it.
+    """
+
+    number: int = 0
+    subjects: tuple[str, ...] = ()
+    older_than_ms: int | None = None
+    began_ms: int
+    ended_ms: int | None = None
+    rows: int = 0
+    sketches: int = 0
+    probes: dict[str, int] = Field(default_factory=dict)
+    windows: tuple[Window, ...] = ()
+    snapshots: tuple[Rewritten, ...] = ()
+    drafts: dict[int, dict[str, int]] = Field(default_factory=dict)
+    descendants: tuple[int, ...] = ()
+    removed: tuple[str, ...] = ()
+    redacted: dict[str, int] = Field(default_factory=dict)
+
+    def with_(self, **changes: Any) -> "Certificate":
+        """Return it with some fields changed."""
+        return self.model_copy(update=changes)
+
+
+class Erasures(Windows):
+    """The journal of a log's erasures, and its lineage of rows to snapshots."""
+
+    def record_reads(self, snapshot: str, ids_of_role: Mapping[Role, Iterable[str]]) -> None:
+        """Record which rows go into a snapshot, and as what; ids that are no row's are left out."""
+        query = """INSERT OR IGNORE INTO reads SELECT seq, ?1, ?2 FROM
+            (SELECT seq, id FROM rows UNION ALL SELECT seq, id FROM erasing)
+            WHERE id IN (SELECT value FROM json_each(?3))"""
+        with self.transaction() as db:
+            for role, ids in ids_of_role.items():
+                db.execute(query, (snapshot, role, json.dumps(list(ids))))
+
+    def reads_of(self, seqs: Iterable[int]) -> dict[str, Counter[str]]:
+        """Return snapshot to what it read of some rows, role to number."""
+        query = """SELECT snapshot, role, count(*) FROM reads
+            WHERE seq IN (SELECT value FROM json_each(?)) GROUP BY snapshot, role"""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for snapshot, role, number in self.connection().execute(query, (json.dumps(list(seqs)),)):
+            found[snapshot][role] = number
+        return dict(found)
+
+    def recorded_snapshots(self) -> set[str]:
+        """Return the snapshots whose reads were recorded; older ones have no record."""
+        return {name for (name,) in self.connection().execute("SELECT DISTINCT snapshot FROM reads")}
+
+    def erase(self, subject: str) -> Certificate:
+        """Delete every row of a hashed subject from the log alone, with its sketches and its places in probe sets."""
+        return self._forgotten(self.begin_erasure(subjects=(subject,)))
+
+    def erase_older_than(self, time_ms: int) -> Certificate:
+        """Delete every row served before `time_ms`, in the same way."""
+        return self._forgotten(self.begin_erasure(older_than_ms=time_ms))
+
+    def begin_erasure(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
+        """Take rows out of the log and enter their erasure in the journal, in one transaction.
+
+        Args:
+            subjects: hashes whose rows go.
+            older_than_ms: if given, rows that were served before this Unix time go instead.
+        """
+        condition, value = "time_ms < ?", str(older_than_ms)
+        if older_than_ms is None:
+            condition, value = "subject IN (SELECT value FROM json_each(?))", json.dumps(subjects)
+        start = Certificate(subjects=subjects, older_than_ms=older_than_ms, began_ms=int(time.time() * 1000))
+        with self.transaction() as db:
+            number = db.execute("INSERT INTO erasures (step, certificate) VALUES (0, '')").lastrowid
+            db.execute(
+                f"INSERT INTO erasing SELECT seq, ?2, id, consent, body FROM rows WHERE {condition.replace('?', '?1')}",
+                (int(value) if older_than_ms is not None else value, number),
+            )
+            certificate = _counted(db, start.with_(number=number))
+            db.execute(
+                f"""UPDATE attempts SET error = '{ERASED}' WHERE error != '{ENDED}' AND EXISTS
+                (SELECT 1 FROM erasing WHERE erasure = ? AND seq BETWEEN first_seq AND last_seq)""",
+                (number,),
+            )
+            db.execute("DELETE FROM rows WHERE seq IN (SELECT seq FROM erasing WHERE erasure = ?)", (number,))
+            shrink_claim(db)
+            _enter(db, certificate, 0)
+        return certificate
+
+    def last_erasure(self) -> int:
+        """Return the number of the erasure that was begun last, 0 before the first."""
+        number: int | None = self.connection().execute("SELECT max(number) FROM erasures").fetchone()[0]
+        return number or 0
+
+    def unfinished_erasures(self) -> list[tuple[int, Certificate]]:
+        """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""
+        query = "SELECT step, certificate FROM erasures WHERE step >= 0 ORDER BY number"
+        found = self.connection().execute(query).fetchall()
+        return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
+
+    def erased_rows(self, number: int) -> list[QueryRow]:
+        """Return the rows of an erasure that are not forgotten yet, by seq."""
+        query = "SELECT seq, body FROM erasing WHERE erasure = ? ORDER BY seq"
+        return [QueryRow(seq=seq, **json.loads(body)) for seq, body in self.connection().execute(query, (number,))]
+
+    def enter(self, certificate: Certificate, step: int) -> None:
+        """Write what an erasure has done so far to the journal, and which step is the next; -1 DONE if none is."""
+        with self.transaction() as db:
+            _enter(db, certificate, step)
+
+    def forget(self, number: int) -> bool:
+        """Delete the text of an erasure's rows; False if a reader kept the write-ahead log from being emptied."""
+        with self.transaction() as db:
+            db.execute("DELETE FROM erasing WHERE erasure = ?", (number,))
+        return self.empty_wal()
+
+    def empty_wal(self) -> bool:
+        """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
+        busy: int = self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        return not busy
+
+    def _forgotten(self, certificate: Certificate) -> Certificate:
+        self.forget(certificate.number)
+        self.enter(certificate, DONE)
+        return certificate
+
+
+def _enter(db: sqlite3.Connection, certificate: Certificate, step: int) -> None:
+    query = "UPDATE erasures SET step = ?, certificate = ? WHERE number = ?"
+    db.execute(query, (step, certificate.model_dump_json(), certificate.number))
+
+
+def _counted(db: sqlite3.Connection, certificate: Certificate) -> Certificate:
+    """Add what the rows of an erasure are part of, before they leave the log."""
+    mine = "(SELECT seq FROM erasing WHERE erasure = ?)"
+    number = (certificate.number,)
+    rows = db.execute(f"SELECT count(*) FROM {mine}", number).fetchone()[0]
+    sketches = db.execute(f"SELECT count(*) FROM sketches WHERE seq IN {mine}", number).fetchone()[0]
+    members = "SELECT domain, count(*) FROM probes JOIN rows USING (seq)"
+    probes = db.execute(f"{members} WHERE seq IN {mine} GROUP BY domain", number).fetchall()
+    windows = db.execute(
+        """WITH windows AS (SELECT * FROM committed UNION ALL
+        SELECT first_seq, last_seq, num_rows, sha256, owner FROM set_aside UNION ALL
+        SELECT first_seq, last_seq, num_rows, sha256, owner FROM claim)
+        SELECT * FROM windows WHERE EXISTS (SELECT 1 FROM erasing WHERE erasure = ?
+        AND consent = 'full' AND seq BETWEEN first_seq AND last_seq) ORDER BY first_seq""",
+        number,
+    ).fetchall()
+    named = tuple(Window(**dict(zip(Window.model_fields, columns, strict=True))) for columns in windows)
+    return certificate.with_(rows=rows, sketches=sketches, probes=dict(probes), windows=named)

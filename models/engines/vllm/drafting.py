@@ -1,0 +1,106 @@
+"""What requests, scheduler and proposer tell each other about drafting. Plain data: importing it imports no vLLM."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from models.lengths import Plan
+
+# A request's wishes, under this name in its sampling parameters' `extra_args`.
+WISHES = "redraft"
+FILL = "fill "
+# A way of drafting that measures what passes cost: K of them, of which nothing is verified.
+PASSES = "passes"
+
+
+class Wishes(NamedTuple):
+    """What a request says of its drafting.
+
+    Attributes:
+        drafting: a `models.engines.Way`; or FILL and a number: so many tokens that are as good as any, which measures
+            what rows cost; or PASSES.
+        domain: kind of traffic.
+        key: whose recent answers may be looked up, never another's.
+        promised: τ at `K` that the draft was promoted for in this domain; 0 if that is not known.
+        num_swaps: drafts that had been swapped in before it was asked.
+        capture: name under which its hidden states are held for a `capture.Claim`; "" holds none.
+    """
+
+    drafting: str = "head"
+    domain: str = ""
+    key: str = ""
+    promised: float = 0.0
+    num_swaps: int = 0
+    capture: str = ""
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> "Wishes":
+        """Return what a request's sampling parameters carry."""
+        extra = getattr(sampling_params, "extra_args", None) or {}
+        if not isinstance(wishes := extra.get(WISHES, cls()), cls):
+            wishes = extra[WISHES] = cls(*wishes)  # it travelled as a list, and is asked for several times a step
+        return wishes
+
+
+class Drafting(NamedTuple):
+    """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
+
+    Attributes:
+        plan: for the rows that are drafted as is fastest.
+        num_passes: of the draft, over all rows: the plan's, or K if a row is drafted by the head alone.
+        num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
+    """
+
+    plan: Plan
+    num_passes: int
+    num_looked_up: int
+
+    @property
+    def rests(self) -> bool:
+        """Whether not even the pass is made that keeps the draft's keys whole."""
+        return self.plan.skip and not self.num_passes
+
+
+class Pace(NamedTuple):
+    """What the last plan for served requests expected; see `models.lengths.Plan`.
+
+    Attributes:
+        num_draft_tokens: K that pays best, apart from steps that only explore.
+        why: of the step.
+        tokens_per_s, plain_tokens_per_s: of all running requests together, so drafted and without any draft; 0 as long
+            as nothing tells.
+    """
+
+    num_draft_tokens: int
+    why: str
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+
+class Row(NamedTuple):
+    """What was drafted for a sequence.
+
+    vLLM hands lists of token ids from the worker to the scheduler; the rest travels before them.
+
+    Attributes:
+        match: tokens of the match that look-up found, 0 if none.
+        num_found: tokens that followed it.
+        looked_up: whether `token_ids` are those; else they are the head's.
+    """
+
+    match: int
+    num_found: int
+    looked_up: bool
+    token_ids: list[int]
+
+    def packed(self) -> list[int]:
+        """Return the row as it travels."""
+        return [self.match, self.num_found, int(self.looked_up), *self.token_ids]
+
+    @classmethod
+    def unpacked(cls, travelled: Sequence[int]) -> "Row":
+        """Return what `packed` was called on."""
+        match, num_found, looked_up, *token_ids = travelled
+        return cls(match, num_found, bool(looked_up), token_ids)
+
+
+NOTHING = Row(0, 0, False, [])

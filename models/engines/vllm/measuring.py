@@ -1,0 +1,63 @@
+"""Measure what steps take in the engine at hand, before it serves."""
+
+import asyncio
+import logging
+import time
+
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from models.engines.vllm.drafting import FILL, PASSES, WISHES, Wishes
+from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.planning import MEASURED
+
+# Sequences whose steps are measured, and tokens of each answer; the first is read off the prompt. Steps of many
+# sequences vary less and take longer. Twice each, some time apart, since what else runs on the machine comes and goes.
+MEASURED_TOKENS = {1: 6, 2: 6, 4: 6, 8: 6, 16: 4, 32: 4, 64: 4, 128: 4}
+NUM_ROUNDS = 2
+# Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
+MANY_ROWS = 16
+# Answers, and tokens of each, whose fastest tells what a plain step takes: what else runs can only make it longer.
+NUM_PLAIN, PLAIN_TOKENS = 5, 16
+
+log = logging.getLogger(__name__)
+
+
+async def measure(engine: VllmEngine) -> None:
+    """Measure what steps of an engine take, for some seconds at most; what an earlier engine left is taken as it is.
+
+    Plain steps of one sequence are timed in any engine that keeps its times, for the choice of the next one's mode.
+    Where steps are planned, all are: by numbers of sequences, rows and passes.
+    """
+    if engine.times.plain_ms(engine.mode.eager) is None:
+        plain_ms = min([await _plain_ms(engine, f"measure-plain-{number}") for number in range(NUM_PLAIN)])
+        try:
+            engine.times.keep(engine.mode.eager, plain_ms)
+        except OSError as error:
+            log.warning("what a plain step takes was not kept: %s", error.strerror)
+    setup = engine.setup
+    if setup is None or setup.known_cost() is not None:
+        return
+    most = engine.llm.vllm_config.scheduler_config.max_num_seqs
+    many = [f"{FILL}{setup.lookup.num_tokens}"] if setup.lookup.num_tokens > 1 else []
+    for number in range(NUM_ROUNDS):
+        for num, num_tokens in MEASURED_TOKENS.items():
+            for drafting in ("off", PASSES, f"{FILL}1", *(many if num <= MANY_ROWS else ())) if num <= most else ():
+                wishes = Wishes(drafting, domain=str(num), key=MEASURED)
+                name = f"measure-{number}-{drafting}-{num}"
+                await asyncio.gather(*(_answer(engine, wishes, num_tokens, f"{name}-{at}") for at in range(num)))
+
+
+async def _plain_ms(engine: VllmEngine, request_id: str) -> float:
+    """Return milliseconds of a step, over the tokens of an answer after its first."""
+    times_s = await _answer(engine, Wishes("off"), PLAIN_TOKENS, request_id)
+    return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+
+
+async def _answer(engine: VllmEngine, wishes: Wishes, num_tokens: int, request_id: str) -> list[float]:
+    """Return when each output came; nobody is told of the request."""
+    prompt = TokensPrompt(prompt_token_ids=[1] * 8)
+    wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    wanted.extra_args = {WISHES: wishes}
+    return [time.monotonic() async for _ in AsyncLLM.generate(engine.llm, prompt, wanted, request_id)]

@@ -1,0 +1,275 @@
+"""Decide before each step how it is drafted, and learn from what came of the steps before.
+
+The policy (models/lengths) decides; what it decides by is kept here: how much is accepted (models/running.py) and what
+steps take (models/cost.py). This runs in the scheduler, between two steps, so it must take a small part of one.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from models import catalog
+from models.cost import Cost, Time
+from models.engines.vllm import LookUp
+from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
+from models.lengths import Plan, Running
+from models.params import BaseParams
+from models.running import Acceptance, Source
+from models.speeds import Part, Speeds
+
+# Steps between two times that the table of costs is written: it must only be about right at the next start.
+SAVE_EVERY = 2000
+# Key of the requests that measure what steps take; their domain says how many there are.
+MEASURED = "measure"
+
+# How a request's tokens are chosen, as far as that takes time.
+Choice = Literal["greedy", "sampled", "logprobs"]
+DEAREST: tuple[Choice, ...] = ("logprobs", "sampled")
+
+log = logging.getLogger(__name__)
+
+
+class Step(NamedTuple):
+    """A step that read no prompt.
+
+    Attributes:
+        num_rows: of the target: each sequence's last token and what was verified after it.
+        ms: that it took.
+        parts: what it had of each domain whose requests are drafted.
+    """
+
+    num_sequences: int
+    num_rows: int
+    ms: float
+    parts: dict[str, Part]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the scheduler is to know; it travels as vLLM's `additional_config`.
+
+    Attributes:
+        num_draft_tokens: K, the most passes of the draft.
+        lookup: what is looked up.
+        lengths: the policy.
+        costs: where the table of what steps take is kept; None keeps it in memory.
+        measured_for: what its times hold for.
+    """
+
+    num_draft_tokens: int
+    lookup: LookUp
+    lengths: BaseParams
+    costs: Path | None = None
+    measured_for: str = ""
+
+    def compute_hash(self) -> str:
+        """Return what vLLM names compiled code by: nothing of this is compiled."""
+        return ""
+
+    def known_cost(self, choice: Choice = "greedy") -> Cost | None:
+        """Return the table that an earlier engine left; None if there is none that holds for this one."""
+        file = self.file(choice)
+        if file is None or not file.exists():
+            return None
+        try:
+            return Cost.load(file, self.measured_for)
+        except ValueError as error:
+            log.warning("what steps take is measured anew: %s", error)
+            return None
+
+    def file(self, choice: Choice) -> Path | None:
+        """Return where the table of steps that choose so is kept."""
+        if self.costs is None or choice == "greedy":
+            return self.costs
+        return self.costs.with_stem(f"{self.costs.stem}-{choice}")
+
+
+@dataclass
+class Asked:
+    """What the scheduler knows of one request in a step; see `models.lengths.Running` for `whole`."""
+
+    wishes: Wishes
+    whole: bool
+    choice: Choice = "greedy"
+
+
+class Planner:
+    """Plans steps.
+
+    Sampling and logprobs take time by the row that greedy decoding does not: with logprobs, choosing the tokens of 16
+    sequences took 8 to 30 ms of a step instead of 2 (two cores of an AMD EPYC). So steps in which a sequence asks for
+    either have tables of their own, which start as copies of what was measured and learn from the steps served.
+
+    Attributes:
+        plan: of the last step; None before the first.
+        speeds: how fast requests are decoded, by domain.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        """Start from the table of costs that an earlier engine left, if it holds for this one."""
+        self.plan: Plan | None = None
+        self.speeds = Speeds()
+        self._setup, self._policy = setup, catalog.load("lengths", setup.lengths.name)
+        self._acceptance = Acceptance()
+        self._drafting = Drafting(Plan(0), 0, 0)
+        self._measured: list[Time] = []
+        self._measuring, self._num_measured = False, ""
+        self._promised: set[str] = set()
+        self._num_swaps = 0
+        self._choice: Choice = "greedy"
+        self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or Cost(measured_for=setup.measured_for)}
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the draft wrote its keys in the last step."""
+        return not self._drafting.rests
+
+    def num_kept(self, wishes: Wishes, whole: bool) -> int:
+        """Return how many tokens of the head's proposal are to be verified for a sequence."""
+        if wishes.drafting == "auto":
+            return self._drafting.plan.num_kept(wishes.domain, "head", whole=whole)
+        return self._drafting.num_passes if wishes.drafting == "head" else 0
+
+    @property
+    def pace(self) -> Pace | None:
+        """What is expected of how requests are served; None before the first that is served so."""
+        if self.plan is None:
+            return None
+        return Pace(self.plan.settled, self.plan.why, self.plan.tokens_per_s, self.plan.plain_tokens_per_s)
+
+    def next(self, asked: Sequence[Asked]) -> Drafting:
+        """Return how the sequences of a step are drafted after it."""
+        setup, wishes = self._setup, [one.wishes for one in asked]
+        self._measuring = bool(wishes) and all(wish.key == MEASURED for wish in wishes)
+        self._num_measured = wishes[0].domain if self._measuring else ""
+        choices = {one.choice for one in asked}
+        self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
+        self._promise(wishes)
+        lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
+        running = [
+            Running(one.wishes.domain, lookups[one.wishes.domain], one.whole)
+            for one in asked
+            if one.wishes.drafting == "auto"
+        ]
+        plan, num_looked_up = Plan(0, skip=True), setup.lookup.num_tokens if self._measuring else 0
+        if running:
+            most = setup.num_draft_tokens
+            plan = self._policy.plan(self._cost, self._acceptance, running, most, self.plan, setup.lengths)
+            self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
+        alone = any(wish.drafting in ("head", PASSES) for wish in wishes)
+        num_passes = setup.num_draft_tokens if alone else plan.num_passes
+        self._drafting = Drafting(plan, num_passes, num_looked_up)
+        return self._drafting
+
+    def verified(self, wishes: Wishes, row: Row, num_accepted: int, whole: bool) -> None:
+        """Take what was accepted of a row; `whole` says whether the sequence has all of the draft's keys."""
+        source: Source = "lookup" if row.looked_up else "head"
+        num_drafted = len(row.token_ids)
+        if num_drafted and wishes.key != MEASURED:
+            num_accepted = min(num_accepted, num_drafted)
+            self._acceptance.see(wishes.domain, source, num_drafted, num_accepted, row.match, whole)
+
+    def looked_up(self, wishes: Wishes, row: Row) -> None:
+        """Take what look-up found for a sequence."""
+        if wishes.drafting == "auto" and self._drafting.num_looked_up:
+            self._acceptance.see_lookup(wishes.domain, row.match, row.num_found)
+
+    def took(self, step: Step, rows: Iterable[Row] | None) -> None:
+        """Take a step that read no prompt; `rows` were drafted after it, None where nothing was."""
+        num_passes = 0
+        if rows is not None and self.drafted:
+            num_passes = max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1)
+        if self._measuring:
+            if str(step.num_sequences) == self._num_measured:  # not while the first come or the last have gone
+                num_passes = self._drafting.num_passes  # of which no token need be kept
+                self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
+            return
+        measured, self._measured = self._measured, []
+        if any(one.num_passes == 0 for one in measured):  # else it broke off at once, and the steps served must tell
+            self._take(measured)
+        cost = self._cost.after(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
+        self._costs[self._choice] = cost
+        if cost.num_steps % SAVE_EVERY == 0:
+            self._save(self._choice)
+        plain_ms = cost.step_ms(step.num_sequences, step.num_sequences, 0)
+        if plain_ms is not None and (rows is not None or self._drafting.rests):  # else speculation is off
+            self.speeds.see(step.parts, step.ms, plain_ms)
+
+    def _take(self, times: Sequence[Time]) -> None:
+        """Begin with what was measured, and keep it unless the machine was busy with something else."""
+        cost = Cost.measured(times, self._setup.measured_for)
+        self._costs = {"greedy": cost}
+        if cost.doubted:
+            log.warning("what steps take varied by %.0f%%: it is measured anew at the next start", 100 * cost.noise)
+        else:
+            self._save("greedy")
+
+    def _promise(self, wishes: Iterable[Wishes]) -> None:
+        """Start anew where another draft was swapped in, with what it promises in the domains that ask."""
+        for wish in wishes:
+            if wish.num_swaps > self._num_swaps:
+                self._num_swaps = wish.num_swaps
+                self._promised.clear()
+                self._acceptance.start({})
+            # A request that was asked before the swap tells of the draft before.
+            if wish.promised and wish.num_swaps == self._num_swaps and wish.domain not in self._promised:
+                self._promised.add(wish.domain)
+                self._acceptance.promise(wish.domain, _chances(wish.promised, self._setup.num_draft_tokens))
+
+    @property
+    def _cost(self) -> Cost:
+        """The table of steps that choose tokens as this one does."""
+        if self._choice not in self._costs:
+            self._costs[self._choice] = self._setup.known_cost(self._choice) or self._costs["greedy"]
+        return self._costs[self._choice]
+
+    def _save(self, choice: Choice) -> None:
+        file, cost = self._setup.file(choice), self._costs[choice]
+        if file is None or cost.doubted:
+            return
+        try:
+            cost.save(file)
+        except OSError as error:  # in the engine's step: a full disk costs the next start its table, not this engine
+            log.warning("the table of costs was not written: %s", error)
+
+
+def _chances(tau: float, num_tokens: int) -> list[float]:
+    """Return the shares of steps in which each place is accepted, if a place is accepted as often as the one before it.
+
+    τ = 1 + Σ_{i ≤ K} a^i, solved for a by bisection.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        a = (low + high) / 2
+        low, high = (a, high) if 1 + sum(a**place for place in range(1, num_tokens + 1)) < tau else (low, a)
+    return [low**place for place in range(1, num_tokens + 1)]
+
+
+def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str) -> str:
+    """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode."""
+    models = {"target": target} if draft is None else {"target": target, "draft": draft}
+    shapes = {name: hashlib.sha256((at / "config.json").read_bytes()).hexdigest()[:12] for name, at in models.items()}
+    facts = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        **shapes,
+        "dtype": dtype,
+        "mode": "eager" if eager else "compiled",
+        "vLLM": version,
+    }
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "cpu family", "model", "stepping")
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return " ".join(value.strip() for name, value in found.items() if name.strip() in wanted)

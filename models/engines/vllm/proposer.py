@@ -1,0 +1,189 @@
+"""What drafts inside of vLLM: its own proposer, with as many passes as a step is worth, and look-up joined to it.
+
+`install` puts a subclass of the running proposer in its place, which has what stands here: a plan for each step instead
+of a fixed K, and rows that are looked up (models/lookup.py) where that is expected to be accepted more. The output
+stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection rule gets that q.
+
+The plan comes with the step from the scheduler (models/engines/vllm/scheduler.py), which is why every rank of a tensor-
+parallel engine makes the same passes. It needs `disable_padded_drafter_batch`: the proposer then runs after the
+accepted tokens are known, and gets only those. vLLM has that for EAGLE heads; its small LMs and DFlash drafts need
+padded batches, and keep a fixed K. Tried with vLLM 0.32.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+from models.engines.vllm.capture import Ring
+from models.engines.vllm.drafting import FILL, NOTHING, PASSES, Drafting, Row, Wishes
+from models.lookup import Library
+
+# The methods, by vLLM's names, whose proposers take accepted tokens alone; others keep a fixed K.
+METHODS = ("eagle", "eagle3")
+# What the proposer reads of vLLM's runner and proposer.
+READS = ("input_batch", "requests", "max_model_len", "propose_draft_token_ids")
+
+
+class Proposer(SpecDecodeBaseProposer):
+    """Mixed in before a proposer's own class by `install`; it has no constructor."""
+
+    runner: Any
+    library: Library
+    ring: Ring | None
+    _last_draft_probs: Tensor | None
+
+    def propose(self, num_speculative_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        """Draft by the plan of the step; see the base class.
+
+        Args:
+            num_speculative_tokens: the step's `Drafting`, or a number as vLLM's own warm-up says it.
+            args, kwargs: the base's. `next_token_ids` are the tokens after the accepted ones.
+
+        Returns:
+            a packed `Row` for each sequence; for a number, what the base returns.
+        """
+        if not isinstance(num_speculative_tokens, Drafting):
+            return super().propose(num_speculative_tokens, *args, **kwargs)
+        if self.ring is not None:
+            self._capture(self.ring, kwargs)
+        step, requests, rows = num_speculative_tokens, self.runner.requests, self.look_up(num_speculative_tokens)
+        wanted = [
+            0 if row.looked_up else self._wanted(requests[name], step)
+            for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)
+        ]
+        self._last_draft_probs = None
+        if step.rests:  # and is here for the states alone
+            return [row.packed() for row in rows]
+        num_passes = min(step.num_passes, max(wanted, default=0))
+        drafted = super().propose(num_passes, *args, **kwargs)
+        if num_passes:
+            rows = [
+                row if row.looked_up else row._replace(token_ids=head[:most])
+                for row, head, most in zip(rows, drafted.tolist(), wanted, strict=True)
+            ]
+        if self._last_draft_probs is not None:
+            self._last_draft_probs = _with_certain_rows(self._last_draft_probs, rows)
+        return [row.packed() for row in rows]
+
+    def look_up(self, step: Drafting) -> list[Row]:
+        """Follow the sequences of a step and look them up; a row each, an empty one where that is not to be used."""
+        rows = [self._looked_up(place, step) for place in range(len(self.runner.input_batch.req_ids))]
+        self.library.close_all_but(self.runner.requests)
+        return rows
+
+    @property
+    def captures(self) -> bool:
+        """Whether a request of this step wants its hidden states held."""
+        return self.ring is not None and any(self._captured())
+
+    def _captured(self) -> list[str]:
+        requests = self.runner.requests
+        return [Wishes.of(requests[name].sampling_params).capture for name in self.runner.input_batch.req_ids]
+
+    def _capture(self, ring: Ring, step: Mapping[str, Any]) -> None:
+        """Copy the states of accepted tokens whose requests want it."""
+        names = self._captured()
+        if any(names):
+            borders = step["common_attn_metadata"].query_start_loc_cpu[: len(names) + 1].tolist()
+            ring.note(names, borders, *(step[f"target_{name}"] for name in ("positions", "token_ids", "hidden_states")))
+
+    def _greedy_sample(self, hidden_states: Tensor) -> Tensor:
+        """Return each row's best token; see the base class.
+
+        Of a draft with a vocabulary of its own the best is found there and then mapped. The base first spreads the
+        logits over the target's vocabulary. For 16 rows, 4,096 tokens of a draft and 49,152 of its target, that took
+        9 ms instead of 1 or 2 by itself, product included (two cores of an AMD EPYC).
+        """
+        model: Any = self.model
+        offsets = getattr(model, "draft_id_to_target_id", None)
+        if offsets is None or self.use_local_argmax_reduction or self.use_heterogeneous_vocab:
+            best: Tensor = super()._greedy_sample(hidden_states)
+            return best
+        best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
+        mapped: Tensor = best + offsets[best]
+        return mapped
+
+    def _wanted(self, request: Any, step: Drafting) -> int:
+        """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""
+        wishes = Wishes.of(request.sampling_params)
+        if wishes.drafting == "auto":
+            return max(step.plan.num_kept(wishes.domain, "head", whole=whole) for whole in (True, False))
+        return step.num_passes if wishes.drafting in ("head", PASSES) else 0
+
+    def _looked_up(self, place: int, step: Drafting) -> Row:
+        """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
+        batch = self.runner.input_batch
+        name = batch.req_ids[place]
+        request = self.runner.requests[name]
+        wishes = Wishes.of(request.sampling_params)
+        num_tokens = int(batch.num_tokens_no_spec[place])
+        most = min(step.num_looked_up, self.max_model_len - num_tokens - 1)
+        if step.num_looked_up == 0:
+            return NOTHING
+        sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
+        sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
+        if wishes.drafting.startswith(FILL):
+            num_filled = min(int(wishes.drafting.removeprefix(FILL)), most)
+            return Row(0, 0, True, [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * num_filled)
+        if wishes.drafting != "auto" or most < 1:
+            return NOTHING
+        match = sequence.look_up(most)
+        kept = step.plan.num_kept(wishes.domain, "lookup", match.length) if match.length else 0
+        return Row(match.length, len(match.token_ids), kept > 0, match.token_ids[:kept])
+
+
+def install(runner: Any, library: Library) -> None:
+    """Put the subclass in place of a runner's proposer, which is of METHODS.
+
+    Raises:
+        ValueError: vLLM's proposer has another layout than the one this was written for.
+    """
+    drafter = runner.drafter
+    if not isinstance(drafter, SpecDecodeBaseProposer):
+        raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
+    for holder, names in ((runner, READS), (drafter, ("propose", "_last_draft_probs"))):
+        for name in names:
+            if not hasattr(holder, name):
+                raise ValueError(
+                    f"vLLM's {type(holder).__name__} has no {name}; another release is installed than wanted"
+                )
+    own = type(drafter)
+    drafter.__class__ = type(f"Planned{own.__name__}", (Proposer, own), {})
+    planned = cast("Proposer", drafter)
+    planned.runner, planned.library, planned.ring = runner, library, None
+    propose = runner.propose_draft_token_ids
+
+    def propose_unless_it_rests(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return packed rows; none where nothing is drafted: what vLLM prepares for a draft takes 2% of a step."""
+        step = scheduler_output.num_spec_tokens_to_schedule
+        if not isinstance(step, Drafting) or not step.rests or planned.captures:
+            return propose(scheduler_output, *args, **kwargs)
+        return [row.packed() for row in planned.look_up(step)] if step.num_looked_up else []
+
+    runner.propose_draft_token_ids = propose_unless_it_rests
+
+
+def _with_certain_rows(q: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return q with 1 at the looked-up tokens.
+
+    Args:
+        q: [B, K, V] what the draft's tokens were drawn from.
+        rows: B of them; those of the head have at most K tokens.
+
+    Returns:
+        [B, L, V], L the length of the longest row; what is beyond a row is 0.
+    """
+    longest = max(len(row.token_ids) for row in rows)
+    if not any(row.looked_up for row in rows):
+        return q
+    certain = q.new_zeros((len(rows), max(longest, q.shape[1]), q.shape[2]))
+    certain[:, : q.shape[1]] = q
+    for place, row in enumerate(rows):
+        if row.looked_up:
+            certain[place] = 0
+            steps = torch.arange(len(row.token_ids), device=q.device)
+            certain[place, steps, torch.tensor(row.token_ids, device=q.device)] = 1
+    return certain

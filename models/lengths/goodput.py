@@ -1,0 +1,386 @@
+"""Draft as many tokens as give the most emitted ones a second, none where plain decoding gives more.
+
+    goodput(k) = Σ_sequences (1 + Σ_{i ≤ k} Π_{j ≤ i} a_j) / T(sequences, rows, passes)
+
+with a_j from `models.running` and T from `models.cost`. The paper verifies the same number of tokens of each sequence;
+here a token is verified only where its chance is above the price of its row, goodput × ms of a row, which is the
+condition for the largest quotient. So look-up and head, and domains that the draft knows and such that it does not, are
+cut at different lengths in one step.
+
+- The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
+  nothing is lost for the sake of being steady.
+- At 0 the draft still makes one pass a step, which keeps its keys. After `rest_after` such steps it rests; where
+  drafting loses clearly, as it does under load, after a quarter of them.
+- What is not drafted can't be learned. So `explore` of the time buys steps that are drafted otherwise: each pays the ms
+  that it would lose if nothing more were accepted for it. Half of it is spent as it comes, half is put by for the time
+  after a swap or a change of load. Where nothing pays, only sequences whose keys are whole are drafted for, since those
+  that lack some accept too little to learn from: at rest they are those whose prompt is read in a step, and then the
+  next steps are drafted, until 32 proposals were seen.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
+from operator import attrgetter, mul
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from models.cost import Cost, Line
+from models.lengths import RECENT, Plan, Running, View
+from models.params import BaseParams
+from models.running import FIRST_GUESS, NUM_PLACES, Acceptance, Lookup, Source, match_class
+
+PAPER = "arXiv:2406.14066, section 4"
+
+DWELL = 16  # steps between two changes of k, unless load or draft changed
+EAGER = 500  # steps after a swap or a change of load in which what was put by is spent
+STRETCH = 32  # proposals that are explored in a row from rest
+CLEARLY = 0.05  # share of goodput
+GUESS_WEIGHT = 4  # steps that the first guess counts for with a single sequence
+LOOK_EVERY = 8  # steps at rest, where nothing that is looked up pays
+PUT_BY = 4  # steps' time that is put by at most, or as much as the next stretch takes
+
+
+class Params(BaseParams):
+    """When to change.
+
+    Attributes:
+        margin: share of goodput that another number of tokens must promise to be taken.
+        explore: share of the time that may be lost for learning.
+        rest_after: steps at 0 after which the draft makes no pass at all; a quarter of it where it loses clearly.
+    """
+
+    name: Literal["goodput"] = "goodput"
+    margin: float = Field(0.03, ge=0)
+    explore: float = Field(0.01, ge=0, lt=1)
+    rest_after: int = Field(32, ge=0)
+
+
+class _Memory(NamedTuple):
+    """What a plan leaves to the next one.
+
+    Attributes:
+        since: steps since k changed.
+        quiet: steps since a swap or a change of load.
+        load: class of the number of sequences.
+        num_swaps: that `Acceptance` had seen.
+        price: tokens that a row has to give.
+        budget, put_by: ms that may be lost for learning.
+        explored: how often something was, a stretch counting once.
+        gap: steps since then.
+        stretch: steps of a stretch that are still to come.
+    """
+
+    since: int = 0
+    quiet: int = 0
+    load: int = 0
+    num_swaps: int = 0
+    price: float = 0.0
+    budget: float = 0.0
+    put_by: float = 0.0
+    explored: int = 0
+    gap: int = 0
+    stretch: int = 0
+
+
+class _Group(NamedTuple):
+    """Sequences of which the same is known; of each proposal the chances that all tokens up to a place are accepted."""
+
+    num: int
+    domain: str
+    whole: bool
+    head: list[float]
+    lookups: list[tuple[Lookup, int, list[float]]]
+
+
+class _Option(NamedTuple):
+    """What a number of passes gives: `tokens` emitted in `ms`, with so many `rows` and lengths kept."""
+
+    tokens: float
+    ms: float
+    rows: float
+    longest: dict[tuple[str, Source, int], int]
+
+    @property
+    def goodput(self) -> float:
+        """Tokens a ms."""
+        return self.tokens / self.ms
+
+
+_goodput = attrgetter("goodput")
+
+
+class _Try(NamedTuple):
+    """A way to draft that teaches something.
+
+    Attributes:
+        lost_ms: of each step, if nothing more is accepted for it.
+        num_steps: in a row.
+        possible: there is a sequence to learn from.
+    """
+
+    num_passes: int
+    longest: dict[tuple[str, Source, int], int]
+    lost_ms: float
+    num_steps: int = 1
+    possible: bool = True
+
+
+def num_draft_tokens(view: View, params: Params) -> int:
+    """Return the number of tokens with the highest goodput, as if all running sequences drafted as this one does.
+
+    Args:
+        view: its last 32 steps that drafted are looked at; as long as the cost of a step is unknown, it is the limit.
+        params: `explore` sets how often a token is drafted where none pays; nothing is kept steady.
+    """
+    num, cost = view.num_running, view.cost
+    times = [cost.step_ms(num, num * (1 + length), length) for length in range(view.limit + 1)]
+    known = [ms for ms in times if ms is not None]
+    if len(known) < len(times):
+        return view.limit
+    goodputs, tokens, chance = [1 / known[0]], 1.0, 1.0
+    for place in range(view.limit):
+        chance *= _recent_chance(view, place)
+        tokens += chance
+        goodputs.append(tokens / known[place + 1])
+    best = max(range(view.limit + 1), key=goodputs.__getitem__)
+    if best or not view.limit or not params.explore:
+        return best
+    lost = known[1] / known[0] - 1  # if nothing of it is accepted
+    wait = math.ceil(round(lost / params.explore, 6))
+    return int(len(view.steps) >= wait and not any(drafted for drafted, _ in islice(reversed(view.steps), wait)))
+
+
+def plan(
+    cost: Cost, acceptance: Acceptance, running: Sequence[Running], limit: int, before: Plan | None, params: Params
+) -> Plan:
+    """Choose how a step drafts.
+
+    Args:
+        cost: of steps; as long as it can't tell, the limit is drafted.
+        acceptance: of this draft.
+        running: the sequences of the batch, at least one.
+        limit: K, the most tokens that the head drafts for a sequence; a look-up is as long as it is worth.
+        before: the plan of the step before.
+        params: when to change.
+
+    Raises:
+        ValueError: no sequence runs.
+    """
+    if not running:
+        raise ValueError("wanted sequences to plan for, got none")
+    num = len(running)
+    line = cost.line(num)
+    if line is None or line.pass_ms is None:
+        return Plan(limit, settled=limit)
+    groups = _groups(acceptance, running, limit)
+    first = before is None or before.memory is None
+    memory: _Memory = _Memory() if before is None or before.memory is None else before.memory
+    options, price = _options(line, groups, limit, memory.price)
+    num_whole, lasting = sum(sequence.whole for sequence in running), options
+    if 0 < num_whole < num:  # those that lack keys end, so the number of passes is chosen as if none did
+        whole = [sequence._replace(whole=True) for sequence in running]
+        lasting, _ = _options(line, _groups(acceptance, whole, limit), limit, memory.price)
+    settled = _settle(lasting, 0 if first or before is None else before.settled, num, acceptance, memory, params)
+    memory = _later(memory, settled != (before.settled if before else 0), num, acceptance, options[settled].ms, params)
+    best = max((option.goodput for option in lasting[1:]), default=0.0)
+    clearly = best < (1 - CLEARLY) * lasting[0].goodput
+    idle = settled == 0 and memory.since > (params.rest_after // 4 if clearly else params.rest_after)
+    explores, longest, passes = False, options[settled].longest, settled
+    if limit and params.explore:
+        tried = _try(line, groups, options, settled, idle, num_whole, memory.explored)
+        explores, memory = _explore(tried, options[settled].ms, memory)
+        if explores:
+            longest, passes = tried.longest, tried.num_passes
+    return Plan(
+        num_passes=passes,
+        skip=idle and passes == 0,
+        longest=longest,
+        look_up=not idle
+        or memory.since % LOOK_EVERY == 0
+        or any(longest[key] for key in longest if key[1] == "lookup"),
+        settled=settled,
+        tokens_per_s=1000 * options[settled].goodput,
+        plain_tokens_per_s=1000 * num / line.target_ms(num),
+        why="explores" if explores else "pays" if options[settled].rows > num else "loses",
+        memory=memory._replace(price=price),
+    )
+
+
+def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> list[_Group]:
+    groups = []
+    alike = Counter((sequence.domain, sequence.lookups, sequence.whole) for sequence in running)
+    for (domain, lookups, whole), num in alike.items():
+        head = list(accumulate(acceptance.chances(domain, "head", limit, whole=whole), mul))
+        found = [
+            (
+                one,
+                match_class(one.match),
+                list(accumulate(acceptance.chances(domain, "lookup", NUM_PLACES, one.match), mul)),
+            )
+            for one in lookups
+        ]
+        groups.append(_Group(num, domain, whole, head, found))
+    return groups
+
+
+def _options(line: Line, groups: Sequence[_Group], limit: int, price: float) -> tuple[list[_Option], float]:
+    """Return the best of each number of passes, from 0 to the limit, and the price at which it was found."""
+    num = line.num_sequences
+    nothing = dict.fromkeys(_longest(groups, 0, math.inf), 0)
+    plain = _Option(num, line.target_ms(num), num, nothing)
+    price = price or plain.goodput * line.row_ms(2 * num)
+    options: list[_Option] = []
+    for _ in range(2):
+        found = [_option(line, groups, passes, _longest(groups, passes, price)) for passes in range(limit + 1)]
+        options = [max(pair, key=_goodput) for pair in zip(found, options or [plain, *found[1:]], strict=True)]
+        best, last = max(options, key=_goodput), price
+        price = best.goodput * line.row_ms(best.rows)
+        if abs(price - last) <= 0.1 * last:
+            break
+    return options, price
+
+
+def _longest(groups: Sequence[_Group], passes: int, price: float) -> dict[tuple[str, Source, int], int]:
+    """Return the lengths worth their price: of the head up to its passes, of look-up 0 where the head is worth more."""
+    longest: dict[tuple[str, Source, int], int] = {}
+    for group in groups:
+        kept = min(passes, _num_above(group.head, price))
+        longest[group.domain, "head", int(not group.whole)] = kept
+        worth = sum(group.head[:kept]) - price * kept
+        for lookup, kind, chances in group.lookups:
+            above = _num_above(chances, price)
+            length = min(above, lookup.num_tokens)
+            wins = sum(chances[:length]) - price * length > worth
+            key: tuple[str, Source, int] = (group.domain, "lookup", kind)
+            longest[key] = max(longest.get(key, 0), above if wins else 0)
+    return longest
+
+
+def _option(line: Line, groups: Sequence[_Group], passes: int, longest: dict[tuple[str, Source, int], int]) -> _Option:
+    """Return what a step gives on average in which these lengths are verified."""
+    tokens, rows, all_looked_up = float(line.num_sequences), float(line.num_sequences), 1.0
+    for group in groups:
+        rest = 1.0
+        for lookup, kind, chances in group.lookups:
+            length = min(longest[group.domain, "lookup", kind], lookup.num_tokens)
+            if length:
+                tokens += group.num * lookup.chance * sum(chances[:length])
+                rows += group.num * lookup.chance * length
+                rest -= lookup.chance
+        kept = longest[group.domain, "head", int(not group.whole)]
+        tokens += group.num * rest * sum(group.head[:kept])
+        rows += group.num * rest * kept
+        all_looked_up *= max(1 - rest, 0.0)
+    # The first pass keeps the draft's keys, also where look-up proposes for every sequence.
+    mean_passes = 1 + (passes - 1) * (1 - all_looked_up) if passes else 0
+    return _Option(tokens, line.step_ms(rows, mean_passes), rows, longest)
+
+
+def _settle(
+    options: Sequence[_Option], settled: int, num: int, acceptance: Acceptance, memory: _Memory, params: Params
+) -> int:
+    """Return the number of passes that is kept until another is better by the margin."""
+    settled = min(settled, len(options) - 1)
+    if memory.since < DWELL and not _changed(num, acceptance, memory):
+        return settled
+    best = max(range(len(options)), key=lambda passes: options[passes].goodput)
+    rested = settled == 0 and memory.since > params.rest_after
+    needed = (1 + params.margin * (1.5 if rested else 1)) * options[settled].goodput
+    if options[best].goodput > needed:
+        return best
+    return settled if options[settled].goodput > options[0].goodput else 0
+
+
+def _later(memory: _Memory, moved: bool, num: int, acceptance: Acceptance, step_ms: float, params: Params) -> _Memory:
+    """Return the memory one step later, with the step's share of the time earned."""
+    earned = params.explore / 2 * step_ms
+    return memory._replace(
+        since=0 if moved else memory.since + 1,
+        quiet=0 if _changed(num, acceptance, memory) else memory.quiet + 1,
+        load=num.bit_length(),
+        num_swaps=acceptance.num_swaps,
+        budget=memory.budget + earned,
+        put_by=min(memory.put_by + earned, PUT_BY * step_ms),
+        gap=memory.gap + 1,
+    )
+
+
+def _explore(tried: _Try, step_ms: float, memory: _Memory) -> tuple[bool, _Memory]:
+    """Return whether it is this step's turn to learn, and the memory after it has paid."""
+    if not tried.possible:
+        return False, memory._replace(stretch=0)
+    most = max(PUT_BY * step_ms, tried.num_steps * tried.lost_ms)
+    memory = memory._replace(budget=min(memory.budget, most))
+    if memory.stretch == 0:
+        eager = memory.quiet < EAGER
+        available = memory.budget + (memory.put_by if eager else 0.0)
+        if memory.gap < DWELL or available < tried.num_steps * tried.lost_ms:
+            return False, memory
+        if eager:
+            memory = memory._replace(budget=available, put_by=0.0)
+        memory = memory._replace(stretch=tried.num_steps)
+    # A stretch is cut short where another number of tokens pays now.
+    stretch = min(memory.stretch, tried.num_steps) - 1
+    memory = memory._replace(budget=memory.budget - tried.lost_ms, stretch=stretch)
+    if stretch == 0:
+        memory = memory._replace(explored=memory.explored + 1, gap=0)
+    return True, memory
+
+
+def _try(
+    line: Line,
+    groups: Sequence[_Group],
+    options: Sequence[_Option],
+    settled: int,
+    idle: bool,
+    num_whole: int,
+    turn: int,
+) -> _Try:
+    """Return what is to be learned from next, and what it costs if nothing more is accepted for it.
+
+    Where a draft pays, a plain step, whose time counts as well, and the limit take turns. Where none does, the best
+    number of passes and the limit, for sequences whose keys are whole, and look-up.
+    """
+    limit, chosen = len(options) - 1, options[settled]
+    if settled and turn % 2 == 0:
+        # What a plain step emits, the settled one would have emitted in part of its time.
+        lost = options[0].ms + (line.pass_ms or 0.0) - options[0].tokens / chosen.goodput
+        return _Try(0, options[0].longest, max(lost, 0.0))
+    if settled or (turn % 2 and any(group.lookups for group in groups)):
+        passes = limit if settled else 0
+        option = _option(line, groups, passes, _everything(groups, passes))
+        return _Try(passes, option.longest, max(option.ms - chosen.ms, 0.0))
+    passes = limit if turn % 4 >= 2 else max(range(1, limit + 1), key=lambda passes: options[passes].goodput)
+    longest = chosen.longest | {key: passes for key in chosen.longest if key[1:] == ("head", 0)}
+    lost = max(line.step_ms(chosen.rows + num_whole * passes, passes) - chosen.ms, 0.0)
+    num_steps = -(-STRETCH // num_whole) if idle and num_whole else 1
+    return _Try(passes, longest, lost, num_steps, possible=num_whole > 0)
+
+
+def _everything(groups: Iterable[_Group], passes: int) -> dict[tuple[str, Source, int], int]:
+    """Return lengths at which nothing is cut off."""
+    longest: dict[tuple[str, Source, int], int] = {}
+    for group in groups:
+        longest[group.domain, "head", int(not group.whole)] = passes
+        for _, kind, _ in group.lookups:
+            longest[group.domain, "lookup", kind] = NUM_PLACES
+    return longest
+
+
+def _changed(num: int, acceptance: Acceptance, memory: _Memory) -> bool:
+    return num.bit_length() != memory.load or acceptance.num_swaps != memory.num_swaps
+
+
+def _num_above(chances: Sequence[float], price: float) -> int:
+    """Count the chances above a price; they never rise."""
+    return sum(chance > price for chance in chances)
+
+
+def _recent_chance(view: View, place: int) -> float:
+    """Return a_{place + 1} of one sequence, over its last 32 steps that drafted so far."""
+    recent = islice((step for step in reversed(view.steps) if step[0]), RECENT)
+    reached = [accepted > place for drafted, accepted in recent if drafted > place and accepted >= place]
+    return (sum(reached) + GUESS_WEIGHT * FIRST_GUESS["head", 0]) / (len(reached) + GUESS_WEIGHT)

@@ -1,0 +1,230 @@
+"""How much is accepted just now: running estimates, by domain and by what drafts.
+
+a_j is the chance of the token at place j once all before it were accepted. Look-up has its own by how many tokens had
+matched, and the head for sequences that lack keys because it rested while they ran.
+
+    a_j = (accepted + w · before) / (reached + w)
+
+over the steps that reached place j, each counting less by 1 / memory with every later one. `before` is what the gate
+saw of a draft that has just been swapped in. A domain that it did not see begins like all others, but no lower than a
+first guess, else it would never be tried. The weight w falls to 0 as steps come in. A second, short mean stands beside
+each: where the two differ by more than chance allows, the traffic has changed, and what is older is forgotten at once.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Source = Literal["head", "lookup"]
+
+MATCHES = (4, 8)  # a look-up that matched fewer than 4 tokens is of class 0, fewer than 8 of class 1, else of class 2
+LACKING = 0.5  # of what the head would be accepted, before any was seen of a sequence that lacks keys
+FIRST_GUESS = {("head", 0): 0.5, ("head", 1): 0.5 * LACKING, ("lookup", 0): 0.4, ("lookup", 1): 0.6, ("lookup", 2): 0.8}
+GUESS_WEIGHT = 10.0  # steps that a first guess counts for, before any was seen
+GATE_WEIGHT = 50.0  # of what the gate saw
+FADED = 200.0  # steps after which neither counts
+NUM_PLACES = 16  # those after it are taken for it
+SHORT_MEMORY = 50.0
+CHANGED = 4.0  # standard deviations
+LEAST_VARIANCE = 0.01
+LEAST_CHANCE = 0.01  # of a look-up that is planned with
+MAX_DOMAINS = 64  # the others are one
+OTHERS = ""
+
+
+class Lookup(NamedTuple):
+    """What look-up is expected to propose for a sequence.
+
+    Attributes:
+        chance: of such a proposal; 1 where it is already there.
+        match: tokens that matched.
+        num_tokens: proposed.
+    """
+
+    chance: float
+    match: int
+    num_tokens: int
+
+
+class _Place:
+    """What is known of one a_j."""
+
+    __slots__ = ("accepted", "reached", "short")
+
+    def __init__(self) -> None:
+        self.accepted = self.reached = self.short = 0.0
+
+    def chance(self, before: float, before_weight: float) -> float:
+        weight = max(before_weight * (1 - self.reached / FADED), 0.0)
+        return (self.accepted + weight * before) / (self.reached + weight)
+
+    def see(self, accepted: bool, keep: float) -> None:
+        self.accepted = self.accepted * keep + accepted
+        self.reached = reached = self.reached * keep + 1
+        self.short += (accepted - self.short) / min(reached, SHORT_MEMORY)
+        if reached > 2 * SHORT_MEMORY:
+            known = self.accepted / reached
+            # The short mean's variance is that of 2 × memory steps.
+            variance = max(known * (1 - known), LEAST_VARIANCE) / (2 * SHORT_MEMORY)
+            if (self.short - known) ** 2 > CHANGED**2 * variance:
+                self.accepted, self.reached = SHORT_MEMORY * self.short, SHORT_MEMORY
+
+
+class Acceptance:
+    """The estimates; changed in place, since every verified proposal is shown to them.
+
+    Attributes:
+        num_swaps: how often `start` was called.
+    """
+
+    def __init__(self, memory: int = 1000) -> None:
+        """Know nothing yet.
+
+        Args:
+            memory: steps after which a step counts for 1/e.
+        """
+        self._keep = 1 - 1 / memory
+        self._places: dict[tuple[str, Source, int], list[_Place]] = {}
+        self._pooled: dict[tuple[Source, int], list[_Place]] = {}
+        self._before: dict[str, list[float]] = {}
+        self._domains: set[str] = set()
+        self._looked_up: dict[str, list[list[float]]] = {}  # by class: how often, tokens that matched, tokens proposed
+        self.num_swaps = 0
+
+    def start(self, accepted: Mapping[str, Sequence[float]]) -> None:
+        """Begin anew for a draft that was just swapped in; what is known of look-up stays.
+
+        Args:
+            accepted: domain to the share of steps in which the token at each place was accepted
+                (`acceptance.Summary.per_position`), as the gate saw it; may be empty.
+
+        Raises:
+            ValueError: a share is not from 0 to 1.
+        """
+        self._before = {}
+        for domain, shares in accepted.items():
+            self.promise(domain, shares)
+        self._places = {key: places for key, places in self._places.items() if key[1] != "head"}
+        self._pooled = {key: places for key, places in self._pooled.items() if key[0] != "head"}
+        self.num_swaps += 1
+
+    def promise(self, domain: str, accepted: Sequence[float]) -> None:
+        """Learn what the gate saw of the present draft in one more domain; what was seen since stays.
+
+        Raises:
+            ValueError: a share is not from 0 to 1.
+        """
+        if not accepted or not all(0 <= share <= 1 for share in accepted):
+            raise ValueError(f'domain "{domain}": wanted shares from 0 to 1, got {list(accepted)}')
+        self._before[domain] = [min(share / last, 1.0) if last else 0.0 for last, share in pairwise([1.0, *accepted])]
+
+    def see(
+        self,
+        domain: str,
+        source: Source,
+        num_drafted: int,
+        num_accepted: int,
+        match: int = 0,
+        whole: bool = True,
+    ) -> None:
+        """Take in one verified proposal.
+
+        Args:
+            domain: of the request.
+            source: what drafted it.
+            num_drafted: tokens that were verified; with none there is nothing to see.
+            num_accepted: of them.
+            match: tokens that had matched, of look-up.
+            whole: the head has all keys of the sequence.
+
+        Raises:
+            ValueError: more was accepted than drafted, or less than nothing.
+        """
+        if not 0 <= num_accepted <= num_drafted:
+            raise ValueError(f"wanted accepted tokens from 0 to the {num_drafted} drafted, got {num_accepted}")
+        key = self._known(domain), source, kind_of(source, match, whole)
+        own = self._places.get(key) or self._places.setdefault(key, _places())
+        pooled = self._pooled.get(key[1:]) or self._pooled.setdefault(key[1:], _places())
+        for place in range(min(num_accepted + 1, num_drafted, NUM_PLACES)):
+            accepted = place < num_accepted
+            own[place].see(accepted, self._keep)
+            pooled[place].see(accepted, self._keep)
+
+    def chances(self, domain: str, source: Source, num_tokens: int, match: int = 0, whole: bool = True) -> list[float]:
+        """Return a_1 … a_num_tokens."""
+        kind = kind_of(source, match, whole)
+        own = self._places.get((self._known(domain), source, kind))
+        weight = GATE_WEIGHT if source == "head" and whole and domain in self._before else GUESS_WEIGHT
+        found = []
+        for place in range(min(num_tokens, NUM_PLACES)):
+            before = self._chance_before(domain, source, kind, place)
+            found.append(before if own is None else own[place].chance(before, weight))
+        return found + found[-1:] * (num_tokens - len(found))
+
+    def expected(self, domain: str, source: Source, num_tokens: int, match: int = 0) -> float:
+        """Return how many of so many drafted tokens are accepted: Σ_i Π_{j ≤ i} a_j."""
+        total, all_so_far = 0.0, 1.0
+        for chance in self.chances(domain, source, num_tokens, match):
+            all_so_far *= chance
+            total += all_so_far
+        return total
+
+    def see_lookup(self, domain: str, match: int, num_tokens: int) -> None:
+        """Take in one try of look-up: how many tokens matched and how many it had to propose, 0 if none."""
+        kinds = self._looked_up.setdefault(self._known(domain), [[0.0, 0.0, 0.0] for _ in range(len(MATCHES) + 1)])
+        hit = match_class(match) if num_tokens else -1
+        for kind, means in enumerate(kinds):
+            means[0] += ((kind == hit) - means[0]) / SHORT_MEMORY
+        if num_tokens:
+            means, rate = kinds[hit], 1.0 if not kinds[hit][2] else 1 / SHORT_MEMORY
+            means[1] += rate * (match - means[1])
+            means[2] += rate * (num_tokens - means[2])
+
+    def lookups(self, domain: str) -> tuple[Lookup, ...]:
+        """Return what look-up is expected to propose in this domain; the chances add up to at most 1."""
+        kinds = self._looked_up.get(self._known(domain), [])
+        return tuple(
+            Lookup(round(chance, 3), round(match), max(round(num_tokens), 1))
+            for chance, match, num_tokens in kinds
+            if chance >= LEAST_CHANCE
+        )
+
+    def _known(self, domain: str) -> str:
+        """Return a domain's name, or the one for all that came after the first 64."""
+        if domain in self._domains:
+            return domain
+        if len(self._domains) < MAX_DOMAINS:
+            self._domains.add(domain)
+            return domain
+        return OTHERS
+
+    def _chance_before(self, domain: str, source: Source, kind: int, place: int) -> float:
+        """Return a_j as far as it is known from before this domain was seen; what is not drafted is never known."""
+        if source == "head" and kind:
+            return LACKING * self.chances(domain, source, place + 1)[place]
+        if source == "head" and domain in self._before:
+            chances = self._before[domain]
+            return chances[min(place, len(chances) - 1)]
+        guess, pooled = self._first_guess(source, kind, place), self._pooled.get((source, kind))
+        return guess if pooled is None else max(guess, pooled[place].chance(guess, GUESS_WEIGHT))
+
+    def _first_guess(self, source: Source, kind: int, place: int) -> float:
+        """Return a_j where nothing was seen at all: what the gate saw in other domains, else a constant."""
+        if source == "head" and self._before:
+            return sum(chances[min(place, len(chances) - 1)] for chances in self._before.values()) / len(self._before)
+        return FIRST_GUESS[source, kind]
+
+
+def _places() -> list[_Place]:
+    return [_Place() for _ in range(NUM_PLACES)]
+
+
+def kind_of(source: Source, match: int, whole: bool) -> int:
+    """Return what an estimate is told apart by, within a domain and a source."""
+    return match_class(match) if source == "lookup" else int(not whole)
+
+
+def match_class(match: int) -> int:
+    """Return the class of a look-up that matched so many tokens; a longer match is accepted more often."""
+    return bisect_right(MATCHES, match)

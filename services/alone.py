@@ -1,0 +1,48 @@
+"""Which requests are drafted by the head alone and up to K, so that acceptance can be judged.
+
+Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
+of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read
+those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
+where acceptance seems to have fallen (models/watch.py). Nobody who asks can know which.
+
+A step makes the passes of one such request for all of its sequences. That costs little where they are drafted anyway,
+and a fifth of the step where many run and no draft pays. There so few are drawn that a twentieth of the steps has one:
+as many an hour as of a stream or two, since more requests are answered.
+"""
+
+import random
+from collections import Counter
+
+import numpy as np
+
+from models.watch import DOUBTED, FIRST, SHARE, share_alone
+
+STEPS = 0.05  # that may have such a request where no draft pays
+MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients
+
+
+class Alone:
+    """Draws the requests."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._random = random.SystemRandom()
+
+    def draws(self, draft_version: str, domain: str, doubted: bool = False, resting: int = 0) -> bool:
+        """Return whether the next request of a domain is drafted by this draft alone.
+
+        Args:
+            draft_version: of the draft.
+            domain: of the request.
+            doubted: whether acceptance seems to have fallen there.
+            resting: how many requests run without a draft because none pays; 0 where one does.
+        """
+        pair = (draft_version, domain)
+        if pair not in self._seen and len(self._seen) >= MAX_COUNTED:
+            self._seen.clear()
+        self._seen[pair] += 1
+        number = self._seen[pair]
+        chance = float(share_alone(np.array(number), np.array(doubted)))
+        if resting and number > FIRST:
+            chance = min(chance, STEPS / resting * (DOUBTED / SHARE if doubted else 1))
+        return self._random.random() < chance

@@ -1,0 +1,115 @@
+"""Which requests' hidden states are captured, and which of them are written beside the query log.
+
+Two looks, since a row is only known at its end. Before a request runs, its consent and a draw say whether the engine
+holds its states at all. Once it is a row, they are written if it may be trained on as it was served: logged with its
+text, which scrubbing left as it was. All others are dropped. The files are bounded in bytes and by age.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from infra.captured import CapturedFiles
+from models.engines.vllm.capture import Claim
+from models.serving import Capture as Params
+from services.access import Origin
+
+if TYPE_CHECKING:
+    from models.engines import Completion
+    from models.engines.vllm import VllmEngine
+
+MIB = 1 << 20
+SWEEP_S = 60.0
+RECOUNT_S = 10.0
+VALUE_BYTES = 2
+MAX_NAMED = 4096
+
+log = logging.getLogger(__name__)
+
+
+class Capture:
+    """Made by `start`; `run` keeps the folder within its bounds of age."""
+
+    def __init__(self, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str, width: int) -> None:
+        self._engine, self._files, self._params, self._target = engine, files, params, target
+        self._loop = asyncio.get_running_loop()
+        self._random = random.SystemRandom()
+        self._row_bytes = VALUE_BYTES * width
+        self._num_bytes, self._counted_s = files.num_bytes(), time.monotonic()
+        self._by_engine: dict[str, int] = {}
+        self._own: Counter[str] = Counter()
+        self._named: OrderedDict[str, None] = OrderedDict()
+
+    @classmethod
+    async def start(cls, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str) -> "Capture | None":
+        """Let an engine hold hidden states; None if that is not wanted or can't be.
+
+        Args:
+            engine: that serves.
+            files: where states go.
+            params: how many.
+            target: sha256 of the target's weights.
+        """
+        if params.share == 0 or engine.draft is None:
+            return None
+        try:
+            width = await engine.capture_states(int(params.max_memory_mib * MIB))
+        except ValueError as error:
+            log.warning("no hidden states are captured: %s", error)
+            return None
+        files.make()
+        return cls(engine, files, params, target, width)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests by what became of their states."""
+        return dict(Counter(self._by_engine) + self._own)
+
+    def name_for(self, generation_id: str, origin: Origin) -> str:
+        """Return under which name the engine is to hold a generation's states; "" if it is not to."""
+        if origin.consent != "full" or self._random.random() >= self._params.share:
+            return ""
+        if self._num_bytes >= self._params.max_disk_mib * MIB:
+            self._own["no space"] += 1
+            return ""
+        self._named[generation_id] = None
+        if len(self._named) > MAX_NAMED:  # whoever left before a first token is never heard of again
+            self._named.popitem(last=False)
+        return generation_id
+
+    def settle(self, completion: "Completion", row_id: str | None) -> None:
+        """Have a generation's states written for a row, or dropped; called in the recorder's thread.
+
+        Args:
+            completion: which ended.
+            row_id: None where it left no row that may be trained on as it was served.
+        """
+        if completion.request_id not in self._named:
+            return
+        del self._named[completion.request_id]
+        claim = Claim(completion.request_id)
+        if row_id is not None:
+            num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
+            claim = Claim(completion.request_id, str(self._files.path_of(row_id)), num_tokens, self._target)
+            self._count(num_tokens)
+        asyncio.run_coroutine_threadsafe(self._tell(claim), self._loop)
+
+    async def run(self) -> None:
+        """Remove files by age, now and then."""
+        while True:
+            try:
+                await asyncio.to_thread(self._files.forget_older_than, self._params.keep_days)
+            except OSError as error:
+                log.warning("old hidden states can't be removed: %s", error)
+            await asyncio.sleep(SWEEP_S)
+
+    def _count(self, num_tokens: int) -> None:
+        self._num_bytes += num_tokens * self._row_bytes
+        if time.monotonic() - self._counted_s > RECOUNT_S:
+            self._num_bytes, self._counted_s = self._files.num_bytes(), time.monotonic()
+
+    async def _tell(self, claim: Claim) -> None:
+        self._by_engine = await self._engine.settle_states([claim])

@@ -1,0 +1,138 @@
+"""Look whether a past champion should serve again: the traffic that it was good at may have come back.
+
+That is asked for a domain whose acceptance fell, and only then: while nobody saw a fall, a try would only use up error
+that the champion's challengers share. Each champion is challenged by one past draft a domain. The gate judges it as it
+judges any challenger, and nothing is trained if it passes. If it does not, its rows are trained on as ever.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.artifacts import Artifact, open_artifact, publish
+from infra.consent import OTHER_DOMAINS
+from infra.lines import past_champions, tried_again
+from infra.probes import FEWEST
+from infra.querylog import QueryLog
+from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.settings import load_settings
+from infra.views.gate import PASSED
+from infra.windows import Window
+from models.drafts import check_draft
+from models.hidden import Sample
+from models.paired import clusters, gain
+from models.params import Frozen
+from models.recipe import Recipe
+from models.targets import describe
+from tasks.claim_window import Parts
+from tasks.gate_draft import CHAMPION, Scorer
+from tasks.stages.reporting import run_logger, table
+from tasks.stages.samples import draw_per_domain, read_samples
+from tasks.trigger.acknowledge import fallen_domains
+
+MOST = 200  # conversations that past drafts are compared on; a gain worth a return shows on fewer
+
+
+class Past(Frozen):
+    """A past champion that is to be tried again.
+
+    Attributes:
+        version: which.
+        files: its weights.
+        domain: that fell.
+    """
+
+    version: Version
+    files: Artifact
+    domain: str
+
+
+@task(cache_policy=NO_CACHE)
+def find_returned(recipe: Recipe, pair: Pair) -> Version | None:
+    """Return the past draft that the gate let return before a crash kept it from being promoted, if there is one.
+
+    Where a person has the last word it waits for that, and learning goes on meanwhile.
+    """
+    if recipe.gate.promote == "approve":
+        return None
+    versions = open_registry().versions("draft")
+    bad = {one.sha256 for one in versions if is_quarantined(one)}
+    for domain in fallen_domains():
+        found = tried_again(versions, pair.draft.number, domain)
+        if found and found.lineage.gate == PASSED and not found.was_champion and found.sha256 not in bad:
+            return found
+    return None
+
+
+@task(cache_policy=NO_CACHE)
+def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past | None:
+    """Return the past champion that does best in a domain that fell, None if none is shown to beat the champion there.
+
+    They are compared on the window's rows of the domain, one of each cluster. What the window holds out is not among
+    them: the gate judges by it, and must not find what it was chosen by.
+
+    Args:
+        recipe: how many past champions are looked at.
+        pair: the champions.
+        window: claimed.
+        parts: what of it is held out, and what is not.
+    """
+    registry = open_registry()
+    versions = registry.versions("draft") if recipe.refresh.pool else []
+    if len(versions) < 2 or not (domains := _untried(versions, pair)):
+        return None
+    seen = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
+    rows = [sample for sample in read_samples(parts.samples, "train") if sample.id in seen]
+    held_out = read_samples(parts.samples, "held_out")
+    domain, samples = max(((name, _of(name, rows)) for name in domains), key=lambda each: len(each[1]))
+    if len(samples) < FEWEST or not _of(domain, held_out):
+        return None
+    past = past_champions(versions, pair.draft, domain, recipe.num_draft_tokens, window)
+    files = dict(islice(fitting(registry, pair, past), recipe.refresh.pool))
+    if not files:
+        return None
+    found = _best(recipe, pair, files, samples)
+    if found is None:
+        run_logger().info("no past draft is better at %s than draft %d", domain, pair.draft.number)
+        return None
+    return Past(version=next(one for one in past if one.number == found), files=files[found], domain=domain)
+
+
+def _untried(versions: Sequence[Version], pair: Pair) -> list[str]:
+    return [domain for domain in fallen_domains() if tried_again(versions, pair.draft.number, domain) is None]
+
+
+def _of(domain: str, samples: Sequence[Sample]) -> list[Sample]:
+    """Return a domain's samples, one of each cluster, as many as are compared."""
+    of_cluster = {sample.cluster: sample for sample in samples if domain in (OTHER_DOMAINS, sample.domain)}
+    return draw_per_domain(list(of_cluster.values()), MOST, seed=0)
+
+
+def fitting(registry: Registry, pair: Pair, past: Sequence[Version]) -> Iterator[tuple[int, Artifact]]:
+    """Yield number and files of the drafts that could be swapped in; of others it says why not."""
+    card, cache = describe(pair.target_files.path), load_settings().cache
+    for one in past:
+        try:
+            files = publish(registry.download(one, cache), "draft")
+            check_draft(open_artifact(files), pair.draft_files.path, card)
+        except (ValueError, OSError) as error:  # deleted, of another family or shape, or not what was registered
+            run_logger().info("draft %d can't return: %s", one.number, error)
+            continue
+        yield one.number, files
+
+
+def _best(recipe: Recipe, pair: Pair, files: dict[int, Artifact], samples: Sequence[Sample]) -> int | None:
+    """Return the past draft whose gain over the champion is the largest, None if it may be none."""
+    names = {str(number): one for number, one in files.items()}
+    scores = Scorer(recipe, pair).scores({CHAMPION: pair.draft_files, **names}, samples)
+    gains = {number: gain(clusters(scores[CHAMPION], scores[str(number)])) for number in files}
+    rows = [
+        {"draft": number, "gain": f"{one.value:+.3f}", "at least": f"{one.low:+.3f}"} for number, one in gains.items()
+    ]
+    table(
+        "past-drafts", rows, f"accepted tokens a step more than draft {pair.draft.number}, {len(samples)} conversations"
+    )
+    best = max(gains, key=lambda number: gains[number].value)
+    return best if gains[best].low > 0 else None

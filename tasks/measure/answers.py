@@ -1,0 +1,41 @@
+"""The target's own answers to prompts that nobody serves, kept in a cell."""
+
+import asyncio
+import gc
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer
+
+from infra.artifacts import Artifact, open_artifact
+from models.hidden import Sample
+from models.sources import Prompt
+from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
+from tasks.measure.run import Run
+
+
+def answers(run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str) -> list[Sample]:
+    """Let the target answer; an interrupted run asks only for the rest.
+
+    Args:
+        run: the benchmark.
+        target: files of the target.
+        prompts: chats that wait for an answer.
+        cell: where the answers are kept.
+
+    Returns:
+        As many samples, in the same order, each of its prompt's domain.
+    """
+
+    def ask() -> list[dict[str, object]]:
+        found = asyncio.run(_ask(run, target, prompts))
+        gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
+        return [found[prompt.id]._replace(domain=prompt.domain)._asdict() for prompt in prompts]
+
+    return [Sample(**row) for row in run.cells.keep(cell, ask)]
+
+
+async def _ask(run: Run, target: Artifact, prompts: Sequence[Prompt]) -> dict[str, Sample]:
+    directory = open_artifact(target)
+    async with open_engine(directory, run.recipe.engine) as engine:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        return await answer_prompts(engine, tokenizer, prompts, run.recipe.generate, run.folder / ANSWERS)

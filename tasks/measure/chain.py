@@ -1,0 +1,46 @@
+"""A target after stages of a recipe, changed and stored as flow `build` does it, for a comparison to measure."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.loading import load_model
+from models.stages import TABLES
+from tasks import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
+from tasks.measure.comparisons import Bench, shuffled
+from tasks.stages.change_target import Start, store
+
+# In the order of the build.
+CHANGES: Mapping[str, Any] = {
+    "pretrain": pretrain_model.change,
+    "shrink": shrink_model.change,
+    "prune": prune_model.change,
+    "finetune": finetune_model.change,
+    "quantize": quantize_target.change,
+}
+
+
+def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
+    """Return the directory of the bench's target after the stages that a recipe of these tables would have.
+
+    Args:
+        bench: stages train and calibrate on its text, in an order of the seed's.
+        tables: of a recipe, by name; those of `CHANGES`.
+        seed: of all that is drawn.
+
+    Raises:
+        ValueError: a table can't be parsed, or as the stages.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    train = {domain: shuffled(bench.train[domain], rng) for domain in sorted(bench.train)}
+    directory = bench.target_dir
+    for name in (name for name in CHANGES if name in tables):
+        made, work = bench.work_dir / name, bench.work_dir / f"{name}-work"
+        made.mkdir()
+        work.mkdir()
+        start = Start(load_model(directory), train, work, lambda progress: None)
+        store(CHANGES[name](TABLES[name].model_validate(tables[name]), seed, start), made, directory)
+        directory = made
+    return directory

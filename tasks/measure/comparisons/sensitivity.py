@@ -1,0 +1,71 @@
+"""Which layers carry the loss of a quantized target, and what excepting them brings back.
+
+The form is `int8_static`, one scale a layer for all inputs, which loses most of those of 8 bits. "only …" quantizes one
+kind of layer, or the layers of one quarter of the depth, and leaves the rest in floats: what that part alone costs.
+"… dynamic" and "… in floats" quantize all but an exception, as `[quantize] exceptions` says it: what it gives back.
+The seed draws the text to calibrate and compare on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models import mixed
+from models.layers.linears import blocks, enough_tokens
+from models.loading import load_floats
+from models.stages import Quantize
+from tasks.measure import likeness
+from tasks.measure.comparisons import Bench, Row, draw
+
+QUESTION = "Which layers carry the loss of 8-bit weights and inputs, and what do exceptions bring back?"
+BASELINE = "all static"
+COLUMNS = {
+    **likeness.COLUMNS,
+    "layers": "layers in static 8 bits",
+    "size_mib": "size of the weights, MiB (lower is better)",
+}
+METHOD = {"name": "int8_static"}
+DYNAMIC = {"name": "int8_dynamic"}
+KINDS = {
+    "q, k, v": "*.self_attn.[qkv]_proj",
+    "o": "*.self_attn.o_proj",
+    "gate, up": "*.mlp.[gu]*_proj",
+    "down": "*.mlp.down_proj",
+}
+NUM_PARTS = 4
+LENGTH, READ_TOKENS = 256, 2048
+
+
+def rows(budget: float) -> list[Row]:
+    """See `tasks.measure.comparisons`; `budget` scales the tokens that are calibrated on and read."""
+    found = [Row(BASELINE, {"exceptions": {}})]
+    for kind in KINDS:
+        others = {pattern: mixed.FLOAT for other, pattern in KINDS.items() if other != kind}
+        found.append(Row(f"only {kind}", {"exceptions": others}))
+    found += [Row(f"only quarter {part + 1}", {"part": part}) for part in range(NUM_PARTS)]
+    found += [Row(f"{kind} dynamic", {"exceptions": {pattern: DYNAMIC}}) for kind, pattern in KINDS.items()]
+    found.append(Row("down in floats", {"exceptions": {KINDS["down"]: mixed.FLOAT}}))
+    found.append(Row("all dynamic", {"exceptions": {"*": DYNAMIC}}))
+    return found
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """See `tasks.measure.comparisons`."""
+    model = load_floats(bench.target_dir)
+    calibration = draw(bench.train, max(LENGTH, round(enough_tokens(model) * bench.budget)), LENGTH, seed)
+    held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
+    exceptions = _exceptions(row.settings, len(blocks(model)))
+    stage = Quantize.model_validate({"method": METHOD, "exceptions": exceptions})
+    made = mixed.quantize(model, calibration, stage.method, stage.exceptions)
+    return {
+        **likeness.measure_likeness(bench, made.model, held_out),
+        "layers": float(sum(name.endswith(".input_scale") for name in made.tensors)),
+        "size_mib": made.num_bytes / 2**20,
+    }
+
+
+def _exceptions(settings: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+    """Return a row's own, or those that leave one part of the depth."""
+    if "part" not in settings:
+        return dict(settings["exceptions"])
+    own = range(settings["part"] * num_blocks // NUM_PARTS, (settings["part"] + 1) * num_blocks // NUM_PARTS)
+    return {f"model.layers.{number}.*": mixed.FLOAT for number in range(num_blocks) if number not in own}

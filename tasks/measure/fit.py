@@ -1,0 +1,161 @@
+"""The form to choose under bounds such as "110 MiB, KL 0.1", and the tables of a recipe that make it."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from infra.artifacts import open_artifact
+from infra.views.comparison import Comparison, MethodFigure, number
+from infra.views.results import Report
+from models.params import did_you_mean
+from models.recipe import Recipe
+from tasks.prepare_target import prepare_target
+
+# Word to the metric that it bounds, and "most" or "least".
+Bounds = Mapping[str, tuple[str, str]]
+
+
+class Bound(NamedTuple):
+    """One thing that is asked for."""
+
+    spelt: str
+    metric: str
+    side: str
+    value: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is on the right side."""
+        return value <= self.value if self.side == "most" else value >= self.value
+
+
+class Fit(NamedTuple):
+    """Which rows fit.
+
+    Attributes:
+        winner: the best of those that fit, or None.
+        fitting: all of them, the best first.
+        level: those of them whose interval of what is best reaches into the winner's.
+        open: row to the bounds that its interval lies on both sides of.
+    """
+
+    winner: str | None
+    fitting: list[str]
+    level: list[str]
+    open: dict[str, list[str]]
+
+
+def parse_bounds(text: str, words: Bounds) -> list[Bound]:
+    """Read "110 MiB, KL 0.1": a number and a word each, in either order, set apart by commas.
+
+    Raises:
+        ValueError: a part is not that, or a word is none of `words`.
+    """
+    spelt = {word.casefold(): word for word in words} | {"tau": "τ"}
+    found = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        figure = re.search(r"(?<![\w.])\d+(\.\d+)?", part)
+        word = " ".join((part[: figure.start()] + part[figure.end() :]).split()) if figure else part
+        if figure is None or (known := spelt.get(word.casefold())) is None or known not in words:
+            raise ValueError(f'--fit: "{part}" is no number with one of its words{did_you_mean(word, words)}')
+        metric, side = words[known]
+        found.append(Bound(part, metric, side, float(figure[0])))
+    if not found:
+        raise ValueError(f"--fit asks for nothing; say for example 110 {next(iter(words))}")
+    return found
+
+
+def choose(rows: Mapping[str, Mapping[str, MethodFigure]], bounds: Sequence[Bound], best: str) -> Fit:
+    """Choose the row with the highest mean of `best` among those whose means keep to all bounds.
+
+    Args:
+        rows: row to metric to figure.
+        bounds: what is asked for; a row without a figure for one does not fit.
+        best: a metric of which more is better.
+    """
+    fits: list[str] = []
+    open_: dict[str, list[str]] = {}
+    for row, figures in rows.items():
+        means = [figures[bound.metric].value for bound in bounds]
+        unsure = [bound.spelt for bound in bounds if _straddles(figures[bound.metric], bound)]
+        if unsure:
+            open_[row] = unsure
+        if all(mean is not None and bound.holds(mean) for mean, bound in zip(means, bounds, strict=True)):
+            fits.append(row)
+    fits.sort(key=lambda row: rows[row][best].value or 0.0, reverse=True)
+    winner = fits[0] if fits else None
+    level = [row for row in fits[1:] if _reaches(rows[row][best], rows[fits[0]][best])]
+    return Fit(winner, fits, level, open_)
+
+
+def told(fit: Fit, rows: Mapping[str, Mapping[str, MethodFigure]], best: str, heading: str) -> str:
+    """Say what was chosen and how sure that is, a sentence or two."""
+    if fit.winner is None:
+        return "nothing fits" + (f"; undecided: {_open(fit.open)}" if fit.open else "") + "."
+    said = f"{fit.winner} fits, at {number(rows[fit.winner][best].value)} ({heading})"
+    if fit.level:
+        said += f"; level with it by their intervals: {', '.join(fit.level)}"
+    if fit.open:
+        said += f"; more seeds would tell whether these fit: {_open(fit.open)}"
+    return said + "."
+
+
+def fitted(
+    report: Report, found: Comparison, comparison: ModuleType, bounds: Sequence[Bound], recipe: Recipe, budget: float
+) -> Report:
+    """Return a report that ends with what fits, and the recipe that makes it.
+
+    Args:
+        report: of the comparison.
+        found: its figures.
+        comparison: its module.
+        bounds: what is asked for.
+        recipe: that its target is of.
+        budget: as given to `rows`.
+    """
+    fit = choose(found.figures, bounds, comparison.WINS_BY)
+    said = told(fit, found.figures, comparison.WINS_BY, found.headings[comparison.WINS_BY])
+    notes = [*report.notes, f"Asked for: {', '.join(bound.spelt for bound in bounds)}: {said}"]
+    if fit.winner is not None:
+        row = next(row for row in comparison.rows(budget) if row.name == fit.winner)
+        tables = comparison.recipe_tables(row, open_artifact(prepare_target.fn(recipe.target)))
+        lines = toml(tables) or "# the target as it is"
+        notes += [f"To be pasted into recipe {recipe.name}:", "", "```toml", lines, "```", ""]
+    figures = {**report.figures, "fit": fit._asdict()}
+    return report.model_copy(update={"notes": notes, "figures": figures})
+
+
+def toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write tables of a recipe, to be pasted; values are what JSON has, but no null."""
+    lines = []
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _straddles(figure: MethodFigure, bound: Bound) -> bool:
+    interval = figure.interval
+    return interval is not None and bound.holds(interval.low) != bound.holds(interval.high)
+
+
+def _reaches(figure: MethodFigure, winner: MethodFigure) -> bool:
+    if figure.interval is None or winner.interval is None:
+        return True
+    return figure.interval.high >= winner.interval.low
+
+
+def _open(found: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{row} ({', '.join(spelt)})" for row, spelt in found.items())
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_value(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)

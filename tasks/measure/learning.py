@@ -1,0 +1,255 @@
+"""How a draft grows with the traffic that it learns from.
+
+Two curves. One is of refreshes: the line's first draft goes on with so many requests of a domain, with the recipe's
+settings of a refresh and its replay. The other is of first drafts, made from so many conversations of the recipe's
+first domain. The target answers all of them greedily, as the service logs them, and every draft is held to the same
+prompts, of groups that no draft learns from. A seed draws which requests come, and in which order they are learnt.
+
+Drafts are trained for the most tokens that they are held to. Nothing is served: acceptance is counted on the target's
+own answers (`models.scoring`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from infra.artifacts import open_artifact
+from infra.registry import Pair
+from infra.views import Interval
+from infra.views.figures import draw_learning
+from infra.views.results import Grid, Report
+from models import distill
+from models.acceptance import summarise
+from models.drafts import family_of, open_draft
+from models.hidden import Sample
+from models.recipe import Traffic
+from models.scoring import trace
+from tasks.distill_draft import untrained
+from tasks.measure.answers import answers
+from tasks.measure.home import first_pair
+from tasks.measure.refreshes import file_traffic
+from tasks.measure.run import Run
+from tasks.register import first_samples
+from tasks.select_data import choose_more
+from tasks.stages.samples import draw_per_domain, read_samples
+
+TITLE, QUESTION = "B10", "how does τ grow with traffic?"
+DRAFTED = (3, 5)  # K that every draft is held to
+SEEDED = 1000  # requests up to which a size is learnt with several seeds
+AIMS = {1000: 2.0, 4000: 2.3}  # requests of `code` to τ at the largest K
+
+Row = dict[str, Any]
+
+
+class Point(NamedTuple):
+    """One draft: "refresh" with so many requests, or a "first draft" from so many conversations."""
+
+    kind: str
+    size: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its cell."""
+        return f"{self.kind.replace(' ', '-')}-{self.size}-{self.seed}"
+
+
+def measure(
+    run: Run,
+    domain: str,
+    sizes: Sequence[int],
+    first_sizes: Sequence[int],
+    num_seeds: int,
+    num_prompts: int,
+    data: str | None,
+) -> Report:
+    """Train and score draft after draft.
+
+    Args:
+        run: the benchmark.
+        domain: of the recipe, whose requests are learnt; "" is the one that the demonstration changes to.
+        sizes: numbers of requests, ascending.
+        first_sizes: numbers of conversations of first drafts, ascending; may be empty.
+        num_seeds: of every size up to 1,000; larger ones are learnt once.
+        num_prompts: held-out prompts.
+        data: a domain and its prompts in place of `domain`, such as "math=prompts.jsonl".
+
+    Raises:
+        ValueError: nothing was built, there is no such domain or file, or it has too few prompts.
+    """
+    run.served()
+    pair = first_pair(run.settings)
+    domain, table = _domain(run, domain, data, max(sizes, default=1), num_prompts)
+    first_domain = run.recipe.first_domains[0]
+    # New drafts have learnt nothing yet, so that the domain can be split anew, most of it to be learnt.
+    shares = {"num_train": max(first_sizes, default=0), "num_held_out": 2 * num_prompts, "num_requests": 0}
+    first = run.recipe.traffic[first_domain].model_copy(update=shares)
+    kinds = {"refresh": (domain, table, sizes), "first draft": (first_domain, first, first_sizes)}
+    rows: dict[Point, Row] = {}
+    for kind, (of_domain, traffic, of_kind) in kinds.items():
+        if not of_kind:
+            continue
+        learnt, held_out = _samples(run, pair, kind, of_domain, traffic, max(of_kind), num_prompts)
+        for point in points(kind, of_kind, num_seeds):
+            drawn = draw(learnt, point.size, run.recipe.seed + point.seed)
+            rows[point] = run.cells.keep(point.name, lambda: _learn(run, pair, point, drawn, held_out))  # noqa: B023
+    domains = {kind: of_domain for kind, (of_domain, *_) in kinds.items()}
+    return make_report(rows, domains, run.folder / "learning.png")
+
+
+def points(kind: str, sizes: Sequence[int], num_seeds: int) -> Iterator[Point]:
+    """Yield what is measured of one curve, small sizes first."""
+    for size in sizes:
+        for seed in range(num_seeds if size <= SEEDED else 1):
+            yield Point(kind, size, seed)
+
+
+def draw(samples: Sequence[Sample], size: int, seed: int) -> list[Sample]:
+    """Draw the samples of a seed; a larger size holds the smaller one's."""
+    order = np.random.default_rng(seed).permutation(len(samples))
+    return [samples[number] for number in order[:size]]
+
+
+def _domain(run: Run, domain: str, data: str | None, most: int, num_prompts: int) -> tuple[str, Traffic]:
+    """Return what the refreshes learn: a name and where its prompts come from."""
+    if data is not None:
+        return file_traffic(data, most, 2 * num_prompts)
+    name = domain or (run.recipe.demo.new_domain if run.recipe.demo else run.recipe.first_domains[0])
+    if name not in run.recipe.traffic:
+        raise ValueError(f'no domain "{name}"; recipe {run.recipe.name} has: {", ".join(run.recipe.traffic)}')
+    return name, run.recipe.traffic[name]
+
+
+def _samples(
+    run: Run, pair: Pair, kind: str, domain: str, traffic: Traffic, most: int, num_prompts: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Return what is learnt from and what is held out, answered by the target."""
+    sizes = {"requests" if kind == "refresh" else "train": most, "held_out": num_prompts}
+    parts = {part: choose_more(domain, traffic, run.recipe.seed, part, size) for part, size in sizes.items()}
+    wanted = [prompt for of_part in parts.values() for prompt in of_part]
+    answered = {one.id: one for one in answers(run, pair.target_files, wanted, f"answers-{kind.replace(' ', '-')}")}
+    learnt, held_out = ([answered[prompt.id] for prompt in of_part] for of_part in parts.values())
+    return learnt, held_out
+
+
+def _learn(run: Run, pair: Pair, point: Point, drawn: Sequence[Sample], held_out: Sequence[Sample]) -> Row:
+    """Train one draft, and hold it to the answers that no draft learns from."""
+    recipe, seed, target_dir = run.recipe, run.recipe.seed + point.seed, open_artifact(pair.target_files)
+    start, params, samples = None, recipe.distill, list(drawn)
+    if point.kind == "refresh":
+        start, params = open_artifact(pair.draft_files), recipe.refresh_distill()
+        older = read_samples(first_samples(pair.draft), "train")
+        samples += draw_per_domain(older, recipe.refresh.replay_per_domain, seed)
+    assert isinstance(params, distill.Params)  # which a recipe's fields can't say without importing torch
+    draft = untrained(recipe.draft, start, target_dir, samples)
+    work, device = run.folder / "states" / point.kind.replace(" ", "-"), run.settings.device
+    with run.bar(f"{point.kind} of {point.size}", 1) as bar:
+        report = distill.train(draft, target_dir, samples, params, max(DRAFTED), work, seed, device=device)
+        bar.advance()
+    directory = run.folder / "drafts" / point.name
+    directory.mkdir(parents=True, exist_ok=True)
+    family_of(open_artifact(pair.draft_files)).save(draft, directory)
+    told = {}
+    for num_tokens in DRAFTED:
+        scored = open_draft(directory, target_dir)  # with the weights as rounded as they are served
+        traces = trace(scored, target_dir, held_out, num_tokens, work, device, recipe.engine.rules.greedy)
+        told[str(num_tokens)] = summarise(traces, seed).model_dump(mode="json")
+    return {
+        "acceptance": told,
+        "num_tokens": sum(len(sample.completion_ids) for sample in drawn),
+        "train_s": round(report.seconds, 1),
+        "num_steps": report.num_steps,
+        "tokens_per_s": round(report.tokens_per_s),
+        "hidden_tokens_per_s": round(report.hidden_tokens_per_s),
+    }
+
+
+def make_report(rows: Mapping[Point, Row], domains: Mapping[str, str], picture: Path) -> Report:
+    """Put seeds together, and hold the curve to what is aimed at.
+
+    Args:
+        rows: of each draft.
+        domains: kind of draft to the domain that it learns.
+        picture: file to draw τ into.
+    """
+    found: dict[str, list[Row]] = {}
+    for kind in dict.fromkeys(point.kind for point in rows):
+        for size in sorted({point.size for point in rows if point.kind == kind}):
+            seeds = [row for point, row in rows.items() if (point.kind, point.size) == (kind, size)]
+            found.setdefault(kind, []).append({"size": size, **_of_seeds(seeds)})
+    curves = {
+        f"{kind}, {domains[kind]}, K = {k}": [
+            (row["size"], Interval.model_validate(row["acceptance"][str(k)]["tau"])) for row in of_kind
+        ]
+        for kind, of_kind in found.items()
+        for k in DRAFTED
+    }
+    return Report(
+        figures={"domains": dict(domains), "curves": found},
+        grids=[_grid(kind, domains[kind], of_kind) for kind, of_kind in found.items()],
+        notes=[
+            (
+                "τ is the mean over seeds; in parentheses the mean ends of their 95% intervals over prompts, then "
+                "the lowest and the highest seed. Accepted at 1, 2, …: share of steps that took so many drafted tokens."
+            )
+        ],
+        verdict=_verdict(found.get("refresh", []), domains.get("refresh", "")),
+        picture=draw_learning(curves, picture),
+    )
+
+
+def _of_seeds(rows: Sequence[Row]) -> Row:
+    """Return the means over seeds, and for each K the lowest and the highest τ."""
+    acceptance = {}
+    for k in map(str, DRAFTED):
+        taus = [row["acceptance"][k]["tau"] for row in rows]
+        per_position = [[one["value"] for one in row["acceptance"][k]["per_position"]] for row in rows]
+        acceptance[k] = {
+            "tau": {end: float(np.mean([tau[end] for tau in taus])) for end in ("value", "low", "high")},
+            "seeds": [min(tau["value"] for tau in taus), max(tau["value"] for tau in taus)],
+            "per_position": np.mean(per_position, axis=0).tolist(),
+        }
+    measured = ("num_tokens", "train_s", "num_steps", "tokens_per_s")
+    means = {name: round(float(np.mean([row[name] for row in rows])), 1) for name in measured}
+    return {"num_seeds": len(rows), "acceptance": acceptance, **means}
+
+
+def _grid(kind: str, domain: str, rows: Sequence[Row]) -> Grid:
+    taus = [f"τ, K = {k}" for k in DRAFTED]
+    columns = ["learnt", "answer tokens", "seeds", *taus, f"accepted at 1 to {max(DRAFTED)}", "steps", "training, s"]
+    return Grid(
+        f"{kind}: {domain}",
+        columns,
+        [
+            [
+                f"{row['size']}",
+                f"{row['num_tokens']:.0f}",
+                f"{row['num_seeds']}",
+                *(_tau(row["acceptance"][str(k)]) for k in DRAFTED),
+                ", ".join(f"{share:.2f}" for share in row["acceptance"][str(max(DRAFTED))]["per_position"]),
+                f"{row['num_steps']:.0f}",
+                f"{row['train_s']:.0f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _tau(acceptance: Row) -> str:
+    tau, (lowest, highest) = acceptance["tau"], acceptance["seeds"]
+    return f"{tau['value']:.3f} ({tau['low']:.3f} to {tau['high']:.3f}; {lowest:.3f} to {highest:.3f})"
+
+
+def _verdict(rows: Sequence[Row], domain: str) -> str:
+    """Hold the refreshes on `code` to the aims; other domains have none."""
+    k = str(max(DRAFTED))
+    taus = {row["size"]: row["acceptance"][k]["tau"]["value"] for row in rows}
+    judged = {size: aim for size, aim in AIMS.items() if domain == "code" and size in taus}
+    if not judged:
+        return "no size that was measured has an aim."
+    return "; ".join(
+        f"τ {taus[size]:.2f} at {size} requests {'meets' if taus[size] >= aim else 'misses'} the aim ({aim:g}, K = {k})"
+        for size, aim in judged.items()
+    )

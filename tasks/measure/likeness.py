@@ -1,0 +1,39 @@
+"""The columns that all tables of changed targets share: what a draft feels of the change."""
+
+import math
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.drafts import family_of
+from models.likeness import accepted_length, fits, likeness
+from tasks.measure.comparisons import Bench
+
+COLUMNS = {
+    "kl": "KL from the target (nats/token, lower is better)",
+    "agreement_pct": "same likeliest token as the target (%, higher is better)",
+    "tau": "τ of the champion draft as it is, on the row's own answers (higher is better)",
+}
+NUM_PROMPTS, PROMPT_LENGTH, ANSWER_LENGTH = 8, 24, 48
+
+
+@torch.no_grad()
+def measure_likeness(bench: Bench, model: PreTrainedModel, held_out: list[list[int]]) -> dict[str, float]:
+    """Return `COLUMNS` of a changed target; NaN where its shape has none.
+
+    Args:
+        bench: its target is compared with, and its draft is asked if it has one.
+        model: the changed target.
+        held_out: documents to compare on; the first that are long enough begin the answers.
+    """
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    found = dict.fromkeys(COLUMNS, math.nan)
+    if model.config.vocab_size == target.config.vocab_size:
+        like = likeness(model, target, held_out)
+        found |= {"kl": like.kl, "agreement_pct": 100 * like.agreement}
+    prompts = [document[:PROMPT_LENGTH] for document in held_out if len(document) >= PROMPT_LENGTH][:NUM_PROMPTS]
+    if bench.draft_dir is not None and prompts and fits(model, target):
+        draft = family_of(bench.draft_dir).load(bench.draft_dir, bench.target_dir)
+        work_dir = bench.work_dir / "answers"
+        found["tau"] = accepted_length(draft, model, prompts, bench.num_draft_tokens, ANSWER_LENGTH, work_dir)
+    return found

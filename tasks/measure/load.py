@@ -1,0 +1,278 @@
+"""B2: whether speculation ever loses, at any load and with any draft.
+
+The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
+off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
+A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and no
+prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so that
+tokens over the seconds that requests took, times the streams, is the throughput; the ratio is of those, and is paired
+by block and request. Where vLLM's own endpoint is measured too, its process can't run beside ours: the same prompts are
+asked there before or after.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infra.registry import open_registry
+from infra.views.figures import draw_ratios
+from infra.views.results import Grid, Report, interval
+from models.params import did_you_mean
+from models.sources import Prompt
+from tasks.measure.endpoint import Asked, Endpoint, dump
+from tasks.measure.home import Served
+from tasks.measure.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
+from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
+from tasks.measure.random_draft import register_random
+from tasks.measure.run import Run
+from tasks.measure.stock import PLAIN, Stock
+from tasks.promote import open_champions
+
+TITLE, QUESTION = "B2", "does speculation ever lose?"
+BAD, FIRST, CHAMPION = DRAFTS = ("bad", "first", "champion")
+# The lower end of every ratio is to be at least the first, on `code` with few streams at least the second.
+FLOOR, AIM, FEW_STREAMS = 0.97, 1.4, 4
+NUM_WARM = 24  # of each draft and domain before it is timed: of the first requests most are drafted by the head alone
+
+Row = dict[str, Any]
+
+
+class _Load(NamedTuple):
+    """Who is asked what.
+
+    Attributes:
+        prompts: domain to those that are asked in turn.
+        least: prompts of a block, at least; it has two for each stream, as long as there are so many.
+        num_pairs: of blocks.
+    """
+
+    run: Run
+    prompts: Mapping[str, Sequence[Prompt]]
+    least: int
+    num_pairs: int
+
+    def blocks(self, endpoint: Asked, num_streams: int, title: str, ways: Sequence[bool | None]) -> list[Row]:
+        """Ask in all ways, pair by pair, and return the blocks; a way is speculation on or off, None leaves it."""
+        size, blocks = min(max(self.least, 2 * num_streams), *map(len, self.prompts.values())), []
+        total = size * len(self.prompts) * len(ways) * self.num_pairs
+        with self.run.bar(f"{title}, streams: {num_streams}", total) as bar:
+            for pair in range(self.num_pairs):
+                for domain, prompts in self.prompts.items():
+                    for on in ways if pair % 2 == 0 else ways[::-1]:
+                        if isinstance(endpoint, Endpoint) and on is not None:
+                            _switch(endpoint, on)
+                            endpoint.ask_as_another()
+                        answers = endpoint.ask(prompts[:size], concurrency=num_streams, on_answer=bar.advance)
+                        blocks.append({"domain": domain, "on": on, "answers": dump(answers)})
+        return blocks
+
+
+def measure(
+    run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, stock: bool
+) -> Report:
+    """Measure each draft at each number of streams.
+
+    Args:
+        run: the benchmark.
+        num_prompts: of each domain, the fewest of a block.
+        streams: how many ask at once, ascending.
+        drafts: of DRAFTS.
+        num_pairs: how often the two ways take turns.
+        stock: whether to measure vLLM's own endpoint too.
+
+    Raises:
+        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft.
+        RuntimeError: a request failed, or the service did not take a draft.
+    """
+    if unknown := [name for name in drafts if name not in DRAFTS]:
+        raise ValueError(f'there is no draft "{unknown[0]}"{did_you_mean(unknown[0], DRAFTS)}')
+    served = run.served()
+    if served.champion == 1:  # the first draft is the champion
+        drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
+    run.prompts("held_out", num_prompts)
+    most = max(num_prompts, 2 * max(streams))
+    held_out = run.prompts("held_out")
+    prompts = {
+        domain: [prompt for prompt in held_out if prompt.domain == domain][:most] for domain in run.recipe.traffic
+    }
+    load = _Load(run, prompts, num_prompts, num_pairs)
+    cells = {name: [f"{name}-{number}" for number in streams] for name in (*drafts, *([PLAIN] if stock else []))}
+    _ask_service(load, served, streams, {name: cells[name] for name in drafts})
+    if stock and not all(map(run.cells.has, cells[PLAIN])):
+        with Stock(run.recipe, run.settings, open_champions.fn().target_files.path) as endpoint:
+            _warm(load, endpoint)
+            for number, cell in zip(streams, cells[PLAIN], strict=True):
+                run.cells.keep(cell, lambda: load.blocks(endpoint, number, PLAIN, [None]))  # noqa: B023
+    found = {
+        name: {number: run.cells.read(cell) for number, cell in zip(streams, of_name, strict=True)}
+        for name, of_name in cells.items()
+    }
+    return _report(run, served, found, run.cells.read("reference"))
+
+
+def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
+    """Measure what is missing of the service, draft by draft."""
+    run = load.run
+    missing = {name: of_name for name, of_name in cells.items() if not all(map(run.cells.has, of_name))}
+    if not missing and run.cells.has("reference"):
+        return
+    registry, target_dir = open_registry(run.settings), open_champions.fn().target_files.path
+    numbers = {FIRST: 1, CHAMPION: served.champion}
+    if BAD in missing:
+        folder = run.settings.home / "random"
+        numbers[BAD] = register_random(registry, served.champion, target_dir, folder, run.recipe.seed)
+    registry.promote("draft", served.champion)
+    with Endpoint(run.recipe, run.settings) as endpoint:
+        endpoint.wait_for_draft(served.champion)
+        for name, of_name in missing.items():
+            endpoint.speculate(True)
+            registry.promote("draft", numbers[name])
+            endpoint.wait_for_draft(numbers[name])
+            _warm(load, endpoint)
+            for number, cell in zip(streams, of_name, strict=True):
+                run.cells.keep(cell, lambda: load.blocks(endpoint, number, f"{name} draft", [True, False]))  # noqa: B023
+        asked = [prompt for prompts in load.prompts.values() for prompt in prompts]
+        run.cells.keep("reference", lambda: record_reference(run, endpoint, asked))
+    registry.promote("draft", served.champion)
+
+
+def _switch(endpoint: Endpoint, on: bool) -> None:
+    """Switch speculation with nothing in the prefix cache, which is forgotten when it is switched on."""
+    endpoint.speculate(False)
+    endpoint.speculate(True)
+    if not on:
+        endpoint.speculate(False)
+
+
+def _warm(load: _Load, endpoint: Asked) -> None:
+    fewest = min(traffic.num_requests for traffic in load.run.recipe.traffic.values())
+    asked = load.run.prompts("requests", min(NUM_WARM, fewest))
+    endpoint.ask(asked, concurrency=len(load.prompts))
+
+
+class _Way:
+    """The blocks of one draft, number of streams, domain and way, in the order of their pairs."""
+
+    def __init__(self, blocks: Sequence[Row]) -> None:
+        self.answers = [row for block in blocks for row in block["answers"]]
+        self.requests = [
+            {str(place): Decoded(row["num_tokens"], row["arrival_ms"][-1] / 1000) for place, row in enumerate(answers)}
+            for answers in (block["answers"] for block in blocks)
+        ]
+        spans = (inter_token_spans(0.0, row["arrival_ms"]) for row in self.answers)
+        self.gaps_ms = [[1000 * (end - start) for start, end in of_answer] for of_answer in spans]
+
+    def figures(self, num_streams: int) -> Row:
+        """Return throughput, inter-token latency and time to the first token."""
+        pooled = [ms for gaps in self.gaps_ms for ms in gaps]
+        every = [one for block in self.requests for one in block.values()]
+        first_ms = [row["first_token_ms"] for row in self.answers]
+        return {
+            "tokens_per_s": num_streams * sum(one.num_tokens for one in every) / sum(one.seconds for one in every),
+            "inter_token_ms": {f"p{p}": percentile(pooled, p) for p in (50, 99)},
+            "first_token_ms": {f"p{p}": percentile(first_ms, p) for p in (50, 99)},
+        }
+
+
+def _report(
+    run: Run, served: Served, cells: Mapping[str, Mapping[int, Sequence[Row]]], references: list[Row]
+) -> Report:
+    answers = [
+        row for of_name in cells.values() for blocks in of_name.values() for one in blocks for row in one["answers"]
+    ]
+    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
+    if failed:
+        raise RuntimeError(f"{failed.total()} of {len(answers)} requests failed: {dict(failed)}")
+    figures: Row = {}
+    grids, own = [], [name for name in cells if name in DRAFTS]
+    for domain in run.recipe.traffic:
+        figures[domain] = {name: {} for name in cells}
+        for name, of_name in cells.items():
+            for number, blocks in of_name.items():
+                own_blocks = [one for one in blocks if one["domain"] == domain]
+                figures[domain][name][number] = _compare(own_blocks, number, run.recipe.seed)
+        grids.append(_grid(domain, figures[domain]))
+    ours = [row for name in own for blocks in cells[name].values() for one in blocks for row in one["answers"]]
+    verdicts = judge_answers(references, ours)
+    notes = [
+        f"Greedy, K = {run.recipe.num_draft_tokens} at most; the champion is draft {served.originals[-1]}.",
+        "tokens/s are streams × tokens ÷ seconds of the requests, first token included.",
+        "Ratios are on ÷ off, with a 95% interval that resamples pairs of blocks and the requests in them.",
+        sentence(verdicts),
+    ]
+    if served.champion == 1:
+        notes.append("The champion is the first draft.")
+    lines = {
+        domain: {
+            name: [(n, *(one["ratio"][end] for end in ("value", "low", "high"))) for n, one in of_domain[name].items()]
+            for name in own
+        }
+        for domain, of_domain in figures.items()
+    }
+    return Report(
+        figures={"domains": figures, "outputs": dict(verdicts), "drafts": list(served.originals)},
+        grids=grids,
+        notes=notes,
+        verdict=judge({domain: {name: of_domain[name] for name in own} for domain, of_domain in figures.items()}),
+        failures=differing(verdicts),
+        picture=draw_ratios(lines, FLOOR, "streams", "throughput, on ÷ off", run.folder / "load.png"),
+    )
+
+
+def _compare(blocks: Sequence[Row], num_streams: int, seed: int) -> Row:
+    """Return the figures of one place with speculation on and off, and how they compare; of vLLM's own, off alone."""
+    on, off = (_Way([one for one in blocks if one["on"] in ways]) for ways in ((True,), (False, None)))
+    if not on.answers:
+        return {"off": off.figures(num_streams)}
+    return {
+        "on": on.figures(num_streams),
+        "off": off.figures(num_streams),
+        "ratio": compare_blocks(list(zip(on.requests, off.requests, strict=True)), seed).model_dump(),
+        "p99_ratio": compare_percentiles(on.gaps_ms, off.gaps_ms, 99, seed).model_dump(),
+    }
+
+
+def _grid(domain: str, figures: Mapping[str, Mapping[int, Row]]) -> Grid:
+    columns = ["draft", "streams", "tokens/s on", "off", "on ÷ off", "p50 ms on, off", "p99 ms on, off", "p99 on ÷ off"]
+    columns += ["first token p50 ms on, off"]
+    rows = []
+    for name, of_name in figures.items():
+        for number, one in of_name.items():
+            ways = [one[way] for way in ("on", "off") if way in one]
+            rows.append(
+                [
+                    name,
+                    f"{number}",
+                    *(f"{one[way]['tokens_per_s']:.1f}" if way in one else "–" for way in ("on", "off")),
+                    interval(one["ratio"]) if "ratio" in one else "–",
+                    *(", ".join(f"{way['inter_token_ms'][p]:.1f}" for way in ways) for p in ("p50", "p99")),
+                    interval(one["p99_ratio"]) if "p99_ratio" in one else "–",
+                    ", ".join(f"{way['first_token_ms']['p50']:.0f}" for way in ways),
+                ]
+            )
+    return Grid(f"{domain}, held-out prompts", columns, rows)
+
+
+def judge(figures: Mapping[str, Mapping[str, Mapping[int, Row]]]) -> str:
+    """Say where speculation loses, and what the champion brings with few streams.
+
+    Args:
+        figures: domain to draft to number of streams to what has a `ratio`.
+    """
+    ratios = {
+        f"{domain}, {name} draft, {number} streams": one["ratio"]
+        for domain, of_domain in figures.items()
+        for name, of_name in of_domain.items()
+        for number, one in of_name.items()
+    }
+    below = {place: ratio for place, ratio in ratios.items() if ratio["low"] < FLOOR}
+    least = min(ratios, key=lambda place: ratios[place]["low"])
+    verdict = f"{'misses' if below else 'meets'} the bar (lower end of each ratio at least {FLOOR}): "
+    verdict += f"{len(below)} of {len(ratios)} below it, least {interval(ratios[least])} with {least}"
+    few = [
+        one["ratio"]["value"]
+        for number, one in figures.get("code", {}).get(CHAMPION, {}).items()
+        if number <= FEW_STREAMS
+    ]
+    if few:
+        verdict += f"; code, {CHAMPION}, at most {FEW_STREAMS} streams: {min(few):.2f} or more (aim {AIM})"
+    return f"{verdict}."

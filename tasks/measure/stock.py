@@ -1,0 +1,135 @@
+"""vLLM's own OpenAI endpoint, started as a user would who had no redraft: what a served pair has to beat.
+
+It has the service's vLLM, weights, number format, threads and limits, is compiled, and is asked by the same client.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infra.client import SERVED_NAME
+from infra.doctor import openmp_preload
+from infra.processes import Child, answers, wait_until
+from infra.registry import open_registry
+from infra.service_process import END_TIMEOUT_S
+from infra.settings import Settings
+from models.drafts import family_of, ngram
+from models.engines.vllm import Params, child_environment
+from models.recipe import Recipe
+from tasks.measure.endpoint import Asked
+from tasks.measure.home import Served
+from tasks.measure.peers import engine_dtype
+
+LOOPBACK = "127.0.0.1"  # where it needs no key
+# A cold start compiles for minutes.
+START_TIMEOUT_S = 900.0
+PLAIN = "vLLM"
+SUFFIX, SUFFIX_PACKAGE, SUFFIX_MODULE = f"{PLAIN} with suffix", "arctic-inference", "arctic_inference"
+
+
+class Stock(Asked):
+    """vLLM's own endpoint for a target."""
+
+    def __init__(
+        self, recipe: Recipe, settings: Settings, target_dir: Path, speculation: Mapping[str, Any] | None = None
+    ) -> None:
+        """Say what is to run.
+
+        Args:
+            recipe: how the target is served.
+            settings: of the home where the log and the compiled graphs are kept; a later start reads those.
+            target_dir: the target.
+            speculation: vLLM's `speculative_config`, None for no draft.
+
+        Raises:
+            ValueError: the recipe is served by another engine.
+        """
+        super().__init__(LOOPBACK, None, recipe.generate.max_tokens)
+        if not isinstance(recipe.engine, Params):
+            raise ValueError(f"recipe {recipe.name} has engine {recipe.engine.name}, wanted vllm to compare it with")
+        self._engine, self._settings = recipe.engine, settings
+        self._target_dir, self._speculation = target_dir, speculation
+
+    def start(self) -> None:
+        """Start it, which compiles, and wait until it answers; RuntimeError if it ends by itself."""
+        arguments: dict[str, Any] = {
+            "model": str(self._target_dir),
+            "served_model_name": SERVED_NAME,
+            "host": self.host,
+            "port": self.port,
+            "dtype": engine_dtype(self._engine, self._settings.device),
+            "max_model_len": self._engine.max_model_len,
+            "max_num_seqs": self._engine.max_num_seqs,
+            **self._engine.extra,
+        }
+        if self._speculation is not None:
+            arguments |= {"speculative_config": self._speculation, "per_request_spec_decode_metrics": "detailed"}
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
+        cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
+        environment = {**child_environment(self._engine), **openmp_preload(), **cache}
+        log = self._settings.home / "logs" / "stock.log"
+        self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
+        try:
+            wait_until(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, self._child, f"{self.url}/health")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End it with all of its processes."""
+        if self._child is not None:
+            self._child.stop(END_TIMEOUT_S)
+            self._child = None
+
+
+def as_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return engine arguments as the command line of vLLM's endpoint takes them."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def ngram_speculation(num_draft_tokens: int) -> dict[str, Any]:
+    """Return what vLLM's `speculative_config` says for its own prompt lookup, which needs no draft."""
+    params = ngram.Params()
+    return {
+        "method": "ngram",
+        "prompt_lookup_min": params.min_tokens,
+        "prompt_lookup_max": params.max_tokens,
+        "num_speculative_tokens": num_draft_tokens,
+    }
+
+
+def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return the ways in which vLLM drafts by itself, by the name of the side: its look-ups, and the served drafts.
+
+    Args:
+        num_draft_tokens: K; suffix trees choose their own.
+        served: the drafts of the benchmark's registry.
+        settings: of its home.
+    """
+    ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
+    if has_suffix():
+        ways[SUFFIX] = {"method": "suffix"}
+    registry = open_registry(settings)
+    for number in sorted({1, served.champion}):
+        files = registry.download(registry.get("draft", number), settings.cache)
+        name = "served" if number == served.champion else "first"
+        config = family_of(files).vllm_config(files)
+        ways[f"{PLAIN} with the {name} draft"] = {**config, "num_speculative_tokens": num_draft_tokens}
+    return ways
+
+
+def has_suffix() -> bool:
+    """Return whether what vLLM's suffix trees need is installed."""
+    return importlib.util.find_spec(SUFFIX_MODULE) is not None

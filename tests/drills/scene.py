@@ -1,0 +1,165 @@
+"""A running service over a registry that is a server, and what can be done to it from outside."""
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from infra.processes import Child, answers, free_port, wait_until
+from infra.settings import load_settings
+from tests.drills.load import Asker, Load, Wanted
+from tests.world import World
+
+LOG_BYTES = 64 << 20
+# Python runs a module of this name in every process that finds it: their wall clock is then off by what a file says.
+CLOCK = """
+import mmap, struct, time
+with open({file!r}, "r+b") as _file:
+    _page = mmap.mmap(_file.fileno(), 8)
+_time, _time_ns = time.time, time.time_ns
+_offset_s = lambda: struct.unpack("<q", _page[:8])[0]
+time.time = lambda: _time() + _offset_s()
+time.time_ns = lambda: _time_ns() + _offset_s() * 10**9
+"""
+
+
+class Clock:
+    """The wall clock of the processes that are started while `path` is in their PYTHONPATH."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._file = path / "offset"
+        self.jump_to(0)
+        (path / "sitecustomize.py").write_text(CLOCK.format(file=str(self._file)))
+        self.variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))}
+
+    def jump_to(self, offset_s: int) -> None:
+        """Let it be off by so many seconds."""
+        with self._file.open("r+b" if self._file.exists() else "wb") as file:
+            file.write(struct.pack("<q", offset_s))
+
+
+class MlflowServer:
+    """The registry as a server that can be killed and started again in the same place."""
+
+    def __init__(self, home: Path) -> None:
+        self._home, self._port = home, free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._child: Child | None = None
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{self._home}/mlflow.db"]
+        argv += ["--host", "127.0.0.1", "--port", str(self._port), "--workers", "1"]
+        variables = load_settings({"REDRAFT_HOME": str(self._home)}).process_variables()
+        self._child = Child.start(argv, variables, self._home / "mlflow.log", "mlflow")
+        wait_until(lambda: answers(f"{self.url}/health"), 120, self._child, "mlflow")
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.stop(grace_s=0)
+            self._child = None
+
+    @contextmanager
+    def gone(self) -> Iterator[None]:
+        """Kill it, and start it again at the end."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+@dataclass
+class Scene:
+    """A running service over a registry that is a server; query log and cache lie on a small disk where one can be."""
+
+    world: World
+    registry: MlflowServer
+    service: Child
+    has_small_disk: bool
+    wanted: dict[str, Wanted]
+    clock: Clock
+    runner: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner = self._runner()
+
+    def load(self, num_clients: int = 4) -> Load:
+        return Load(self.world.url, self.wanted, [Asker()] * num_clients)
+
+    def replica(self) -> int:
+        """Return the process id of the replica."""
+        [pid] = self.named("ray::ServeReplica")
+        return pid
+
+    def named(self, title: str) -> list[int]:
+        """Return the processes of the service whose titles begin so."""
+        return [pid for pid, name in self.processes() if name.startswith(title)]
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Return id and name of what the service runs; all of it is in the session of its runner."""
+        found = [process for process in psutil.process_iter(["name", "status"]) if _session(process.pid) == self.runner]
+        return [(one.pid, _title(one)) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE]
+
+    def restart(self, **serve: Any) -> None:
+        """End the service as a person does and start it again with what the world's settings are now.
+
+        Args:
+            serve: keys of table [serve] that change.
+        """
+        self.world.serve |= serve
+        self.service.stop(grace_s=60)
+        self.service = self.world.start()
+        self.runner = self._runner()
+
+    def _runner(self) -> int:
+        [main] = psutil.Process(self.service.pid).children()
+        [runner] = main.children()
+        return runner.pid
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int = LOG_BYTES) -> Iterator[bool]:
+    """Mount a small disk on a new folder; say whether it may be done here, else it is a plain folder."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    has_small_disk = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    try:
+        yield has_small_disk
+    finally:
+        if has_small_disk:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Leave nothing free on the disk of a folder."""
+    filler = folder / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+    finally:
+        filler.unlink()

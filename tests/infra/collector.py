@@ -1,0 +1,42 @@
+"""An HTTP server that takes events as Prefect's does, and keeps them."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Collector(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        self.got: list[dict] = []
+        self.status, self.delay_s = 204, 0.0
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/api"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.server.delay_s)
+        self.server.got += [{**event, "path": self.path} for event in json.loads(body)]
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Yield a collector that listens."""
+    with Collector() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()

@@ -1,0 +1,129 @@
+"""What a person asked is nowhere in a home after an erasure, and all else is where it was."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from flows.command import complete_erasures
+from infra.artifacts import held
+from infra.consent import QueryRow, subject_of
+from infra.erase import erase_older_than, erase_subject, finish_erasures
+from infra.keys import add_key, keys_path, read_keys, revoke_key
+from infra.querylog import QueryLog
+from infra.settings import Settings
+from tests.infra.erase.planted import SUBJECT, WHO, check_erased, make_home, planted_in, planted_row
+from tests.infra.rows import ROOT
+
+
+@pytest.fixture
+def settings(tmp_path: Path, store: Path) -> Settings:
+    """Return a home with a person's text in it."""
+    return make_home(tmp_path / "home", store)
+
+
+def test_what_a_person_asked_is_nowhere_in_the_home_and_all_else_is_where_it_was(settings: Settings) -> None:
+    before = planted_in(settings.home)
+    assert {"queries.db", "logs/service.log", "logs/old.log.gz", "logs/old.log.xz", "logs/old.log.bz2"} < set(before)
+    assert {"prefect/prefect.db", "prefect/results/result", "watch/work/rows.json"} < set(before)
+    assert sum(name.startswith("artifacts/window/") for name in before) == 6
+    certificate = erase_subject(settings, WHO)
+    assert (certificate.rows, SUBJECT in certificate.subjects) == (4, True)
+    check_erased(settings.model_copy())
+    assert erase_subject(settings, SUBJECT).rows == 0
+
+
+def test_rows_go_by_age_in_the_same_way(settings: Settings) -> None:
+    log = QueryLog(settings.querylog)
+    log.append([planted_row(20, "somebody", time_ms=10**15)])
+    assert erase_older_than(settings, days=1).rows == 12
+    assert [row.id for row in log.rows(1, 99)] == ["other-20"]
+    assert planted_in(settings.home) == []
+    log.close()
+
+
+def test_an_erasure_hides_rows_at_once_and_waits_for_whoever_reads_them(settings: Settings) -> None:
+    log = QueryLog(settings.querylog)
+    with log.reading():
+        with pytest.raises(TimeoutError, match="is at its rows"):
+            erase_subject(settings, WHO, wait_s=0.3)
+        assert not any(row.subject == SUBJECT for row in log.rows(1, 99))
+        assert (settings.artifacts / "window" / "aaaa" / "manifest.json").is_file()
+        with pytest.raises(TimeoutError):
+            finish_erasures(settings)
+    (certificate,) = finish_erasures(settings)
+    assert certificate.rows == 4
+    check_erased(settings)
+    log.close()
+
+
+def test_a_reader_waits_until_an_erasure_is_done(settings: Settings) -> None:
+    log, order = QueryLog(settings.querylog), []
+
+    def read() -> None:
+        with log.reading():
+            order.append("read")
+
+    with log.unread(wait_s=0):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join(0.3)
+        order.append("erased")
+    thread.join()
+    assert order == ["erased", "read"]
+
+
+def test_the_work_folder_of_a_build_that_runs_stays(settings: Settings) -> None:
+    with held(settings.artifacts / "work" / "hidden"):
+        erase_subject(settings, WHO)
+    assert (settings.artifacts / "work" / "hidden" / "states.bin").is_file()
+
+
+def test_what_others_said_too_is_not_touched(settings: Settings) -> None:
+    file = settings.home / "logs" / "shared.log"
+    text = planted_row(1, "somebody").prompt or ""
+    file.write_text(text)
+    erase_subject(settings, WHO)
+    assert file.read_text() == text
+
+
+def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings, capsys) -> None:
+    log = QueryLog(settings.querylog)
+    log.begin_erasure(subjects=(SUBJECT,))
+    with log.reading():
+        complete_erasures(settings)
+    assert "an erasure is not complete" in capsys.readouterr().out
+    complete_erasures(settings)
+    assert capsys.readouterr().out == "erasure 1 is complete\n"
+    check_erased(settings)
+    log.close()
+
+
+def test_the_command_says_what_was_done(settings: Settings) -> None:
+    said = redraft(settings, "erase", "--subject", WHO)
+    assert "erased 4 rows, 1 of them in probe sets; 2 snapshots written again" in said
+    assert "draft 3 saw 1 as held_out, 1 as probe, 1 as replay, 1 as train" in said
+    assert "trained on from these: 5" in said
+    check_erased(settings)
+    assert redraft(settings, "erase") == "no erasure was interrupted\n"
+    assert redraft(settings, "retain", "--days", "1").startswith("erased 8 rows, 1 of them in probe sets;")
+
+
+def redraft(settings: Settings, *arguments: str) -> str:
+    argv = [sys.executable, "-m", "flows.cli", *arguments]
+    environment = {"REDRAFT_HOME": str(settings.home), "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_person_is_found_under_each_key_that_was_ever_accepted(settings: Settings) -> None:
+    add_key(keys_path(settings), "team", "client")
+    revoke_key(keys_path(settings), "team")
+    (key,) = read_keys(keys_path(settings))
+    asked = QueryRow(**planted_row(99).model_dump() | {"subject": subject_of(key.sha256, WHO)})
+    QueryLog(settings.querylog).append([asked])
+    assert erase_subject(settings, WHO).rows
+    assert asked.id not in {row.id for row in QueryLog(settings.querylog).rows(1, 10**6)}

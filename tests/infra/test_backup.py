@@ -1,0 +1,183 @@
+"""A home is kept in one file while others write to it, and is served from what came back."""
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import tarfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from infra import erase
+from infra.backup import CONTENTS, back_up, restore
+from infra.home import open_home
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.secret import home_secret
+from infra.settings import Settings
+from models.engines import Sampling
+from models.engines.torch import Params, TorchEngine
+from models.targets import describe
+from tests.infra.homes.old import old_home
+from tests.infra.rows import row
+
+HIS = b"a long sentence that nobody else ever wrote to the service"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    settings = old_home(tmp_path)
+    open_home(settings)
+    home_secret(settings.home)
+    QueryLog(settings.querylog).stats()
+    return settings
+
+
+def champion(settings: Settings) -> int:
+    found = open_registry(settings).champion("draft")
+    assert found is not None
+    return found.number
+
+
+def serve(settings: Settings) -> tuple[int, ...]:
+    """Answer a prompt with the champions of a home, from files that only the registry names."""
+    registry = open_registry(settings)
+    pair = [registry.champion("target"), registry.champion("draft")]
+    target, draft = (registry.download(one, settings.cache) for one in pair if one is not None)
+    assert describe(target).vocab_size
+
+    async def answer() -> tuple[int, ...]:
+        engine = await TorchEngine.start(target, draft, Params(), draft_version="2")
+        done = await engine.generate([7, 30, 12, 44], Sampling(max_tokens=12), "one")
+        await engine.close()
+        assert sum(done.drafted) > 0
+        return done.token_ids
+
+    return asyncio.run(answer())
+
+
+def test_what_was_backed_up_while_rows_came_in_is_served_from_an_empty_home(settings: Settings, tmp_path: Path) -> None:
+    wanted, writer = serve(settings), BackgroundWriter(QueryLog(settings.querylog))
+    file = tmp_path / "kept.tar"
+    for number in range(200):
+        writer.offer(row(f"new-{number}"))
+        if number == 100:
+            back_up(settings, file)
+    writer.close()
+    assert (writer.written, writer.dropped, file.stat().st_mode & 0o777) == (200, 0, 0o600)
+    shutil.rmtree(settings.home)
+    elsewhere = Settings(home=tmp_path / "an other place")
+    open_home(elsewhere)
+    contents, copies = restore(elsewhere, file, wait_s=0)
+    assert (contents.home, copies) == (str(settings.home), None)
+    assert 100 <= QueryLog(elsewhere.querylog).stats().total <= 300
+    assert champion(elsewhere) == 2
+    assert serve(elsewhere) == wanted
+    assert home_secret(elsewhere.home)
+    assert [path for path in elsewhere.home.rglob("*") if path.stat().st_mode & 0o077] == []
+    assert not list(elsewhere.home.glob(".restore-*"))
+
+
+def test_a_home_that_runs_goes_on_with_what_came_back(settings: Settings, tmp_path: Path) -> None:
+    file, registry = tmp_path / "kept.tar", open_registry(settings)
+    back_up(settings, file)
+    writer = BackgroundWriter(QueryLog(settings.querylog))
+    writer.offer(row("after-the-backup"))
+    registry.roll_back("draft")
+    while not writer.written:
+        time.sleep(0.01)
+    _, copies = restore(settings, file, wait_s=0)
+    assert champion(settings) == 2
+    writer.offer(row("after-the-restore"))  # by the connection that was open all the while
+    writer.close()
+    assert (writer.written, writer.dropped) == (2, 0)
+    log = QueryLog(settings.querylog)
+    assert [(found.seq, found.id) for found in log.latest(1)] == [(101, "after-the-restore")]
+    assert copies is not None
+    with closing(sqlite3.connect(copies / "queries.db")) as before:
+        assert before.execute("SELECT id FROM rows WHERE seq = 101").fetchone() == ("after-the-backup",)
+
+
+def test_a_torn_log_is_set_aside_and_a_service_that_lost_rows_meanwhile_logs_again(
+    settings: Settings, tmp_path: Path
+) -> None:
+    file, log = tmp_path / "kept.tar", QueryLog(settings.querylog)
+    back_up(settings, file)
+    log.close()
+    for one in settings.home.glob("queries.db*"):
+        one.unlink()
+    settings.querylog.write_bytes(b"torn" * 4096)
+    writer = BackgroundWriter(QueryLog(settings.querylog))
+    writer.offer(row("lost"))
+    while not writer.dropped:
+        time.sleep(0.01)
+    _, copies = restore(settings, file, wait_s=0)
+    writer.offer(row("later"))
+    writer.close()
+    stats = log.stats()
+    assert (writer.dropped, stats.dropped, stats.total, log.latest(1)[0].id) == (1, 1, 101, "later")
+    assert copies is not None
+    assert (copies / "queries.db.torn").read_bytes() == b"torn" * 4096
+
+
+def test_what_was_erased_since_is_erased_again(settings: Settings, tmp_path: Path) -> None:
+    log, file = QueryLog(settings.querylog), tmp_path / "kept.tar"
+    his = row("his", subject="b" * 64).model_copy(update={"prompt": HIS.decode()})
+    log.append([row("hers", subject="a" * 64), his])
+    back_up(settings, file)
+    erase.erase_subject(settings, "a" * 64, 0)
+    restore(settings, file, wait_s=0)
+    assert [found.id for found in log.latest(1)] == ["his"]
+    assert not [found for found in log.rows(1, 10**6) if found.subject == "a" * 64]
+    assert b"hers" not in settings.querylog.read_bytes()
+    copied = [one for one in (settings.home / "backups").rglob("*.db") if HIS in one.read_bytes()]
+    assert copied
+    erase.erase_subject(settings, "b" * 64, 0)
+    assert not [one for one in settings.home.rglob("*.db*") if HIS in one.read_bytes()]
+
+
+def test_what_is_no_whole_backup_of_this_home_changes_nothing(settings: Settings, tmp_path: Path) -> None:
+    file = tmp_path / "kept.tar"
+    back_up(settings, file)
+    whole = file.read_bytes()
+    torn, no_backup, newer = (tmp_path / name for name in ("torn.tar", "none.tar", "newer.tar"))
+    torn.write_bytes(whole[: len(whole) // 3])
+    no_backup.write_bytes(b"x" * 4096)
+    flipped = tmp_path / "flipped.tar"
+    place = whole.index(b"SQLite format 3") + 5000
+    flipped.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with tarfile.open(newer, "w") as archive:
+        (tmp_path / CONTENTS).write_text(
+            '{"home_format": 99, "log_schema": 4, "made_ms": 0, "home": "", "artifacts": "", "files": {}}'
+        )
+        archive.add(tmp_path / CONTENTS, CONTENTS)
+    before = QueryLog(settings.querylog).stats()
+    for bad, fault in (
+        (torn, "is no backup of redraft's, or it is torn"),
+        (no_backup, "is no backup of redraft's"),
+        (flipped, "is damaged"),
+        (newer, "was taken by a newer version"),
+        (tmp_path / "absent.tar", "is no backup of redraft's"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            restore(settings, bad, wait_s=0)
+    os.unlink(settings.home / "split.key")
+    home_secret(settings.home)
+    with pytest.raises(ValueError, match="was taken of another home"):
+        restore(settings, file, wait_s=0)
+    assert QueryLog(settings.querylog).stats().model_copy(update={"bytes": before.bytes}) == before
+    with pytest.raises(ValueError, match="holds nothing yet"):
+        back_up(Settings(home=tmp_path / "empty"), file)
+    with pytest.raises(ValueError, match="can't be written"):
+        back_up(settings, tmp_path / "no folder" / "kept.tar")
+
+
+def test_it_waits_for_who_reads_rows(settings: Settings, tmp_path: Path) -> None:
+    file, log = tmp_path / "kept.tar", QueryLog(settings.querylog)
+    back_up(settings, file)
+    with log.reading(), pytest.raises(TimeoutError, match="is at its rows"):
+        restore(settings, file, wait_s=0)

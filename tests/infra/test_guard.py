@@ -1,0 +1,85 @@
+"""What stands before Prefect's and MLflow's pages, over an application of a few lines."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.guard import Guard, pages_login, pages_password
+
+PASSWORD = "the-homes-secret"
+
+
+def ask(guard: Guard, kind: str = "http", path: str = "/", **headers: str) -> tuple[Any, ...]:
+    """Send one request; return its status or the websocket's last word, and the answer's headers."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": f"{kind}.connect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    asyncio.run(guard({"type": kind, "path": path, "headers": raw}, receive, send))
+    return sent[0].get("status", sent[0]["type"]), dict(sent[0].get("headers", ()))
+
+
+async def page(scope: dict[str, Any], _: Any, send: Any) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.accept"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"page"})
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:4200", "127.0.0.1:4200", "[::1]:4200"])
+def test_the_machines_own_names_pass(host: str) -> None:
+    assert ask(Guard(page), Host=host)[0] == 200
+    assert ask(Guard(page), Host=host, Origin=f"http://{host}")[0] == 200
+    assert ask(Guard(page), "websocket", Host=host)[0] == "websocket.accept"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:4200"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "localhost:4200", "Origin": "http://evil.example"},
+        {"Host": "localhost:4200", "Origin": "http://localhost:3000"},
+        {"Host": "localhost:4200", "Origin": "null"},
+        {"Host": "localhost:4200", "Origin": "http://localhost:4200.evil.example"},
+    ],
+    ids=str,
+)
+def test_a_foreign_page_is_refused_whatever_it_knows_and_told_nothing(headers: dict[str, str]) -> None:
+    guard = Guard(page, password=PASSWORD)
+    status, answered = ask(guard, Authorization=basic(f"redraft:{PASSWORD}"), **headers)
+    assert status == 403
+    assert b"access-control-allow-origin" not in answered
+    assert ask(guard, "websocket", **headers)[0] == "websocket.close"
+
+
+def test_the_secret_is_asked_for_but_where_a_page_says_only_that_it_is_there() -> None:
+    guard, host = Guard(page, password=PASSWORD), {"Host": "localhost"}
+    assert ask(guard, Authorization=basic(f"redraft:{PASSWORD}"), **host)[0] == 200
+    assert ask(guard, path="/health", **host)[0] == 200
+    for sent in ("", "Basic", "Basic ?", basic("redraft:"), basic(f"redraft:{PASSWORD}x"), f"Bearer {PASSWORD}"):
+        status, answered = ask(guard, Authorization=sent, **host)
+        assert (status, answered[b"www-authenticate"]) == (401, b'Basic realm="redraft"')
+    assert ask(guard, path="/health/../api", **host)[0] == 401
+    assert ask(guard, "websocket", **host)[0] == "websocket.close"
+
+
+def test_a_home_has_one_password_that_only_its_owner_can_read(tmp_path: Path) -> None:
+    assert pages_login(tmp_path) == f"redraft:{pages_password(tmp_path)}"
+    assert len(pages_password(tmp_path)) == 64
+    assert (tmp_path / "pages.key").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,229 @@
+"""What holds of consent and of the query log for whatever a client sends and in whatever order things happen."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from starlette.datastructures import Headers
+
+from infra.consent import (
+    CONSENT_LEVELS,
+    CONTENT_FIELDS,
+    Consent,
+    QueryRow,
+    consent_level,
+    redact,
+    require_loggable,
+)  # fmt: skip
+from infra.logwriter import BackgroundWriter
+from infra.querylog import QueryLog
+from infra.windows import Window
+from services.access import Caller, describe_origin
+from tests.infra.rows import row
+
+MARK = "PLANTED"
+levels = st.sampled_from(CONSENT_LEVELS)
+# JSON can hold any of it but a lone surrogate, which a row refuses.
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+planted = texts.map(lambda text: text + MARK)
+tokens = st.lists(st.integers(0, 2**40), max_size=4)
+numbers = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans()
+values = st.recursive(numbers | planted, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=4)
+header_values = st.none() | levels | st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=12)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> QueryRow:
+    """Rows as a recorder makes them, their text, and what else a request holds, marked."""
+    steps = draw(st.lists(st.integers(0, 3), max_size=3))
+    return QueryRow(
+        id=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=128)),
+        time_ms=draw(st.integers(-(2**53), 2**53)),
+        domain="chat",
+        consent=draw(levels),
+        scrubber_revision=1,
+        target_version=1,
+        draft_version=draw(st.none() | st.integers(0, 9)),
+        prompt=draw(st.none() | planted),
+        completion=draw(st.none() | planted),
+        prompt_ids=draw(st.none() | tokens),
+        completion_ids=draw(st.none() | tokens),
+        drafted=steps,
+        accepted=[draw(st.integers(0, number)) for number in steps],
+        drafted_ids=draw(st.none() | st.just([[7] * number for number in steps])),
+        sampling=draw(st.dictionaries(st.sampled_from(["temperature", "stop", "seed"]), values, max_size=3)),
+        finish_reason="stop",
+        speculating=draw(st.booleans()),
+    )
+
+
+@given(header=header_values, store=st.none() | st.booleans(), policy=st.none() | levels)
+def test_consent_is_that_of_the_strictest_who_spoke(header: str | None, store: bool | None, policy: str | None) -> None:
+    said: list[Consent] = [] if store is None else ["full" if store else "none"]
+    said += [level if level in CONSENT_LEVELS else "none" for level in (header, policy) if level is not None]
+    found = consent_level(header, store, policy)
+    assert found == min(said, key=CONSENT_LEVELS.index, default="metadata")
+    alone = [consent_level(header, None, None), consent_level(None, store, None), consent_level(None, None, policy)]
+    spoke = [level for level, voice in zip(alone, (header, store, policy), strict=True) if voice is not None]
+    assert all(CONSENT_LEVELS.index(found) <= CONSENT_LEVELS.index(level) for level in spoke)
+
+
+@given(
+    sent=st.lists(header_values.filter(lambda value: value is not None), max_size=3),
+    store=st.none() | values,
+    policy=st.none() | levels,
+)
+def test_no_header_and_no_body_makes_a_request_less_strictly_logged_than_its_key_says(
+    sent: list[str], store: Any, policy: Consent | None
+) -> None:
+    headers = Headers(raw=[(b"x-redraft-log", value.encode("latin-1")) for value in sent])
+    caller = Caller("0" * 64, "client", policy)
+    found = describe_origin("0" * 32, headers, {"store": store}, caller).consent
+    if policy is not None:
+        assert CONSENT_LEVELS.index(found) <= CONSENT_LEVELS.index(policy)
+    if len(sent) > 1 or (sent and sent[0] not in CONSENT_LEVELS) or store not in (None, True):
+        assert found == "none"
+
+
+@given(row=rows(), first=levels, second=levels)
+def test_what_is_written_of_a_row_is_what_the_strictest_allows_and_no_text_hides_in_it(
+    row: QueryRow, first: Consent, second: Consent
+) -> None:
+    strictest = min(first, row.consent, key=CONSENT_LEVELS.index)
+    kept = redact(row, first)
+    if strictest == "none":
+        assert kept is None
+        return
+    assert kept is not None
+    assert kept.consent == strictest
+    if strictest == "metadata":
+        assert MARK not in kept.model_dump_json()
+        assert [getattr(kept, name) for name in CONTENT_FIELDS] == [None] * len(CONTENT_FIELDS)
+    else:
+        assert kept == row
+    require_loggable(kept)
+    assert redact(kept, second) == redact(row, min(first, second, key=CONSENT_LEVELS.index))
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueryLog]:
+    log = QueryLog(tmp_path_factory.mktemp("log") / "queries.db")
+    yield log
+    log.close()
+
+
+@given(row=rows())
+def test_a_row_that_may_be_written_comes_back_as_it_was(log: QueryLog, row: QueryRow) -> None:
+    kept = redact(row, row.consent)
+    if kept is None:
+        with pytest.raises(ValueError, match="consent"):
+            log.append([row])
+        return
+    if log.append([kept]):
+        [found] = log.latest(1)
+        assert found.model_copy(update={"seq": None}) == kept
+
+
+@settings(max_examples=10)
+@given(sizes=st.lists(st.integers(0, 40), max_size=4), capacity=st.integers(1, 16), batch=st.integers(1, 8))
+def test_every_row_that_a_writer_is_offered_is_in_the_log_or_counted(
+    sizes: list[int], capacity: int, batch: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        log = QueryLog(Path(folder) / "queries.db")
+        writer = BackgroundWriter(log, capacity, batch)
+        offered = sum(sizes)
+        taken = [writer.offer(row(f"a{number}")) for number in range(offered)]
+        writer.close()
+        stats = log.stats()
+        log.close()
+    assert (writer.written + writer.dropped, stats.total + stats.dropped) == (offered, offered)
+    assert (stats.total, stats.dropped) == (writer.written, writer.dropped)
+    assert taken.count(True) == writer.written
+
+
+class LogMachine(RuleBasedStateMachine):
+    """A log beside a model of it: the rows that it must hold, in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.log = QueryLog(Path(self.folder.name) / "queries.db")
+        self.held: dict[str, QueryRow] = {}
+        self.duplicates = self.dropped = 0
+        self.window: Window | None = None
+        self.trained: list[str] = []
+
+    def teardown(self) -> None:
+        self.log.close()
+        self.folder.cleanup()
+
+    @rule(
+        named=st.lists(
+            st.tuples(st.integers(0, 40), st.sampled_from(CONSENT_LEVELS[1:]), st.sampled_from(["s1", "s2"])),
+            min_size=1,
+            max_size=8,
+        ),
+        refused=st.booleans(),
+        dropped=st.integers(0, 3),
+    )
+    def append(self, named: list[tuple[int, Consent, str]], refused: bool, dropped: int) -> None:
+        made = [row(f"a{number}", consent=consent, subject=subject) for number, consent, subject in named]
+        if refused:
+            with pytest.raises(ValueError, match="consent 'none'"):
+                self.log.append([*made, row("a99", consent="none")], dropped)
+            return
+        before = len(self.held)
+        for one in made:
+            self.held.setdefault(one.id, one)
+        assert self.log.append(made, dropped) == len(self.held) - before
+        self.duplicates += len(made) - len(self.held) + before
+        self.dropped += dropped
+
+    @precondition(lambda self: self.window is None)
+    @rule(max_rows=st.integers(1, 5))
+    def claim(self, max_rows: int) -> None:
+        depth = self.log.stats().depth
+        self.window = self.log.claim("run", max_rows)
+        assert (0 if self.window is None else self.window.num_rows) == min(depth, max_rows)
+
+    @precondition(lambda self: self.window is not None)
+    @rule(done=st.booleans())
+    def end(self, done: bool) -> None:
+        assert self.window is not None
+        if done:
+            self.trained += [found.id for found in self.log.rows(self.window.first_seq, self.window.last_seq)]
+            self.log.commit(self.window)
+        else:
+            self.log.release(self.window)
+        self.window = None
+
+    @precondition(lambda self: self.window is None)
+    @rule(subject=st.sampled_from(["s1", "s2"]))
+    def erase(self, subject: str) -> None:
+        gone = [name for name, one in self.held.items() if one.subject == subject]
+        assert self.log.erase(subject).rows == len(gone)
+        for name in gone:
+            del self.held[name]
+        self.trained = [name for name in self.trained if name not in gone]  # the same id may come again
+
+    @invariant()
+    def nothing_is_lost_and_nothing_is_trained_on_twice(self) -> None:
+        found = self.log.latest(10**6)
+        assert [one.model_copy(update={"seq": None}) for one in found] == [*self.held.values()]
+        assert all((low.seq or 0) < (high.seq or 0) for low, high in itertools.pairwise(found))
+        stats = self.log.stats()
+        assert (stats.total, stats.duplicates, stats.dropped) == (len(self.held), self.duplicates, self.dropped)
+        full = [one.id for one in found if one.consent == "full"]
+        assert self.trained == full[: len(self.trained)]
+        assert stats.depth == len(full) - len(self.trained)
+
+
+LogMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=10)
+TestLog = LogMachine.TestCase

@@ -1,0 +1,129 @@
+"""Who goes when memory runs short: by readings that are given, and by processes that really end."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.memory import (
+    FIRST_TO_GO,
+    GIB,
+    KILLED,
+    PERIOD_S,
+    SERVICE_ENDS_AT,
+    TRAINER_ENDS_AT,
+    Memory,
+    Watchdog,
+    free_memory_gib,
+    own_gib,
+    read_memory,
+)
+from infra.service_process import serving
+from services.runner import RAY_VARIABLES
+from tests.infra.rows import ROOT
+
+# A trainer with a child, whose machine has as much memory left as a file says.
+TRAINER = """
+import subprocess, sys, time
+from pathlib import Path
+from infra import memory
+home, reading = map(Path, sys.argv[1:])
+memory.go_first()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+dog = memory.Watchdog(
+    lambda: memory.is_served(home),
+    lambda why: (home / "why").write_text(why),
+    lambda: memory.Memory(100, int(reading.read_text())),
+)
+with dog.watching():
+    print(child.pid, Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
+    assert TRAINER_ENDS_AT < SERVICE_ENDS_AT < 1
+    assert RAY_VARIABLES["RAY_memory_usage_threshold"] == str(SERVICE_ENDS_AT)
+    assert RAY_VARIABLES["RAY_worker_oom_score_adjustment"] == "0"  # by Ray's own the kernel would take the replica
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
+    reading = tmp_path / "used"
+    reading.write_text("89")
+    argv = [sys.executable, "-c", TRAINER, str(tmp_path), str(reading)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
+        assert trainer.stdout is not None
+        child, score = trainer.stdout.readline().split()
+        try:
+            assert int(score) == FIRST_TO_GO
+            time.sleep(3 * PERIOD_S)
+            assert trainer.poll() is None
+            if served:
+                with serving(tmp_path, "http://127.0.0.1:1"):
+                    (tmp_path / "more").write_text("91")
+                    (tmp_path / "more").replace(reading)
+                    assert trainer.wait(5) == KILLED
+                assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+                assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
+            else:
+                (tmp_path / "more").write_text("99")
+                (tmp_path / "more").replace(reading)
+                time.sleep(3 * PERIOD_S)
+                assert trainer.poll() is None  # there is nobody to make room for
+        finally:
+            trainer.kill()
+
+
+def test_last_words_that_hang_delay_the_end_by_half_a_second_at_most() -> None:
+    ended: list[float] = []
+    started_s = time.monotonic()
+    dog = Watchdog(
+        lambda: True, lambda why: time.sleep(3), lambda: Memory(100, 95), lambda: ended.append(time.monotonic())
+    )
+    with dog.watching():
+        while not ended and time.monotonic() < started_s + 3:
+            time.sleep(0.05)
+    assert ended[0] - started_s < 1.5
+
+
+def test_who_watches_knows_what_the_process_held_at_most() -> None:
+    dog = Watchdog(lambda: True, read=lambda: Memory(100, 10))
+    with dog.watching():
+        held = bytearray(1 << 28)
+        time.sleep(3 * PERIOD_S)
+        before = own_gib()
+        del held
+    assert dog.peak_gib >= before - 0.05
+    assert own_gib() < dog.peak_gib - 0.2
+
+
+MEMINFO = "MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {free} kB\n"
+
+
+def test_the_reading_is_that_of_a_container_where_that_is_the_tighter_one(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    meminfo.write_text(MEMINFO.format(total=8 << 20, free=6 << 20))
+    (cgroup / "memory").mkdir(parents=True)
+    assert read_memory(meminfo, cgroup) == Memory(8 * GIB, 2 * GIB)
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text(f"{3 * GIB}\n")
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {GIB}\nactive_file 0\n")
+    assert read_memory(meminfo, cgroup) == Memory(8 * GIB, 2 * GIB)
+    (cgroup / "memory.max").write_text(f"{4 * GIB}\n")
+    tight = read_memory(meminfo, cgroup)
+    assert (tight, tight.share, round(tight.room_gib, 3)) == (Memory(4 * GIB, 2 * GIB), 0.5, 1.6)
+    for name in ("memory.max", "memory.current", "memory.stat"):
+        (cgroup / name).unlink()
+    (cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (cgroup / "memory" / "memory.usage_in_bytes").write_text(f"{4 * GIB}\n")
+    (cgroup / "memory" / "memory.stat").write_text(f"total_inactive_file {GIB}\ntotal_active_file 0\n")
+    assert read_memory(meminfo, cgroup) == Memory(4 * GIB, 3 * GIB)
+
+
+def test_this_machine_has_memory() -> None:
+    memory = read_memory()
+    assert 0 < memory.used < memory.total
+    assert 0 < free_memory_gib() < memory.total / GIB

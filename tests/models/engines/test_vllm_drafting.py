@@ -1,0 +1,218 @@
+"""Drafting by plan inside of vLLM: look-up joined to the head, K by step, and an output that stays the target's."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.captured import read
+from models.engines import Completion, Sampling, Way
+from models.engines.vllm import LookUp, Params
+from models.engines.vllm.capture import Claim
+from models.engines.vllm.drafting import Wishes
+from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.measuring import measure
+from models.golden import Golden, equal_output
+from models.hidden import HiddenStates, Sample
+from models.lengths import fixed
+
+pytestmark = pytest.mark.engine
+
+Loop = asyncio.AbstractEventLoop
+NUM_TOKENS = 48
+THRESHOLD = 0.05
+LOOKED_UP = 6
+LAYERS, HIDDEN = (1, 2), 128  # of the tiny target, which the head reads
+
+
+@pytest.fixture(scope="module")
+def planned(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[VllmEngine]:
+    """An engine that looks up whatever it can, two passes of the head else."""
+    params = Params(
+        num_draft_tokens=2,
+        max_model_len=256,
+        max_num_seqs=16,
+        lengths=fixed.Params(),
+        lookup=LookUp(num_tokens=LOOKED_UP, shortest=2),
+        extra={"block_size": 32},
+    )
+    engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, draft_version="1"))
+    yield engine
+    loop.run_until_complete(engine.close())
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    """Prompts of which each says its sixteen tokens three times."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 67, size=16).tolist() * 3 for _ in range(count)]
+
+
+def answer(loop: Loop, engine: VllmEngine, way: Way, tag: str, concurrency: int = 4, seed: int = 1) -> list[Completion]:
+    sampling = Sampling(max_tokens=NUM_TOKENS, ignore_eos=True, num_logprobs=2, drafting=way)
+
+    async def run() -> list[Completion]:
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(number: int, prompt: list[int]) -> Completion:
+            async with gate:
+                return await engine.generate(prompt, sampling, f"{tag}-{way}-{number}")
+
+        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(12, seed)))))
+
+    return loop.run_until_complete(run())
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(
+    planned: VllmEngine, loop: Loop, concurrency: int
+) -> None:
+    auto = answer(loop, planned, "auto", f"auto{concurrency}", concurrency, seed=concurrency)
+    off = answer(loop, planned, "off", f"plain{concurrency}", 1, seed=concurrency)
+    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in off]
+    verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, auto, strict=True))
+    assert verdicts["different"] == 0, verdicts
+    assert all(set(one.drafted) == {0} and set(one.matches) == {0} for one in off)
+    looked_up = [step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0]]
+    by_head = [drafted for one in auto for match, drafted in zip(one.matches, one.drafted, strict=True) if not match]
+    assert looked_up
+    assert max(drafted for _, drafted, _ in looked_up) == LOOKED_UP
+    assert sum(accepted for *_, accepted in looked_up) > 0
+    assert by_head
+    assert max(by_head) == 2
+
+
+def test_a_request_that_is_drafted_by_the_head_alone_looks_nothing_up(planned: VllmEngine, loop: Loop) -> None:
+    for one in answer(loop, planned, "head", "alone"):
+        assert set(one.matches) == {0}
+        assert max(one.drafted) == 2
+        assert one.drafting == "head"
+
+
+def test_requests_of_every_way_share_a_batch(planned: VllmEngine, loop: Loop) -> None:
+    async def run() -> list[Completion]:
+        ways: list[Way] = ["auto", "head", "off"] * 4
+        return list(
+            await asyncio.gather(
+                *(
+                    planned.generate(prompt, Sampling(max_tokens=32, ignore_eos=True, drafting=way), f"mixed-{number}")
+                    for number, (prompt, way) in enumerate(zip(prompts(12), ways, strict=True))
+                )
+            )
+        )
+
+    auto, head, off = (loop.run_until_complete(run())[place::3] for place in range(3))
+    assert any(any(one.matches) for one in auto)
+    assert all(max(one.drafted) == 2 and not any(one.matches) for one in head)
+    assert all(set(one.drafted) == {0} for one in off)
+
+
+def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
+    planned: VllmEngine, loop: Loop
+) -> None:
+    prompt = np.random.default_rng(5).integers(3, 67, size=24).tolist()
+
+    def ask(key: str, tag: str) -> Completion:
+        planned.wishes_of = lambda _: Wishes("auto", "chat", key)
+
+        async def run() -> Completion:
+            from vllm import SamplingParams
+
+            wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag):
+                last = output
+            completion: Completion = last.completion
+            return completion
+
+        try:
+            return loop.run_until_complete(run())
+        finally:
+            planned.wishes_of = None
+
+    first, again, other = ask("alice", "first"), ask("alice", "again"), ask("bob", "other")
+    assert first.token_ids == again.token_ids == other.token_ids
+    assert sum(again.accepted) > sum(other.accepted)
+    assert other.matches == first.matches
+
+
+def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tokens(
+    planned: VllmEngine, tiny_target: Path, loop: Loop, tmp_path: Path
+) -> None:
+    """Whatever drafts, with prompts that the prefix cache has in part, and of no request that does not want it."""
+    from vllm import SamplingParams
+
+    done: list[Completion] = []
+    ways = {"0": "auto", "1": "head", "2": "off"}
+
+    def wishes_of(name: str) -> Wishes:
+        number = name.split("-")[1]
+        return Wishes(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
+
+    async def run() -> dict[str, int]:
+        await planned.capture_states(1 << 24)
+        before = await planned.settle_states([])
+        planned.wishes_of, planned.on_finish = wishes_of, lambda completion, _: done.append(completion)
+        for turn in range(2):  # the second time the cache has the prompts' whole blocks
+            await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
+        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
+        await planned.settle_states(claims)
+        while (counts := await planned.settle_states([])).get("written", 0) - before.get("written", 0) < 8:
+            await asyncio.sleep(0.01)
+        return counts
+
+    async def one(number: int, prompt: list[int], turn: int) -> None:
+        sampled = SamplingParams(max_tokens=24, temperature=number % 2, seed=number, ignore_eos=True)
+        async for _ in planned.llm.generate({"prompt_token_ids": prompt}, sampled, f"capture-{number}-{turn}"):
+            pass
+
+    try:
+        counts = loop.run_until_complete(run())
+    finally:
+        planned.wishes_of = planned.on_finish = None
+    assert counts == {"written": 8, "gone": 2}
+    samples = [
+        Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids))
+        for one in done
+        if "-3-" not in one.request_id
+    ]
+    assert any(any(one.matches) for one in done) and any(sum(one.accepted) for one in done)
+    states = HiddenStates(tmp_path / "hidden", samples, LAYERS, HIDDEN)
+    states.extract(tiny_target)
+    firsts = set()
+    for sample in samples:
+        found = read(tmp_path / sample.id, "t", LAYERS, sample.token_ids)
+        firsts.add(found.first)
+        wanted = states.read(sample)[0][found.first : -1].float()
+        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
+    assert firsts == {0, 32}
+
+
+def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of_them(
+    tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path: Path
+) -> None:
+    params = Params(num_draft_tokens=2, max_model_len=128, max_num_seqs=4)
+
+    async def start_and_measure() -> tuple[VllmEngine, Completion]:
+        engine = await VllmEngine.start(tiny_target, tiny_draft, params, costs=tmp_path / "costs")
+        try:
+            await measure(engine)
+            sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="auto")
+            return engine, await engine.generate(prompts(1)[0], sampling, "after")
+        finally:
+            await engine.close()
+
+    engine, answer = loop.run_until_complete(start_and_measure())
+    assert len(answer.token_ids) == 64
+    plain_ms = engine.times.plain_ms(engine.mode.eager)
+    assert plain_ms is not None
+    assert 0 < plain_ms < 1000
+    assert engine.pace is not None
+    assert engine.pace.why != "unmeasured"
+    assert engine.pace.plain_tokens_per_s > 0
+    assert engine.setup is not None
+    if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
+        assert [curve.num_sequences for curve in kept.curves] == [1, 2, 4]
+    speed = engine.speeds[""]
+    assert 0.2 < speed.tokens_per_s / speed.plain_tokens_per_s < 4

@@ -1,0 +1,119 @@
+"""What a client wants an answer's form to be: taken, refused by its size, or refused by what compiling it takes."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from starlette.requests import Request
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams as Form
+
+from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.openai import Handlers, Refused
+from models.serving import Structured
+
+pytestmark = pytest.mark.engine
+
+Loop = asyncio.AbstractEventLoop
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TAG = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
+# Compiles for seconds, though it is small: each of many keys may be left out.
+SLOW = {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": "(a|b)*c{1,50}"} for n in range(200)}}
+
+
+@pytest.fixture(scope="module")
+def grammars(engine: Any) -> Iterator[Grammars]:
+    grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True, timeout_s=5.0))
+    yield grammars
+    grammars.close()
+
+
+def refusal(grammars: Grammars, loop: Loop, form: Form) -> str:
+    with pytest.raises(VLLMValidationError) as refused:
+        loop.run_until_complete(grammars.require(form))
+    return str(refused.value)
+
+
+def test_a_form_that_compiles_is_taken_and_the_second_time_at_once(grammars: Grammars, loop: Loop) -> None:
+    form = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    loop.run_until_complete(grammars.require(Form(json=form)))
+    for other in (Form(regex="[a-z]+"), Form(choice=["yes", "no"]), Form(grammar='root ::= "a" root | "b"')):
+        loop.run_until_complete(grammars.require(other))
+    began_s = time.monotonic()
+    loop.run_until_complete(grammars.require(Form(json=form)))
+    assert time.monotonic() - began_s < 0.005
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Form(regex="(FORGED"), Form(grammar="FORGED"), Form(json={"type": "FORGED"}), Form(json={"properties": "FORGED"}),
+     Form(json={"$ref": "#/FORGED"}), Form(grammar="root ::= root"),
+     Form(structural_tag='{"structures": "FORGED", "triggers": [5]}')],
+    ids=["regex", "grammar", "type", "properties", "reference", "itself", "tag"],
+)  # fmt: skip
+def test_a_form_that_makes_no_sense_is_refused_without_its_text(grammars: Grammars, loop: Loop, form: Form) -> None:
+    assert "FORGED" not in refusal(grammars, loop, form)
+
+
+def test_what_is_too_large_too_deep_or_too_long_a_pattern_is_refused_before_it_is_compiled(
+    engine: Any, loop: Loop
+) -> None:
+    grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True))
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(20):
+        deep = {"type": "array", "items": deep}
+    assert "16384 bytes" in refusal(grammars, loop, Form(choice=["x" * 20_000]))
+    for form in (Form(json=deep), Form(json=json.dumps(deep)), Form(json="[" * 5000 + "]" * 5000)):
+        assert "deep" in refusal(grammars, loop, form) or "not valid" in refusal(grammars, loop, form)
+    for form in (Form(regex="a" * 513), Form(json={"type": "string", "pattern": "a" * 513}),
+                 Form(json={"patternProperties": {"a" * 513: {}}})):  # fmt: skip
+        assert "512 characters" in refusal(grammars, loop, form)
+    assert grammars._child is None
+
+
+def test_what_takes_too_long_or_too_much_memory_ends_alone_and_the_next_is_taken(engine: Any, loop: Loop) -> None:
+    for bounds in (Structured(enabled=True, timeout_s=0.001), Structured(enabled=True, max_memory_mib=1)):
+        grammars = Grammars(engine.llm.vllm_config, bounds)
+        try:
+            assert "it takes too" in refusal(grammars, loop, Form(json=SLOW))
+            assert grammars._child is not None
+            process = psutil.Process(grammars._child.pid)
+            assert process.is_running()
+            assert process.children() == []
+        finally:
+            grammars.close()
+
+
+def test_no_route_to_a_form_is_open_unless_the_recipe_opens_it(engine: Any, loop: Loop) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine, "hermes", Structured()))
+    raw = Request({"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []})
+    schema = {"name": "x", "schema": {"type": "object"}}
+    try:
+        for asked in (
+            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json_schema", "json_schema": schema}},
+            {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": [TAG]}},
+            {"structured_outputs": {"regex": "a+"}},
+            {"tools": [TOOL], "tool_choice": "required"},
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+            {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]},
+            {"tools": [TOOL], "parallel_tool_calls": False},
+        ):
+            body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | asked
+            with pytest.raises(Refused, match=r"\[serve.structured\]") as refused:
+                loop.run_until_complete(handlers.chat(body, raw))
+            assert refused.value.body["error"]["code"] == 400
+        for asked in ({"response_format": {"type": "text"}}, {"tools": [TOOL]}):
+            body = {"model": "target", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | asked
+            answer = loop.run_until_complete(handlers.chat(body, raw))
+            assert isinstance(answer, dict)
+        for asked in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a+"}}):
+            body = {"model": "target", "prompt": "hi", "max_tokens": 4} | asked
+            with pytest.raises(Refused, match=r"\[serve.structured\]"):
+                loop.run_until_complete(handlers.complete(body, raw))
+    finally:
+        engine.llm.grammars = None

@@ -1,0 +1,261 @@
+"""The planner: what it is told decides what it plans, without an engine."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from models.engines.vllm import LookUp
+from models.engines.vllm.drafting import NOTHING, PASSES, WISHES, Drafting, Row, Wishes
+from models.engines.vllm.planning import MEASURED, Asked, Choice, Planner, Setup, Step, _chances, measured_for
+from models.lengths import Plan, fixed, goodput
+from models.params import BaseParams
+from models.speeds import Part
+
+K = 3
+LOOKED_UP = 8
+
+
+def setup(lengths: BaseParams | None = None, costs: Path | None = None, facts: str = "here") -> Setup:
+    return Setup(K, LookUp(num_tokens=LOOKED_UP), lengths or goodput.Params(), costs, facts)
+
+
+def asked(*wishes: Wishes) -> list[Asked]:
+    return [Asked(wish, whole=True) for wish in wishes]
+
+
+AUTO = Wishes("auto", "code", "alice")
+
+
+def step(num: int, num_rows: int, ms: float) -> Step:
+    return Step(num, num_rows, ms, {"code": Part(num, num)})
+
+
+def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0) -> None:
+    """Show it the steps that an engine is measured by: 10 ms, and so much for each more row and each pass.
+
+    In the second round all takes `slower` times as long.
+    """
+    for factor in (1.0, slower):
+        for num in (1, 4):
+            for way, num_rows in (("off", num), ("fill 8", 9 * num), (PASSES, num)):
+                for _ in range(5):
+                    planner.next(asked(*[Wishes(way, str(num), MEASURED)] * num))
+                    passes = K if way == PASSES else 0
+                    ms = 10 + row_ms * (num_rows - num) + pass_ms * passes
+                    planner.took(step(num, num_rows, factor * ms), [NOTHING] * num)
+    planner.next(asked(AUTO))
+    planner.took(step(1, 1, 10), [NOTHING])
+
+
+def settled(planner: Planner, accepted: int, steps: int = 400) -> Plan:
+    """Serve a sequence of whose drafted tokens `accepted` are accepted; return the last plan that does not explore."""
+    last = Plan(0)
+    for _ in range(steps):
+        step = planner.next(asked(AUTO))
+        drafted = step.plan.num_kept("code", "head") if step.num_passes else 0
+        row = Row(0, 0, False, [1] * drafted)
+        planner.looked_up(AUTO, row)
+        planner.verified(AUTO, row, min(accepted, drafted), whole=True)
+        if step.plan.why != "explores":
+            last = step.plan
+    return last
+
+
+def test_cheap_rows_and_a_good_draft_make_it_draft_and_a_bad_one_does_not() -> None:
+    good, bad = Planner(setup()), Planner(setup())
+    for planner in (good, bad):
+        measure(planner, row_ms=0.2, pass_ms=0.5)
+    assert settled(good, accepted=K).num_passes == K
+    assert settled(bad, accepted=0).num_passes == 0
+
+
+def test_dear_rows_make_the_same_draft_not_pay() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=12.0, pass_ms=4.0)
+    assert settled(planner, accepted=1).num_passes == 0
+
+
+def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_others_what_pays() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    settled(planner, accepted=0)
+    step = planner.next(asked(AUTO, Wishes("head", "code")))
+    assert step.num_passes == K
+    assert not step.rests
+
+
+def test_where_nothing_is_drafted_by_a_head_the_draft_rests() -> None:
+    planner = Planner(setup())
+    step = planner.next(asked(Wishes("off"), Wishes("fill 3", "2")))
+    assert step.rests
+    assert not planner.drafted
+
+
+def test_the_policy_fixed_looks_up_whatever_is_found_and_drafts_k_tokens() -> None:
+    step = Planner(setup(fixed.Params())).next(asked(AUTO))
+    assert (step.num_passes, step.num_looked_up) == (K, LOOKED_UP)
+    assert step.plan.num_kept("code", "lookup", 5) >= LOOKED_UP
+    assert step.plan.num_kept("code", "head") == K
+
+
+def test_another_promise_is_another_draft_and_starts_its_estimate_anew() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    settled(planner, accepted=0)
+    planner.next(asked(AUTO._replace(promised=3.5, num_swaps=1)))
+    assert planner._acceptance.expected("code", "head", K) > 2
+
+
+def test_requests_asked_before_a_swap_bring_the_draft_before_not_back() -> None:
+    """Both kinds run side by side until the older ones have ended; each step used to start the estimate anew."""
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    before, after = AUTO._replace(promised=1.5), AUTO._replace(promised=3.5, num_swaps=1)
+    planner.next(asked(before))
+    planner.next(asked(before, after))
+    for _ in range(300):
+        planner.verified(after, Row(0, 0, False, [1] * K), 0, whole=True)
+        planner.next(asked(before, after))
+    assert planner._acceptance.num_swaps == 1
+    assert planner._acceptance.expected("code", "head", K) < 0.1
+
+
+def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    settled(planner, accepted=0)
+    known = planner._acceptance.chances("code", "head", 1)
+    planner.next(asked(Wishes("auto", "chat", "alice", promised=3.5)))
+    assert planner._acceptance.chances("code", "head", 1) == pytest.approx(known, abs=0.05)
+    assert planner._acceptance.num_swaps == 0
+    assert planner._acceptance.expected("chat", "head", K) > 2
+
+
+@pytest.mark.parametrize("choice", ["sampled", "logprobs"])
+def test_steps_that_choose_tokens_otherwise_have_a_table_of_their_own(choice: Choice) -> None:
+    """It starts as the greedy one; here a row takes ten times as long."""
+    planner, sampled = Planner(setup()), [Asked(AUTO, whole=True, choice=choice)]
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    for number in range(1000):
+        planner.next(sampled)
+        rows = 1 + 3 * (number % 2)
+        planner.took(step(1, rows, 10 + 2.0 * (rows - 1)), None)
+    greedy, other = (planner._costs[kind].step_ms(1, 4, 0) for kind in ("greedy", choice))
+    plain = planner._costs[choice].step_ms(1, 1, 0)
+    assert greedy is not None
+    assert other is not None
+    assert plain is not None
+    assert greedy == pytest.approx(10.6, rel=0.1)
+    assert other / plain == pytest.approx(1.6, rel=0.1)
+
+
+def test_a_measurement_beside_other_work_is_used_but_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "costs.json"
+    noisy = Planner(setup(costs=file))
+    measure(noisy, row_ms=0.2, pass_ms=0.5, slower=1.4)
+    assert not file.exists()
+    assert "varied by 34%" in caplog.text
+    assert noisy._costs["greedy"].line(1) is not None
+    measure(Planner(setup(costs=file)), row_ms=0.2, pass_ms=0.5, slower=1.03)
+    assert file.exists()
+
+
+def test_speeds_are_told_by_domain_as_measured() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    for _ in range(50):
+        planner.next(asked(AUTO, AUTO._replace(domain="chat")))
+        planner.took(Step(2, 8, 14.0, {"code": Part(1, 3), "chat": Part(1, 1)}), [Row(0, 0, False, [1] * K)] * 2)
+    code, chat = planner.speeds.of("code"), planner.speeds.of("chat")
+    assert code is not None
+    assert chat is not None
+    assert chat.tokens_per_s == pytest.approx(1000 / 14)
+    assert code.tokens_per_s == pytest.approx(3000 / 14, rel=0.01)
+    assert chat.plain_tokens_per_s == pytest.approx(100, rel=0.3)
+    assert planner.speeds.of("math") is None
+
+
+def test_a_step_with_speculation_off_is_no_speed_of_a_draft() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner.speeds = type(planner.speeds)()
+    planner.next(asked(AUTO))
+    planner.took(step(1, 1, 10.0), None)
+    assert planner.speeds.of("code") is None
+
+
+@pytest.mark.parametrize("tau", [1.0, 1.05, 1.7, 3.0, 4.0])
+def test_a_promised_length_is_the_sum_of_its_shares(tau: float) -> None:
+    shares = _chances(tau, K)
+    assert 1 + sum(shares) == pytest.approx(tau, abs=1e-6)
+    assert sorted(shares, reverse=True) == shares
+
+
+def test_what_steps_take_is_kept_for_the_next_start_on_this_machine_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "costs" / "here.json"
+    first = setup(costs=file)
+    assert first.known_cost() is None
+    measure(Planner(first), row_ms=0.2, pass_ms=0.5)
+    known = first.known_cost()
+    assert known is not None
+    assert known.step_ms(4, 4, 0) == pytest.approx(10, rel=0.2)
+    assert setup(costs=file, facts="another machine").known_cost() is None
+    assert "was measured for here, wanted another machine" in caplog.text
+    file.write_text(file.read_text()[:50])
+    assert first.known_cost() is None
+
+
+def test_steps_of_a_group_that_is_not_whole_are_not_measured() -> None:
+    planner = Planner(setup())
+    for num in (3, 4):
+        planner.next(asked(*[Wishes("off", "4", MEASURED)] * num))
+        planner.took(step(num, num, 10), [NOTHING] * num)
+    assert [time.num_sequences for time in planner._measured] == [4]
+
+
+def test_a_row_comes_out_as_it_went_in() -> None:
+    for row in (Row(5, 8, True, [3, 1, 4]), Row(2, 6, False, [7]), NOTHING):
+        assert Row.unpacked(row.packed()) == row
+
+
+def test_wishes_travel_as_lists_and_without_any_a_request_is_drafted_by_the_head() -> None:
+    params = SimpleNamespace(extra_args={WISHES: ["auto", "code", "alice", 1.5]})
+    assert Wishes.of(params) == Wishes("auto", "code", "alice", 1.5)
+    assert Wishes.of(object()) == Wishes("head")
+
+
+def test_a_step_rests_only_if_no_pass_is_made() -> None:
+    assert Drafting(Plan(0, skip=True), 0, 8).rests
+    assert not Drafting(Plan(0, skip=True), K, 8).rests
+    assert not Drafting(Plan(0), 0, 8).rests
+
+
+def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"name": "{name}"}}')
+    told = [measured_for(tmp_path / "target", tmp_path / "draft", "bfloat16", eager, "1") for eager in (True, False)]
+    assert told[0] != told[1]
+    assert "cores" in told[0]
+
+
+def test_a_measurement_that_broke_off_at_once_is_no_table() -> None:
+    planner = Planner(setup())
+    planner.next(asked(Wishes("head", "1", MEASURED)))
+    planner.took(step(1, 4, 12), [Row(0, 0, False, [1] * K)])
+    planner.next(asked(AUTO))
+    planner.took(step(1, 1, 10), [NOTHING])
+    assert planner._costs["greedy"].grows
+
+
+def test_a_table_that_can_not_be_written_costs_the_next_start_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "full").touch()  # no folder can be made in its place
+    planner = Planner(setup(costs=tmp_path / "full" / "here.json"))
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    assert settled(planner, accepted=K).num_passes == K
+    assert "the table of costs was not written" in caplog.text

@@ -1,0 +1,113 @@
+"""What a generator makes of the service's OpenAPI document: nothing that it sends gets a 500 or a shapeless error."""
+
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)  # fmt: skip
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from services.access import REQUEST_HEADERS, SPECULATION
+from services.app import routes
+from tests.world import MODEL, World
+
+pytestmark = pytest.mark.engine
+
+NUM_EXAMPLES = 40
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+BODIES = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
+# Of a request that names any of them hardly anything else is looked at.
+REFUSED = (
+    "min_p", "logit_bias", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority",
+)  # fmt: skip
+TEXT = {"type": "string"}
+# What is wrong in a header follows from what is right: where any text is right, nothing could be sent that is not.
+HEADERS = {
+    "X-Redraft-Detail": {"enum": ["steps"]},
+    "X-Redraft-Domain": {"type": "string", "pattern": "^[a-z0-9_-]{1,32}$"},
+    "X-Redraft-Log": {"enum": ["none", "metadata", "full"]},
+    "X-Redraft-Speculation": {"enum": [*SPECULATION]},
+}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {"anyOf": [TEXT, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
+        "name": TEXT,
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string", "minLength": 1},
+                "type": TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["error"],
+    "additionalProperties": False,
+}
+
+
+def document() -> dict[str, Any]:
+    """Return the document of the service's own routes, with the headers and the bodies that it reads by hand."""
+    told = routes(None).openapi()  # type: ignore[arg-type] # of a service that nobody asks yet
+    ours = [name for name in REQUEST_HEADERS if name.startswith("X-")]
+    sent = [{"name": name, "in": "header", "schema": HEADERS[name]} for name in ours]
+    refused = {"description": "a refusal", "content": {"application/json": {"schema": ERROR}}}
+    for path, operations in told["paths"].items():
+        for operation in operations.values():
+            kinds = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}, "text/plain": {}}
+            operation["responses"] = {"200": {"description": "an answer", "content": kinds}, "4XX": refused}
+            operation["parameters"] = sent
+        if path in BODIES:
+            body = BODIES[path].model_json_schema(ref_template="#/components/schemas/{model}")
+            told.setdefault("components", {}).setdefault("schemas", {}).update(body.pop("$defs", {}))
+            shorter = {"type": "integer", "minimum": -1, "maximum": 8}
+            body["properties"] |= {"model": {"const": MODEL}, "max_tokens": shorter, "n": shorter}
+            if "messages" in body["properties"]:
+                messages = {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3}
+                body["properties"] |= {"messages": messages, "max_completion_tokens": shorter}
+            for name in REFUSED:
+                body["properties"].pop(name, None)
+            body["required"] = sorted({*body.get("required", []), "max_tokens"})
+            operations["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return told
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+@pytest.mark.parametrize("path", [*BODIES, "/v1/models", "/redraft/status", "/metrics", "/healthz"])
+def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
+    world: World, path: str, mode: GenerationMode
+) -> None:
+    operation = schemathesis.openapi.from_dict(document())[path]["POST" if path in BODIES else "GET"]
+
+    @settings(
+        max_examples=NUM_EXAMPLES if path in BODIES else 4,
+        phases=[Phase.generate],
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Case) -> None:
+        case.call_and_validate(base_url=world.url, headers=world.operator, checks=CHECKS, timeout=60)
+
+    ask()
+    assert httpx.get(f"{world.url}/healthz", timeout=30, trust_env=False).status_code == httpx.codes.OK

@@ -1,0 +1,250 @@
+"""The whole stack that a soak runs: `redraft up` in a home on a small disk, its processes, its drafts, what it left."""
+
+import re
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+from infra.artifacts import staged
+from infra.keys import bring_keys
+from infra.processes import free_port, wait_until
+from infra.querylog import QueryLog
+from infra.registry import Registry, Version, is_usable
+from infra.supervisor import read_state
+from models.drafts import open_draft
+from models.golden import Golden
+from models.recipe import load_recipe
+from tasks.measure_draft import measure_probe
+from tests.drills.load import Asker
+from tests.drills.spoiled import Spoil, noisy
+from tests.flows.conftest import Cli, registry_of
+from tests.soak.checker import Look
+from tests.world import Served
+
+RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
+SCHEDULE = "\n[schedule]\nrefresh_interval_s = 45\nretry_s = 2.0\n"
+ROW_ID = re.compile(r"[0-9a-f]{32}")
+# What each key lets be logged, and a word that stands in all that it asks and nowhere else.
+MARKS = {"full": "qwheatear", "metadata": "qdotterel", "none": "qphalarope"}
+# What clients ask; with the answers it fits the tiny target's context.
+QUESTION = "{mark} {number}: what is {number} times {number}?"
+NUM_PROMPTS = 4
+# What is asked once is new to a refresh; who asks that has no answer of a quiet time to compare with.
+NEW = tuple(QUESTION.format(mark=MARKS["full"], number=number) for number in range(1000, 9000))
+# A process by what its command line holds, in this order.
+NAMES = (
+    ("services.runner", "runner of the service"),
+    ("ray::ServeController", "controller"),
+    ("ray::ProxyActor", "proxy"),
+    ("ray::ServeReplica", "replica"),
+    ("VLLM", "engine"),
+    ("ray::IDLE", "idle worker"),
+    ("gcs_server", "gcs"),
+    ("raylet/raylet", "raylet"),
+    ("log_monitor", "log monitor"),
+    ("monitor.py", "monitor"),
+    ("runtime_env", "agent of environments"),
+    ("dashboard", "agent"),
+    ("haproxy", "haproxy"),
+    ("services.main", "service"),
+    ("flows.deployments", "runner of flows"),
+    ("flows.watch", "watch"),
+    ("infra.mlflow_page", "mlflow"),
+    ("prefect.server", "prefect"),
+    ("prefect", "run of a flow"),
+)
+# Without these the service answers as before.
+ASIDE = frozenset({"controller", "idle worker", "log monitor", "monitor"})
+# What is not started again by itself where it is the only thing that ended, or only when it is wanted.
+NOT_BACK = frozenset({"idle worker", "log monitor", "monitor", "run of a flow", "other"})
+SUPERVISOR, SERVICE = "supervisor", "service"
+
+
+class Part(NamedTuple):
+    """A process of the stack: what it is, and whether requests need it."""
+
+    kind: str
+    serves: bool
+    returns: bool
+
+
+class Stack(Served):
+    """A built and served home.
+
+    Attributes:
+        home: lies on whatever disk `folder` lies on.
+        askers: clients of three keys, who ask the same again and again.
+        stroller: one of the first key, who always asks something new.
+        looks: what the service said of its draft, twice a second.
+        spoiled: drafts that must never serve.
+    """
+
+    def __init__(self, home: Path) -> None:
+        """Build the tiny recipe in a new home and bring it up."""
+        self.home, self.spoiled, self.looks = home, set[int](), list[Look]()
+        self.cli = Cli(home)
+        recipe = home / "soak.toml"
+        text = RECIPE.read_text()
+        changed = text.replace("port = 0", f"port = {(port := free_port())}").replace("poll_s = 1.0", "poll_s = 0.5")
+        recipe.write_text(f'name = "tiny"\n{changed}{SCHEDULE}')
+        self._recipe = str(recipe)
+        self.cli.run("build", "--recipe", self._recipe)
+        bring_keys(home / "keys.json", [(f"a-key-that-logs-{log}", log) for log in MARKS])
+        self.askers = [
+            Asker(f"a-key-that-logs-{log}", tuple(QUESTION.format(mark=mark, number=n) for n in range(NUM_PROMPTS)))
+            for log, mark in MARKS.items()
+        ]
+        self.stroller = self.askers[0]._replace(prompts=NEW)
+        self.up()
+        super().__init__(f"http://127.0.0.1:{port}", home)
+        self._look = threading.Thread(target=self._watch, daemon=True)
+        self._ended = threading.Event()
+        self._look.start()
+
+    def up(self) -> None:
+        """Bring it up, once nothing of an earlier time is left."""
+        wait_until(lambda: read_state(self.home) is None, 60, None, "the end of the supervisor")
+        self.cli.run("up", "--recipe", self._recipe)
+
+    def down(self) -> None:
+        """End all of it."""
+        self._ended.set()
+        self._look.join()
+        if read_state(self.home) is not None:
+            self.cli.run("down")
+
+    @property
+    def registry(self) -> Registry:
+        """The home's own."""
+        return registry_of(self.home)
+
+    def parts(self) -> dict[Part, list[int]]:
+        """Return the processes that run, by what they are."""
+        state, found = read_state(self.home), dict[Part, list[int]]()
+        if state is None:
+            return {}
+        found[Part(SUPERVISOR, serves=True, returns=True)] = [state.pid]
+        for program in state.programs:
+            with suppress(psutil.NoSuchProcess):
+                guard = psutil.Process(program.pid or 0)
+                for process in (guard, *guard.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                        kind = "guard" if process == guard else _kind(process)
+                        serves = program.name == SERVICE and kind not in ASIDE
+                        part = Part(f"{program.name}: {kind}", serves, kind not in NOT_BACK)
+                        found.setdefault(part, []).append(process.pid)
+        return found
+
+    def is_whole(self) -> bool:
+        """Whether all that should run does, and a proven draft serves."""
+        state = read_state(self.home)
+        if state is None or not state.ready:
+            return False
+        try:
+            told = self.status()
+        except httpx.HTTPError:
+            return False
+        return bool(told["speculating"] and told["proof"] is not None)
+
+    def good_drafts(self) -> list[int]:
+        """Return the drafts that may be promoted, at least two."""
+        versions = self.registry.versions("draft")
+        found = [one.number for one in versions if is_usable(one) and one.number not in self.spoiled]
+        return found if len(found) > 1 else [*found, self.register(noisy(0.02, seed=len(versions)))]
+
+    def register(self, change: Spoil, probe_tau: float | None = None, spoiled: bool = False) -> int:
+        """Register the first draft with a change, and an honest promise unless another is given."""
+        registry, scratch = self.registry, self.home / "made"
+        first, target = registry.get("draft", 1), registry.champion("target")
+        assert target is not None
+        cache_dir = self.home / "made-of"
+        made = scratch / f"{time.monotonic_ns()}"
+        with staged(made) as directory:
+            shutil.copytree(registry.download(first, cache_dir), directory, dirs_exist_ok=True)
+            (directory / "manifest.json").unlink()
+            change(directory)
+        if probe_tau is None:
+            target_dir, k = registry.download(target, cache_dir), load_recipe(self._recipe).num_draft_tokens
+            probe_tau = measure_probe(open_draft(made, target_dir), target_dir, k, scratch / "probe")
+        tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "probe_tau": probe_tau}).to_tags()
+        number = registry.register("draft", made, tags).number
+        if spoiled:
+            self.spoiled.add(number)
+        return number
+
+    def lines(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the windows of each draft and of those that it goes on from."""
+        versions = {one.number: one for one in self.registry.versions("draft")}
+
+        def windows(one: Version | None) -> Iterator[tuple[int, int]]:
+            while one is not None:
+                if (seen := one.lineage.window) is not None:
+                    yield seen.first_seq, seen.last_seq
+                one = versions.get(one.lineage.continues or one.lineage.parent or 0)
+
+        return tuple(tuple(windows(one)) for one in versions.values())
+
+    def logged(self) -> tuple[dict[str, str], int]:
+        """Return consent by id of request, and how many rows the log counts as lost."""
+        with closing(QueryLog(self.home / "queries.db")) as log:
+            found = log.connection().execute("SELECT id, consent FROM rows").fetchall()
+            return {seen[0]: consent for name, consent in found if (seen := ROW_ID.search(name))}, log.stats().dropped
+
+    def planted(self, golden: list[Golden]) -> tuple[str, ...]:
+        """Return where in the home something lies that may not: what was asked by those who did not let it be logged.
+
+        Args:
+            golden: an answer to each of them, for the token ids of what it was asked.
+        """
+        needles = {mark: _forms(mark, golden) for log, mark in MARKS.items() if log != "full"}
+        return tuple(
+            f"{mark} in {file.relative_to(self.home)}"
+            for file in sorted(self.home.rglob("*"))
+            if file.is_file()
+            for content in (file.read_bytes(),)
+            for mark, forms in needles.items()
+            if any(form in content for form in forms)
+        )
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.5):
+            with suppress(httpx.HTTPError):
+                told = self.status()
+                phase, draft, proven = str(told["phase"]), told["draft_version"], told["proof"] is not None
+                self.looks.append(Look(at_s=time.monotonic(), phase=phase, draft=draft, proven=proven))
+
+
+def _kind(process: psutil.Process) -> str:
+    told = " ".join(process.cmdline())
+    return next((name for mark, name in NAMES if mark in told), "other")
+
+
+def _forms(mark: str, golden: list[Golden]) -> list[bytes]:
+    """Return a mark as text, and as the token ids of who was asked it, in text and in binary."""
+    forms, runs = [mark.encode(), mark.encode("utf-16-le")], {*_runs(mark, golden)}
+    if not runs:
+        raise ValueError(f"no prompt holds the tokens of {mark}: there is nothing to look for")
+    for ids in runs:
+        forms += [text.join(map(str, ids)).encode() for text in (", ", ",")]
+        forms += [struct.pack(f"<{len(ids)}{kind}", *ids) for kind in "iq"]
+    return forms
+
+
+def _runs(mark: str, golden: list[Golden]) -> Iterator[tuple[int, ...]]:
+    """Return the token ids of a mark: the tiny target's tokens are bytes, all moved by the same number."""
+    steps = [b - a for a, b in pairwise(mark.encode())]
+    for one in golden:
+        ids = one.prompt_ids
+        for start in range(len(ids) - len(steps)):
+            run = ids[start : start + len(mark)]
+            if [b - a for a, b in pairwise(run)] == steps:
+                yield tuple(run)

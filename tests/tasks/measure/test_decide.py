@@ -1,0 +1,71 @@
+"""Whether a row differs, is level or needs more seeds: by hand, and by a simulation in which the truth is known."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.stats import t as student
+
+from tasks.measure import decide
+
+MARGIN, FIRST, MOST = 0.1, 3, 12
+NUM_RUNS = 4000
+
+
+def run(rng: np.random.Generator, truth: float, deviation: float) -> tuple[decide.Verdict, list[float]]:
+    """One row: seeds are added until a look decides."""
+    steps, drawn = decide.looks(FIRST, MOST), rng.normal(truth, deviation, MOST).tolist()
+    for step in steps:
+        verdict = decide.decide(drawn[:step], MARGIN, len(steps))
+        if verdict != "undecided":
+            return verdict, drawn[:step]
+    return "undecided", drawn
+
+
+def test_looks_are_half_as_many_more_each_time() -> None:
+    assert decide.looks(3, 12) == [3, 5, 8, 12]
+    assert decide.looks(3, 3) == [3] and decide.looks(5, 6) == [5, 6]
+
+
+def test_three_outcomes_by_hand() -> None:
+    reach = student.ppf(0.975, 2) * 0.01 / 3**0.5  # of differences 0.01 apart, looked at once
+    near = [0.03 - 0.01, 0.03, 0.03 + 0.01]
+    assert reach == pytest.approx(0.02484, abs=1e-4)
+    assert decide.decide(near, 0.5, 1) == "differs"
+    assert decide.decide([-0.01, 0.0, 0.01], 0.03, 1) == "level"
+    assert decide.decide([-0.01, 0.0, 0.01], 0.02, 1) == "undecided"
+    assert decide.decide(near, 0.05, 4) == "undecided"  # each of four looks has a quarter of the error
+    assert decide.decide([0.5], 1.0, 1) == "undecided"
+
+
+@pytest.mark.parametrize("deviation", [0.03, 0.1, 0.3])
+def test_of_many_rows_with_a_known_truth_few_are_told_wrongly(deviation: float) -> None:
+    rng = np.random.default_rng(0)
+    of_none = [run(rng, 0.0, deviation)[0] for _ in range(NUM_RUNS)]
+    of_margin = [run(rng, MARGIN, deviation)[0] for _ in range(NUM_RUNS)]
+    wrong = of_none.count("differs") / NUM_RUNS, of_margin.count("level") / NUM_RUNS
+    print(f"deviation {deviation}: differs where nothing does {wrong[0]:.3f}, level at the margin {wrong[1]:.3f}")
+    # 0.05 and three standard errors of a share of 4,000.
+    assert max(wrong) <= decide.ALPHA + 3 * (0.05 * 0.95 / NUM_RUNS) ** 0.5
+    if deviation == 0.03:  # and where there is enough to see, it is seen
+        assert of_none.count("level") > 0.9 * NUM_RUNS and of_margin.count("differs") > 0.9 * NUM_RUNS
+
+
+def test_as_many_more_seeds_as_are_asked_for_decide_most_rows() -> None:
+    rng = np.random.default_rng(1)
+    decided = asked = 0
+    for truth, _ in itertools.product((0.0, 0.05, 0.2), range(300)):
+        drawn = rng.normal(truth, 0.15, MOST).tolist()
+        if decide.decide(drawn, MARGIN, 1) != "undecided":
+            continue
+        more = decide.seeds_needed(drawn, MARGIN, 1)
+        assert more is not None
+        asked += 1
+        decided += decide.decide(drawn + rng.normal(truth, 0.15, more).tolist(), MARGIN, 1) != "undecided"
+    print(f"{decided} of {asked} undecided rows are decided by as many more seeds as were asked for")
+    assert asked > 100 and decided > 0.5 * asked
+
+
+def test_what_nobody_runs_has_no_number() -> None:
+    assert decide.seeds_needed([-100.0, 100.0], 1e-3, 1) is None
+    assert decide.seeds_needed([0.0, 0.0, 0.0], 0.1, 1) == 1

@@ -1,0 +1,23 @@
+"""Who asks the service that is measured."""
+
+from pathlib import Path
+
+from infra.keys import keys_path, read_keys
+from infra.settings import Settings
+from models.recipe import load_recipe
+from tasks.measure.endpoint import Endpoint
+
+
+def test_whoever_asks_as_another_has_a_key_of_its_own_and_the_one_before_is_revoked(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    endpoint = Endpoint(load_recipe("tiny"), settings)
+    sent = []
+    for _ in range(3):
+        endpoint.ask_as_another()
+        keys = [key for key in read_keys(keys_path(settings)) if key.name.startswith("bench-")]
+        assert [key.accepted for key in keys] == [False] * len(sent) + [True]
+        assert keys[-1].role == "operator"
+        sent.append(keys[-1].sha256)
+    assert len(set(sent)) == 3
+    endpoint.__exit__()
+    assert not any(key.accepted for key in read_keys(keys_path(settings)) if key.name.startswith("bench-"))

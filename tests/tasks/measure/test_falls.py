@@ -1,0 +1,60 @@
+"""What the trigger says of served acceptance whose truth is known; `redraft bench gate` has more runs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from models.acceptance import Tally
+from models.watch import Judge, Params
+from tasks.measure.falls import CASES, TRAFFIC, WITHIN, Told, make_report, simulate
+
+PARAMS = Params()
+
+
+def told(name: str, domain: str, num_runs: int = 50) -> Told:
+    return simulate(TRAFFIC[domain], CASES[name], PARAMS, num_runs, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("domain", TRAFFIC)
+def test_a_fall_of_30_percent_is_told_within_6000_requests_and_a_new_domains_within_hundreds(domain: str) -> None:
+    after = told("30% lost", domain).after
+    print(f"{domain}: median {np.median(after):.0f}, within {WITHIN}: {(after <= WITHIN).mean():.0%}")
+    assert (after <= WITHIN).mean() >= 0.9
+    assert (told("90% lost from the first request, as in a new domain", domain).after <= 300).mean() >= 0.9
+
+
+def test_in_a_week_without_a_change_no_fall_is_told_where_the_rule_before_told_one_in_many() -> None:
+    found = told("a week without a change", "chat")
+    print(f"told {np.isfinite(found.after).mean():.0%}, by the rule before {np.isfinite(found.former).mean():.0%}")
+    assert not np.isfinite(found.after).any()
+    assert np.isfinite(found.former).mean() > 0.2
+
+
+def test_the_service_tells_a_fall_where_the_simulation_does() -> None:
+    rng, gain = np.random.default_rng(2), 0.7
+    judge, tallies = Judge({"chat": 1 + gain}, PARAMS), []
+    for number in range(600):
+        steps = int(rng.integers(10, 30))
+        accepted = min(3 * steps, int(steps * rng.gamma(8, gain * (1.1 if number < 300 else 0.4) / 8)))
+        tallies.append(Tally(number, "chat", steps, 3 * steps, accepted))
+    judge.take(tallies[:300])
+    assert judge.standings()["chat"].fallen is False
+    assert judge.doubted() == frozenset()
+    judge.take(tallies[300:450])
+    assert judge.standings()["chat"].fallen is True
+    assert judge.doubted() == {"chat"}
+    judge.take([one._replace(accepted=one.steps) for one in tallies[450:]])
+    assert judge.standings()["chat"].fallen is False
+
+
+def test_a_missed_bar_fails_the_benchmark_by_name() -> None:
+    never, soon = np.full(10, math.inf), np.full(10, 100.0)
+    found = {name: {"chat": Told(soon if case.lost else never, never)} for name, case in CASES.items()}
+    assert make_report(found, PARAMS).failures == []
+    found["a week without a change"] = {"chat": Told(soon, never)}
+    found["30% lost"] = {"chat": Told(never, never)}
+    assert [one.partition(":")[0] for one in make_report(found, PARAMS).failures] == [
+        "chat, a week without a change",
+        "chat, 30% lost",
+    ]

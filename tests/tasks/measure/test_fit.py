@@ -1,0 +1,86 @@
+"""What is asked for is read, the fastest that keeps to it is chosen, and its recipe is one."""
+
+import tomllib
+
+import pytest
+
+from infra.views import Interval
+from infra.views.comparison import MethodFigure
+from tasks.measure import fit
+from tasks.measure.comparisons import all as comparison
+
+WORDS = comparison.BOUNDS
+
+
+def figure(value: float | None, reach: float = 0.0) -> MethodFigure:
+    if value is None:
+        return MethodFigure(value=None)
+    return MethodFigure(value=value, interval=Interval(value=value, low=value - reach, high=value + reach))
+
+
+def row(mib: float, kl: float | None, speed: float, reach: float = 0.0) -> dict[str, MethodFigure]:
+    return {"checkpoint_mib": figure(mib), "kl": figure(kl, reach), "one_stream": figure(speed, 1.0)}
+
+
+ROWS = {
+    "float": row(257, 0.0, 20),
+    "small": row(108, 0.05, 24),
+    "smaller": row(106, 0.09, 25.5, reach=0.02),
+    "fast": row(100, 0.4, 40),
+    "shapeless": row(90, None, 50),
+}
+
+
+def test_bounds_are_a_number_and_a_word_in_either_order() -> None:
+    found = fit.parse_bounds("110 MiB, KL 0.1,tau 2.2, 30 tokens/s, 3000 MiB peak, 80% agreement", WORDS)
+    assert [(bound.metric, bound.side, bound.value) for bound in found] == [
+        ("checkpoint_mib", "most", 110),
+        ("kl", "most", 0.1),
+        ("tau", "least", 2.2),
+        ("one_stream", "least", 30),
+        ("peak_mib", "most", 3000),
+        ("agreement_pct", "least", 80),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("110 MB", r'"110 MB" is no number with one of its words \(did you mean "MiB"\?\)'),
+        ("KL", '"KL" is no number with one of its words'),
+        (" , ", "--fit asks for nothing; say for example 110 MiB"),
+    ],
+)
+def test_bounds_that_can_not_be_read_are_refused(text: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        fit.parse_bounds(text, WORDS)
+
+
+def test_the_fastest_that_keeps_to_all_bounds_wins_and_doubts_are_told() -> None:
+    found = fit.choose(ROWS, fit.parse_bounds("110 MiB, KL 0.1", WORDS), "one_stream")
+    assert found == fit.Fit("smaller", ["smaller", "small"], ["small"], {"smaller": ["KL 0.1"]})
+    said = fit.told(found, ROWS, "one_stream", "tokens/s")
+    assert said == (
+        "smaller fits, at 25.5 (tokens/s); level with it by their intervals: small; "
+        "more seeds would tell whether these fit: smaller (KL 0.1)."
+    )
+
+
+def test_where_nothing_fits_that_is_said() -> None:
+    found = fit.choose(ROWS, fit.parse_bounds("95 MiB, KL 0.1", WORDS), "one_stream")
+    assert found.winner is None
+    assert fit.told(found, ROWS, "one_stream", "") == "nothing fits; undecided: smaller (KL 0.1)."
+    nothing = fit.choose(ROWS, fit.parse_bounds("95 MiB, 99 tokens/s", WORDS), "one_stream")
+    assert fit.told(nothing, ROWS, "one_stream", "") == "nothing fits."
+
+
+def test_tables_are_written_as_toml_reads_them() -> None:
+    tables = {
+        "prune": {"method": {"name": "wanda"}, "pattern": "2:4", "num_documents": 8},
+        "quantize": {
+            "method": {"name": "int8_static", "percentile": 99.5},
+            "exceptions": {"*.mlp.down_proj": {"name": "int8_dynamic"}, "model.layers.0.*": "float"},
+        },
+        "pretrain": {"regimes": [{"name": "dorefa"}, {"name": "packing"}], "checked": True},
+    }
+    assert tomllib.loads(fit.toml(tables)) == tables

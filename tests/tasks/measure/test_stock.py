@@ -1,0 +1,66 @@
+"""vLLM's own endpoint as a peer: how it is started, in which ways it drafts, and that it leaves no process behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from infra.processes import answers
+from infra.settings import load_settings
+from models import catalog
+from models.drafts import family_of
+from models.recipe import load_recipe
+from models.sources import Message, Prompt
+from tasks.measure.peers import encoder, open_peers
+from tasks.measure.stock import Stock, as_flags, ngram_speculation
+
+
+def test_arguments_are_written_as_vllms_command_line_takes_them():
+    arguments = {"max_num_seqs": 4, "enable_lora": True, "prefix_caching": False, "names": ["a", "b"], "c": {"d": 1}}
+    assert as_flags(arguments) == [
+        *("--max-num-seqs", "4", "--enable-lora", "--no-prefix-caching"),
+        *("--names", "a", "b", "--c", '{"d": 1}'),
+    ]
+
+
+def test_vllms_own_lookup_takes_the_familys_sizes() -> None:
+    assert ngram_speculation(3) == {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens": 3,
+    }
+
+
+def test_a_recipe_of_another_engine_has_no_vllm_to_be_compared_with(tiny_target, tmp_path):
+    engine = catalog.parse("engines", {"name": "torch", "num_draft_tokens": 2, "max_model_len": 64})
+    other = load_recipe("tiny").model_copy(update={"engine": engine})
+    with pytest.raises(ValueError, match="recipe tiny has engine torch, wanted vllm"):
+        Stock(other, load_settings({"REDRAFT_HOME": str(tmp_path)}), tiny_target)
+
+
+@pytest.mark.engine
+def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_target, tiny_draft, tmp_path):
+    recipe = load_recipe("tiny")
+    extra = {"compilation_config": {"mode": 0}}  # it need not be fast here
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"dtype": "float32", "extra": extra})})
+    speculation = {**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 2}
+    prompt = Prompt(messages=(Message(role="user", content="what is 3 times 4?"),), domain="chat", group="g")
+    before = descendants(os.getpid())
+    with Stock(recipe, load_settings({"REDRAFT_HOME": str(tmp_path)}), tiny_target, speculation) as stock:
+        assert len(descendants(os.getpid()) - before) > 2  # a guard, the endpoint, its engine
+        (answer,) = stock.ask([prompt])
+    assert descendants(os.getpid()) <= before
+    assert not answers(f"{stock.url}/health")
+    alone = open_peers(tiny_target, tiny_draft, "float32", num_draft_tokens=2, max_model_len=256)["transformers"]
+    assert answer.status == "ok"
+    assert answer.token_ids == alone(encoder(tiny_target)(prompt), recipe.generate.max_tokens).token_ids
+    assert len(answer.arrival_ms) == answer.num_tokens
+    assert sum(answer.drafted_per_step) > 0
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes below one."""
+    tasks = Path(f"/proc/{pid}/task")
+    children = {int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()}
+    return children.union(*map(descendants, children))
