@@ -127,7 +127,6 @@ class Load:
             "wrong": another text;
             "shapeless": an error that is not in OpenAI's shape;
             "no connection": nobody listened.
-        streaming: the clients that have the first part of a stream and not its last one.
     """
 
     def __init__(
@@ -146,10 +145,9 @@ class Load:
             tell: called with each request that ended, by several threads.
         """
         self.outcomes: Counter[str] = Counter()
-        self.streaming: set[int] = set()
         self._url, self._wanted = f"{url}/v1/chat/completions", wanted
         self._tell = tell
-        self._ended = threading.Event()
+        self._ended, self._begun = threading.Event(), threading.Event()
         self._clients = [threading.Thread(target=self._work, args=one) for one in enumerate(askers)]
 
     def __enter__(self) -> Self:
@@ -168,13 +166,22 @@ class Load:
             return False
         return self.outcomes["near tie"] <= max(1, MAX_NEAR_TIES * self.outcomes.total())
 
+    def wait_for_stream(self, timeout_s: float = 60.0) -> None:
+        """Wait for the first part of the next stream: nearly all of its answer is still to come.
+
+        Raises:
+            TimeoutError: none began in time.
+        """
+        self._begun.clear()
+        if not self._begun.wait(timeout_s):
+            raise TimeoutError(f"no stream began within {timeout_s:g} s")
+
     def _work(self, number: int, asker: Asker) -> None:
         for count in itertools.count(number):
             if self._ended.is_set():
                 return
             prompt, began_s = asker.prompts[count // 2 % len(asker.prompts)], time.monotonic()
             request_id, outcome = self._ask(number, asker, prompt, stream=count % 2 == 0)
-            self.streaming.discard(number)
             self.outcomes[outcome] += 1
             self._tell(Ended(asker, request_id, began_s, time.monotonic(), outcome))
             if outcome != "ok":
@@ -192,11 +199,9 @@ class Load:
             ):
                 request_id = answer.headers.get("x-redraft-request", "")
                 for part in answer.iter_bytes():
+                    if stream and not received and answer.is_success:
+                        self._begun.set()
                     received += part
-                    if stream and b"[DONE]" not in part:
-                        self.streaming.add(number)
-                    else:
-                        self.streaming.discard(number)
         except httpx.ConnectError:
             return request_id, "no connection"
         except httpx.TransportError:

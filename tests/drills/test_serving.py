@@ -257,7 +257,7 @@ def test_f2_without_its_controller_the_service_answers_as_before_and_follows_dra
 def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene, world: World) -> None:
     [killed], replica = scene.named("ray::ProxyActor"), scene.replica()
     with scene.load(num_clients=2) as load:
-        wait_until(lambda: bool(load.streaming), 60, None, "a stream that has begun")
+        load.wait_for_stream()
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: load.outcomes["no connection"] > 0, 60, None, "a refusal")
         before = load.outcomes["ok"]
@@ -342,7 +342,7 @@ def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_the_
 
         num_engines = sum("VLLM" in name for _, name in scene.processes())
         killed = scene.replica()
-        wait_until(lambda: bool(load.streaming), 60, None, "a stream that has begun")
+        load.wait_for_stream()
         os.kill(killed, signal.SIGKILL)
         before, killed_s = load.outcomes["ok"], time.monotonic()
         back = world.wait_for(
@@ -362,7 +362,7 @@ def test_f3_f22_streams_drain_before_the_service_ends_and_a_flapping_alias_swaps
 ) -> None:
     interval_s = 3.0
     with scene.load() as load:
-        wait_until(lambda: bool(load.streaming), 60, None, "a stream that has begun")
+        load.wait_for_stream()
         scene.restart(min_swap_interval_s=interval_s)
         assert b"drained, 0 requests were cut off" in (world.home / "service.log").read_bytes()
     assert load.ended_well("503", "no connection"), load.outcomes
