@@ -5,6 +5,9 @@ Serve builds the ASGI app after it, so that routes can close over the running se
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -30,12 +33,14 @@ class Replica:
     """What Serve starts, asks for its health, and drains."""
 
     async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
-        from services.service import Service
+        with serve_log_kept():
+            from services.service import Service
 
-        logging.basicConfig(format="%(asctime)s %(name)s %(message)s")  # without a handler, warnings alone are shown
-        for name in ("services", "models.engines"):
-            logging.getLogger(name).setLevel(logging.INFO)
-        self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+            # Without a handler only warnings are shown.
+            logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
+            for name in ("services", "models.engines"):
+                logging.getLogger(name).setLevel(logging.INFO)
+            self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
         from services.app import build_app
@@ -50,6 +55,22 @@ class Replica:
     async def drain(self) -> int:
         """See `Service.drain`; called through the handle before the app is taken down."""
         return await self._service.drain()
+
+
+@contextmanager
+def serve_log_kept() -> Iterator[None]:
+    """Give Serve's log its file back at the end.
+
+    vLLM configures logging when it is imported and when an engine starts, which closes every handler of the process. A
+    controller that takes over a running replica asks it where it logs to, and replaces one that can't tell.
+    """
+    handlers = [handler for handler in logging.getLogger("ray.serve").handlers if isinstance(handler, MemoryHandler)]
+    files = [handler.target for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            handler.setTarget(file)
 
 
 def deployment(config: ServiceConfig) -> serve.Application:

@@ -214,12 +214,16 @@ class Service:
                 journal.close()  # each look may come from another thread
 
         seen: int | None = None
+        could = True
         while True:
             try:
                 last = await asyncio.to_thread(last_erasure)
             except (sqlite3.Error, OSError, ValueError) as error:
-                log.warning("nobody could look whether rows were erased: %s", error)
+                if could:  # said once, not at every look
+                    log.warning("the query log can't be asked whether rows were erased: %s", error)
+                could = False
             else:
+                could = True
                 if seen is not None and last > seen:
                     num_tokens = await self.engine.forget_answers()
                     log.warning("erasure %d: forgot %d tokens of recent answers", last, num_tokens)

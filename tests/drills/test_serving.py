@@ -242,7 +242,7 @@ def test_f15_a_draft_that_promises_what_it_does_not_hold_is_taken_back_and_chang
 
 
 def test_f2_without_its_controller_the_service_answers_as_before_and_follows_drafts(scene: Scene, world: World) -> None:
-    [killed] = scene.named("ray::ServeController")
+    [killed], replica = scene.named("ray::ServeController"), scene.replica()
     with scene.load(num_clients=2) as load:
         wait_until(lambda: load.outcomes["ok"] > 2, 60, None, "answers")
         os.kill(killed, signal.SIGKILL)
@@ -251,6 +251,7 @@ def test_f2_without_its_controller_the_service_answers_as_before_and_follows_dra
         wait_until(lambda: scene.named("ray::ServeController") not in ([], [killed]), 60, None, "the next controller")
         before = load.outcomes["ok"]
         wait_until(lambda: load.outcomes["ok"] > before + 10, 60, None, "answers under the next controller")
+        assert scene.replica() == replica
     assert load.ended_well(), load.outcomes
 
 
