@@ -72,7 +72,8 @@ class Watch(_Kept):
             "settled" without a loss.
         looked_ms: when requests were compared last, in Unix time.
         num_wanted: requests that are compared without a loss until it is settled.
-        num_unreadable: requests that the draft served lately, if none of them may be read.
+        num_readable: requests that the draft served lately and that may be read.
+        num_unreadable: those that may not; a request without any consent leaves no row and is in neither.
         compared: the requests, in the order in which they were compared.
         found: domain to what its requests say; "" stands for all.
         evidence: the run in MLflow that keeps what it was taken back for.
@@ -83,6 +84,7 @@ class Watch(_Kept):
     outcome: Literal["watching", "lost", "taken back", "left", "settled"] = WATCHING
     looked_ms: int = 0
     num_wanted: int
+    num_readable: int = 0
     num_unreadable: int = 0
     compared: tuple[Compared, ...] = ()
     found: dict[str, Found] = Field(default_factory=dict)
@@ -90,8 +92,8 @@ class Watch(_Kept):
 
     @property
     def blind(self) -> bool:
-        """Whether requests come in and none of them may be read."""
-        return self.outcome == WATCHING and self.num_unreadable > 0
+        """Whether none of the requests that the draft served may be read."""
+        return self.outcome == WATCHING and not self.num_readable
 
     @property
     def losses(self) -> dict[str, Found]:

@@ -77,10 +77,11 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
     last_seq = newest[0].seq or 0 if newest else 0
     first_seq = max(1, last_seq - MAX_ROWS + 1)
     rows = _served(log, champion, first_seq, last_seq, "full")
-    num_unreadable = 0 if rows else len(_served(log, champion, first_seq, last_seq, "metadata"))
-    if num_unreadable != watch.num_unreadable:
-        watch = watch.model_copy(update={"num_unreadable": num_unreadable})
-        watches.save(watch)
+    num_unreadable = len(_served(log, champion, first_seq, last_seq, "metadata"))
+    found = watch.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
+    if found != watch:
+        watches.save(found)
+    watch = found
     if not rows:
         return watch
     target_dir = _fetched(settings, "target", _target_version(champion))

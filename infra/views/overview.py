@@ -80,7 +80,8 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 def _watched(watch: Watch) -> str:
     if watch.blind:
-        return f"blind, none of the last {watch.num_unreadable} requests of draft {watch.draft} may be read"
+        seen = f"none of the last {watch.num_unreadable} requests" if watch.num_unreadable else "no request"
+        return f"blind, {seen} of draft {watch.draft} may be read"
     how_far = f", {len(watch.compared)} of {watch.num_wanted} requests" if watch.outcome == WATCHING else ""
     return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
 

@@ -164,6 +164,21 @@ def test_speculation_can_be_switched_off_and_on(world: World, client: openai.Ope
         assert (usage["redraft"]["drafted"] > 0) is on
 
 
+def test_off_acts_within_a_second_while_a_new_draft_is_on_probation(world: World, client: openai.OpenAI) -> None:
+    version = next(version for version in world.versions if str(version) != world.status()["draft_version"])
+    world.registry.promote("draft", version)
+    world.wait_for("a trial", lambda status: status["phase"] == "trying")
+    switch = {"url": f"{world.url}/redraft/speculation", "headers": world.operator, "timeout": 30, "trust_env": False}
+    asked_s = time.monotonic()
+    httpx.post(**switch, json={"on": False}).raise_for_status()
+    _, _, usage = stream_text(client, PROMPTS[1])
+    took_s = time.monotonic() - asked_s
+    assert usage["redraft"]["drafted"] == 0
+    assert took_s < 1.0
+    httpx.post(**switch, json={"on": True}).raise_for_status()
+    world.wait_for("its proof", lambda status: status["speculating"] and status["proof"] is not None)
+
+
 def test_metrics_count_requests_and_swaps(world: World) -> None:
     text = httpx.get(f"{world.url}/metrics", headers=world.operator, timeout=10, trust_env=False).text
     assert "redraft_mean_accepted_length" in text

@@ -117,7 +117,8 @@ WATCHED = Watch(
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"found": {}}, "draft 2 watching, 0 of 500 requests: no request compared yet"),
+        ({"found": {}, "num_readable": 3}, "draft 2 watching, 0 of 500 requests: no request compared yet"),
+        ({"found": {}}, "blind, no request of draft 2 may be read"),
         ({"found": {}, "num_unreadable": 7}, "blind, none of the last 7 requests of draft 2 may be read"),
         (
             {"outcome": "settled", "found": {"": FOUND.model_copy(update={"lost": False})}},

@@ -1,0 +1,225 @@
+"""What one client, or a log that can't be used, may not do to the others: forms that explode, a flood, torn files."""
+
+import os
+import shutil
+import sqlite3
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from infra.logfile import COPIES, SCHEMA_VERSION
+from tests.drills.load import Asker, Load, quiet_answers
+from tests.infra.homes.old import old_home
+from tests.world import MODEL, OTHER_KEY, PROMPTS, World, ask, make_target
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+COMPILE_S = 2.0
+# What a child of a compiler may keep, and what processes that answered a few hundred requests grow by.
+MOST_GROWTH_BYTES = 64 << 20
+FLOODERS = 6
+TRIES = 30
+
+Form = dict[str, Any]
+
+
+def _schema(schema: object) -> Form:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
+
+
+def _nested(depth: int) -> object:
+    schema: object = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+EXPLODING: dict[str, Form] = {
+    "bytes": {"structured_outputs": {"choice": ["x" * 100_000]}},
+    "nesting": _schema(_nested(200)),
+    "alternation": _schema(
+        {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": "(a|b)*c{1,50}"} for n in range(150)}}
+    ),
+    "repetition": {"structured_outputs": {"regex": "((a{1,300}){1,300}){1,300}"}},
+    "itself": {"structured_outputs": {"grammar": "root ::= root"}},
+    "reference to itself": _schema({"$ref": "#"}),
+}
+
+
+class Strangers:
+    """A service, and what its processes hold."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self._service = world, world.start()
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the service's processes, shared pages counted once for each."""
+        runner = psutil.Process(self._service.pid)
+        return sum(process.memory_info().rss for process in [runner, *runner.children(recursive=True)])
+
+    def load(self) -> Load:
+        return Load(self.world.url, quiet_answers(self.world), [Asker()] * 2)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """End the service, and start it again at the end."""
+        self.stop()
+        yield
+        self._service = self.world.start()
+
+    def stop(self) -> None:
+        self._service.stop(grace_s=60)
+
+
+@pytest.fixture(scope="module")
+def strangers(
+    tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Strangers]:
+    home = tmp_path_factory.mktemp("strangers")
+    make_target(tiny_target, home / "target", engine, loop)
+    strangers = Strangers(World(home, home / "target", serve={"structured": {"enabled": True, "timeout_s": COMPILE_S}}))
+    try:
+        yield strangers
+    finally:
+        strangers.stop()
+
+
+def post(world: World, body: dict[str, Any], key: str | None = None) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else world.headers
+    whole = {"model": MODEL, "max_tokens": 8, "temperature": 0, **body}
+    path = "chat/completions" if "messages" in body else "completions"
+    return httpx.post(f"{world.url}/v1/{path}", json=whole, headers=headers, timeout=60, trust_env=False)
+
+
+def test_f26_a_form_that_explodes_is_refused_in_its_time_and_nobody_else_notices(strangers: Strangers) -> None:
+    world = strangers.world
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    small = _schema({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    assert post(world, {"messages": messages, **small}).status_code == httpx.codes.OK
+    with strangers.load() as load:
+        before = strangers.memory_bytes()
+        for name, form in EXPLODING.items():
+            began_s = time.monotonic()
+            answer = post(world, {"messages": messages, **form})
+            took_s = time.monotonic() - began_s
+            assert answer.status_code == httpx.codes.BAD_REQUEST, (name, answer.text)
+            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}, name
+            assert took_s < COMPILE_S + 2.0, (name, took_s)
+        grown = strangers.memory_bytes() - before
+    assert load.ended_well(), load.outcomes
+    assert grown < MOST_GROWTH_BYTES, grown
+    assert post(world, {"messages": messages, **small}).status_code == httpx.codes.OK
+
+
+def _first_token_s(world: World, prompt: str) -> float:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 8, "stream": True}
+    headers = {"Authorization": f"Bearer {OTHER_KEY}"}
+    began_s = time.monotonic()
+    with (
+        httpx.Client(timeout=60, trust_env=False) as client,
+        client.stream("POST", f"{world.url}/v1/chat/completions", json=body, headers=headers) as answer,
+    ):
+        assert answer.status_code == httpx.codes.OK
+        next(answer.iter_bytes())
+        return time.monotonic() - began_s
+
+
+@contextmanager
+def _flood(world: World) -> Iterator[Callable[[], int]]:
+    """Ask with one key, without a pause, for several answers to several long prompts at once."""
+    ended, statuses = threading.Event(), list[int]()
+    prompts = [" ".join(f"{word} of {number}" for word in range(30)) for number in range(4)]
+
+    def work() -> None:
+        while not ended.is_set():
+            asked = {"prompt": prompts, "n": 2, "max_tokens": 64, "temperature": 1.0}
+            statuses.append(post(world, asked, world.flooder).status_code)
+
+    clients = [threading.Thread(target=work) for _ in range(FLOODERS)]
+    for client in clients:
+        client.start()
+    try:
+        yield lambda: statuses.count(httpx.codes.OK)
+    finally:
+        ended.set()
+        for client in clients:
+            client.join()
+    assert {*statuses} <= {httpx.codes.OK, httpx.codes.TOO_MANY_REQUESTS}, statuses
+
+
+def test_f28_beside_a_key_that_floods_anothers_first_token_comes_within_twice_its_time(strangers: Strangers) -> None:
+    world = strangers.world
+    prompts = [f"{PROMPTS[n % len(PROMPTS)]} ({n})" for n in range(2 * TRIES)]
+    _first_token_s(world, PROMPTS[0])
+    alone_s = [_first_token_s(world, prompt) for prompt in prompts[:TRIES]]
+    with _flood(world) as answered:
+        while answered() < FLOODERS:
+            time.sleep(0.05)
+        beside_s = [_first_token_s(world, prompt) for prompt in prompts[TRIES:]]
+    ratio = statistics.median(beside_s) / statistics.median(alone_s)
+    print(f"first token after {statistics.median(alone_s):.3f} s alone, {ratio:.2f} times that beside a flood")
+    assert ratio <= 2.0
+
+
+def _torn(log: Path) -> str:
+    with log.open("r+b") as file:
+        file.write(os.urandom(4096))
+    return "is torn"
+
+
+def _newer(log: Path) -> str:
+    with closing(sqlite3.connect(log)) as db:
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    return "upgrade redraft"
+
+
+@pytest.mark.parametrize("spoil", [_torn, _newer])
+def test_f36_with_a_log_that_is_torn_or_newer_serving_goes_on_and_lost_rows_are_counted(
+    strangers: Strangers, spoil: Callable[[Path], str], tmp_path: Path
+) -> None:
+    world = strangers.world
+    with strangers.stopped():
+        shutil.move(world.querylog.parent, tmp_path / "log")
+        shutil.copytree(tmp_path / "log", world.querylog.parent)
+        said = spoil(world.querylog)
+        spoiled = world.querylog.read_bytes()
+    with world.client(OTHER_KEY) as client:
+        for prompt in PROMPTS[:4]:
+            assert ask(client, prompt).choices[0].finish_reason
+        log = world.wait_for("lost rows", lambda status: status["log"]["dropped"] == 4)["log"]
+    assert said in log["last_error"]
+    assert said in (world.home / "service.log").read_text()
+    assert world.querylog.read_bytes() == spoiled
+    with strangers.stopped():
+        shutil.rmtree(world.querylog.parent)
+        shutil.move(tmp_path / "log", world.querylog.parent)
+
+
+def test_f36_a_log_of_an_older_schema_is_kept_as_it_was_and_brought_up_to_date(
+    strangers: Strangers, tmp_path: Path
+) -> None:
+    world, old = strangers.world, old_home(tmp_path).querylog
+    with closing(sqlite3.connect(old)) as db:
+        version, rows = db.execute("PRAGMA user_version").fetchone()[0], db.execute("SELECT id FROM rows").fetchall()
+    assert 0 < version < SCHEMA_VERSION
+    with strangers.stopped():
+        shutil.rmtree(world.querylog.parent)
+        world.querylog.parent.mkdir()
+        shutil.copy(old, world.querylog)
+    with world.client(OTHER_KEY) as client:
+        ask(client, PROMPTS[0], extra_headers={"X-Redraft-Domain": "younger"})
+    [row] = world.wait_for_rows("younger", 1)
+    with closing(sqlite3.connect(world.querylog)) as db:
+        assert db.execute("SELECT id FROM rows WHERE seq < ?", (row.seq,)).fetchall() == rows
+    kept = world.querylog.parent / COPIES / f"{world.querylog.stem}-schema-{version}.db"
+    with closing(sqlite3.connect(kept)) as db:
+        assert db.execute("SELECT id FROM rows").fetchall() == rows
+    assert world.status()["log"]["dropped"] == 0
