@@ -69,6 +69,13 @@ class Params(EngineParams):
             raise ValueError(f"verify rule {rule.name} is for greedy decoding only; it can't sample")
         return rule
 
+    @field_validator("verify_greedy")
+    @classmethod
+    def _reads_logits(cls, rule: BaseParams) -> BaseParams:
+        if catalog.load("verify", rule.name).SAMPLES:
+            raise ValueError(f"verify_greedy rule {rule.name} wants probabilities, which temperature 0 has none of")
+        return rule
+
 
 class TorchEngine:
     """A target and its draft.

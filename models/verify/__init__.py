@@ -6,11 +6,17 @@ applied), so p of greedy decoding has a single 1 a row; q is the draft's, and st
 module has
 
 - `LOSSLESS`: emitted tokens follow p whatever the draft is;
-- `SAMPLES`: that holds for any p, not only for one with a single 1 a row;
+- `SAMPLES`: it takes any p, not only one with a single 1 a row;
+- `SIBLINGS`: how children of one node may have been drawn (`models.multi_draft`), first the way that it is made for;
+  others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
+- `choose(p, token_ids, q, params) -> Choice`: in a rule that `SAMPLES`, what it does with the children of one node;
 - `expected_accepted(token_ids, q, p, params) -> [B]`: what it would have accepted on answers that are already there;
+  ValueError in a rule that may keep tokens that the target never says, so that its answers don't tell;
 - `count_accepted(drafted, emitted) -> int`: what it did accept, from a chain's ids alone, which is all that a log has;
   ValueError in a rule that may emit a token that it rejected, so that ids don't tell.
+
+SpecInfer's rules for trees (arXiv:2305.09781) are `greedy` and `rejection`, given a proposal with branches.
 """
 
 import os.path
@@ -21,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.multi_draft import Choice, Choose
 from models.params import BaseParams
 from models.proposal import Proposal
 
@@ -82,6 +89,98 @@ def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
     drafted = torch.nn.functional.pad(proposal.token_ids, (0, 1), value=-1)  # node -1 is the padding
     tokens = torch.nn.functional.pad(drafted.gather(1, path % drafted.shape[1]), (0, 1), value=-1)
     return Verified(path, tokens.scatter(1, num_accepted[:, None], final[:, None]), num_accepted)
+
+
+def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) -> Verified:
+    """Go from the root to a kept child, and on, until none is kept; emit one token of what is left there.
+
+    Args:
+        proposal: [B, N], drawn from its q; with q of other settings the output is not p's.
+        p: [B, N+1, V].
+        rng: on the device of p.
+        choose: asked once for each node with children, of the blocks that got there.
+
+    Raises:
+        ValueError: p doesn't fit the proposal, or a drafted token has no probability in q.
+    """
+    check_block(proposal, p)
+    p, q = p.float(), proposal.distributions(p.shape[-1]).float()
+    if (q.gather(-1, proposal.token_ids[..., None]) <= 0).any():
+        raise ValueError("q gives a drafted token no probability; each token must be drawn from its q")
+    families: dict[int, list[int]] = {}  # row to the nodes that follow it
+    for node, parent in enumerate(proposal.parents):
+        families.setdefault(parent + 1, []).append(node)
+    coins = torch.rand(len(p), proposal.num_tokens + 1, generator=rng, device=p.device)
+    ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    left = p[:, 0].clone()  # the law of the token after each block's path
+    for row, nodes in sorted(families.items()):
+        here = (ends == row).nonzero()[:, 0]
+        if len(here) == 0:
+            continue
+        of_nodes = here[:, None], torch.tensor(nodes, device=p.device)
+        choice = choose(p[here, row], proposal.token_ids[of_nodes], q[of_nodes])
+        kept = (coins[here, row, None] >= choice.chances.cumsum(dim=-1)).sum(dim=-1)  # as many as there are: none
+        ends[here] = torch.tensor([*(node + 1 for node in nodes), row], device=p.device)[kept]
+        left[here] = torch.where((kept == len(nodes))[:, None], choice.rest, p[here, ends[here]])
+    return emit(proposal, ends, torch.multinomial(left, 1, generator=rng)[:, 0])
+
+
+def reject_in_turn(p: Tensor, token_ids: Tensor, q: Tensor) -> Choice:
+    """Try siblings in turn: keep x with min(1, p(x) / q(x)), else go on with what it leaves of p, max(p − q, 0).
+
+    Args:
+        p: [n, V].
+        token_ids: [n, k].
+        q: [n, k, V] what each was drawn from, given the ones before it.
+    """
+    chances, reached = [], torch.ones_like(p[:, 0])
+    for token, law in zip(token_ids.unbind(1), q.unbind(1), strict=True):
+        kept = (p.gather(1, token[:, None]) / law.gather(1, token[:, None]))[:, 0].clamp(max=1)
+        chances.append(reached * kept)
+        reached = reached * (1 - kept)
+        p = normalised((p - law).clamp(min=0), p)
+    return Choice(torch.stack(chances, dim=1), p)
+
+
+def normalised(law: Tensor, otherwise: Tensor) -> Tensor:
+    """Return rows that sum to 1; empty ones, which are never asked for but for rounding, are `otherwise`."""
+    total = law.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, law / total, otherwise)
+
+
+def expected_of_chain(token_ids: Tensor, p: Tensor, kept: Tensor) -> Tensor:
+    """Return how many tokens of a chain are accepted on average from each start of an answer that was drawn from p.
+
+    Σᵢ ∏ⱼ‹ᵢ kept(xⱼ)/p(xⱼ) · Σᵥ keptᵢ(v), x being the answer: a step that goes on past x was drafted x and kept it,
+    where the answer has it with p(x). So the mean over answers is exact.
+
+    Args:
+        token_ids: [B, K] the answer's tokens after each start, drawn from p.
+        p: [B, K, V] the target's.
+        kept: [B, K, V] the chance that a token is drafted and kept, 0 where p is.
+
+    Returns:
+        [B].
+    """
+    said, chance = (law.gather(-1, token_ids[..., None])[..., 0] for law in (kept, p))
+    goes_on = (said / chance.clamp(min=torch.finfo(chance.dtype).tiny)).cumprod(dim=-1)
+    reached = torch.nn.functional.pad(goes_on[:, :-1], (1, 0), value=1.0)
+    return (reached * kept.sum(dim=-1)).sum(dim=-1)
+
+
+def expected_of_rejection(token_ids: Tensor, q: Tensor, p: Tensor, params: BaseParams) -> Tensor:
+    """Return how many tokens of a chain speculative sampling accepts on average, see `expected_of_chain`.
+
+    Args:
+        token_ids: [B, K] the answer's tokens after each start, drawn from p.
+        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
+        p: [B, K, V] the target's.
+        params: not read.
+
+    Returns:
+        [B] from 0 to K.
+    """
+    return expected_of_chain(token_ids, p.float(), torch.minimum(p.float(), q.float()))
 
 
 def common_prefix(drafted: Sequence[int], emitted: Sequence[int]) -> int:

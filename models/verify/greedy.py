@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from models.multi_draft import Siblings
 from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, check_block, common_prefix, emit
@@ -17,6 +18,7 @@ from models.verify import Verified, check_block, common_prefix, emit
 PAPER = "arXiv:1811.03115, section 3"
 LOSSLESS = True
 SAMPLES = False
+SIBLINGS: tuple[Siblings, ...] = ("certain", "certain but one", "independent", "without replacement")
 
 
 class Params(BaseParams):

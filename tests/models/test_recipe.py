@@ -77,6 +77,7 @@ def test_a_slip_is_named(tables, table, key, value, message):
         ("verify", "rejektion", r'key "verify": .*no method "rejektion" in verify \(did you mean "rejection"\?\)'),
         ("verify_greedy", "gredy", r'key "verify_greedy": .*no method "gredy" in verify \(did you mean "greedy"\?\)'),
         ("verify", "greedy", r"greedy is for greedy decoding only"),
+        ("verify_greedy", "rejection", r"rejection wants probabilities, which temperature 0 has none of"),
         ("lengths", "fixd", r'key "lengths": .*no method "fixd" in lengths \(did you mean "fixed"\?\)'),
     ],
 )

@@ -1,0 +1,222 @@
+"""Several drafted tokens for one place: how siblings of a tree are drawn, how often one of them could be kept, and how
+often a rule keeps one.
+
+Whatever the rule, all it emits must follow p, so that kept tokens are a transport of mass from sets of siblings to
+tokens of p. Its dual gives the most that any rule can keep, without solving the transport:
+
+    1 + min over sets H of tokens of ( p(H) − Pr[all siblings are in H] )
+
+and only the sets that hold the tokens of greatest q/p count, so one pass over the sorted vocabulary finds the minimum.
+
+Letters: B places, k siblings of a place, V vocabulary, M outcomes of drawing siblings.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+PAPER = "arXiv:2502.18779, theorems 2 to 5"
+
+# How siblings are drawn: each by itself from q; each from what the ones before it left of q; the most likely tokens; or
+# all but the last the most likely tokens, the last from what they leave of q.
+Siblings = Literal["independent", "without replacement", "certain", "certain but one"]
+LARGEST_ENUMERATION = 1_000_000
+
+
+class Drawn(NamedTuple):
+    """Siblings, and what each was drawn from."""
+
+    token_ids: Tensor  # [B, k]
+    q: Tensor  # [B, k, V]
+
+
+class Choice(NamedTuple):
+    """What a rule does with the siblings of a place."""
+
+    chances: Tensor  # [n, k] that each is kept
+    rest: Tensor  # [n, V] the law of the token that is emitted where none is
+
+
+# p [n, V], token_ids [n, k], q [n, k, V] what each was drawn from → what is kept.
+Choose = Callable[[Tensor, Tensor, Tensor], Choice]
+
+
+class Outcome(NamedTuple):
+    """What comes of a place, over all siblings that may be drawn there."""
+
+    kept: Tensor  # the chance that one of them is kept
+    emitted: Tensor  # [V] the law of the token that is emitted
+
+    def lost(self, p: Tensor) -> Tensor:
+        """Return the total variation between what is emitted and p [V]: 0 in a lossless rule."""
+        return (self.emitted - p).abs().sum() / 2
+
+
+def draw(q: Tensor, num_siblings: int, siblings: Siblings, rng: torch.Generator) -> Drawn:
+    """Draw the siblings of B places; without replacement by Gumbel-top-k, arXiv:2402.14160.
+
+    Args:
+        q: [B, V].
+        num_siblings: k.
+        siblings: how.
+        rng: on the device of q.
+
+    Raises:
+        ValueError: k is no number of siblings, or more than the tokens that have probability.
+    """
+    _check(q, num_siblings, siblings)
+    if siblings == "without replacement":
+        uniform = torch.rand(q.shape, generator=rng, device=q.device, dtype=torch.float64)
+        gumbel = -(-uniform.clamp(min=torch.finfo(torch.float64).tiny).log()).log()
+        tokens = (q.double().log() + gumbel).topk(num_siblings).indices
+        laws = [_law(q, tokens[:, :number], num_siblings, siblings) for number in range(num_siblings)]
+        return Drawn(tokens, torch.stack(laws, dim=1))
+    tokens, laws = q.new_empty(len(q), 0, dtype=torch.int64), []
+    for _ in range(num_siblings):
+        laws.append(_law(q, tokens, num_siblings, siblings))
+        tokens = torch.cat([tokens, torch.multinomial(laws[-1], 1, generator=rng)], dim=1)
+    return Drawn(tokens, torch.stack(laws, dim=1))
+
+
+def most_kept(p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings) -> Tensor:
+    """Return the greatest chance with which a lossless rule can keep one of k siblings.
+
+    Args:
+        p: [B, V].
+        q: [B, V].
+        num_siblings: k.
+        siblings: how they are drawn.
+
+    Returns:
+        [B] float64.
+
+    Raises:
+        ValueError: p and q have different shapes, or as in `draw`.
+    """
+    if p.shape != q.shape:
+        raise ValueError(f"p and q must have one shape, got {list(p.shape)} and {list(q.shape)}")
+    _check(q, num_siblings, siblings)
+    p, q = p.double(), q.double()
+    if siblings in ("certain", "certain but one"):
+        random = siblings == "certain but one"
+        certain = torch.zeros_like(p, dtype=torch.bool)
+        certain.scatter_(1, q.topk(num_siblings - random).indices, True)
+        rest = q.masked_fill(certain, 0)
+        rest = rest / rest.sum(dim=-1, keepdim=True)
+        return torch.where(certain, p, torch.minimum(p, rest) if random else 0).sum(dim=-1)
+    order = torch.where(p > 0, q / p, math.inf).argsort(dim=-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    if siblings == "independent":
+        all_inside = q.cumsum(dim=-1) ** num_siblings
+    else:
+        all_inside = torch.stack([_all_inside(one, num_siblings) for one in q])
+    return (1 + (p.cumsum(dim=-1) - all_inside).min(dim=-1).values).clamp(0, 1)
+
+
+def exact_outcome(choose: Choose, p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings) -> Outcome:
+    """Return what a rule makes of a place, as a sum over all siblings that may be drawn.
+
+    Args:
+        choose: the rule's.
+        p: [V] of few tokens.
+        q: [V].
+        num_siblings: k.
+        siblings: how they are drawn.
+
+    Raises:
+        ValueError: V^k is above a million, or as in `draw`.
+    """
+    size = len(q)
+    if size**num_siblings > LARGEST_ENUMERATION:
+        raise ValueError(f"{size}^{num_siblings} outcomes are too many to sum over; sample them")
+    _check(q[None], num_siblings, siblings)
+    tokens = torch.cartesian_prod(*[torch.arange(size)] * num_siblings).view(-1, num_siblings)
+    chance, laws = torch.ones(len(tokens), dtype=q.dtype), torch.empty(len(tokens), 0, size, dtype=q.dtype)
+    for number in range(num_siblings):
+        # Of what can't be drawn nothing is asked: its law may not exist.
+        tokens, chance, laws = (part[chance > 0] for part in (tokens, chance, laws))
+        law = _law(q.expand(len(tokens), -1), tokens[:, :number], num_siblings, siblings)
+        chance = chance * law.gather(1, tokens[:, number, None])[:, 0]
+        laws = torch.cat([laws, law[:, None]], dim=1)
+    tokens, chance, laws = (part[chance > 0] for part in (tokens, chance, laws))
+    return _outcome(choose(p.expand(len(tokens), -1), tokens, laws), tokens, chance)
+
+
+def sampled_outcome(
+    choose: Choose, p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings, num_draws: int, rng: torch.Generator
+) -> Outcome:
+    """Return the mean of what a rule makes of a place over siblings that are drawn; see `exact_outcome`.
+
+    `kept` has no bias. `emitted` has none either, but its total variation to another law is overstated by what chance
+    adds, which goes down with the root of `num_draws`.
+    """
+    drawn = draw(q.expand(num_draws, -1), num_siblings, siblings, rng)
+    choice = choose(p.expand(num_draws, -1), drawn.token_ids, drawn.q)
+    return _outcome(choice, drawn.token_ids, torch.full((num_draws,), 1 / num_draws, dtype=p.dtype, device=p.device))
+
+
+def _outcome(choice: Choice, tokens: Tensor, chance: Tensor) -> Outcome:
+    """Weigh what is kept and emitted by [M] the chance of each draw."""
+    kept = choice.chances.sum(dim=-1)
+    emitted = ((1 - kept) * chance) @ choice.rest
+    emitted = emitted.scatter_add(0, tokens.flatten(), (choice.chances * chance[:, None]).flatten())
+    return Outcome((kept * chance).sum(), emitted)
+
+
+def _check(q: Tensor, num_siblings: int, siblings: Siblings) -> None:
+    if num_siblings < 1:
+        raise ValueError(f"num_siblings must be at least 1, got {num_siblings}")
+    fewest = int((q > 0).sum(dim=-1).min())
+    if siblings != "independent" and num_siblings > fewest:
+        raise ValueError(f"{num_siblings} different siblings can't be drawn from {fewest} tokens with probability in q")
+
+
+def _law(q: Tensor, drawn: Tensor, num_siblings: int, siblings: Siblings) -> Tensor:
+    """Return what the next sibling is drawn from.
+
+    Args:
+        q: [M, V].
+        drawn: [M, j] the siblings before it.
+        num_siblings: of all.
+        siblings: how.
+    """
+    if siblings == "independent":
+        return q
+    left = q.scatter(1, drawn, 0.0)
+    if siblings == "certain" or (siblings == "certain but one" and drawn.shape[1] < num_siblings - 1):
+        return one_hot(left.argmax(dim=-1), q.shape[-1]).to(q)
+    return left / left.sum(dim=-1, keepdim=True)
+
+
+def _all_inside(q: Tensor, num_siblings: int) -> Tensor:
+    """Return for each beginning H of a vocabulary the chance that k tokens drawn without replacement are all in it.
+
+    Drawing is a race in which token i arrives after a time Exp(qᵢ). All of the first k are in H unless a token outside
+    comes when fewer than k of H have: Pr = 1 − q(not H) ∫ e^−t Σⱼ‹ₖ eⱼ(exp(qᵢt) − 1, i in H) dt, with eⱼ the elementary
+    symmetric polynomials. They are sums of sums from the left, in logarithms, because they grow beyond any number; the
+    integral over log t is a sum at equal steps.
+
+    Args:
+        q: [V] float64, in order.
+        num_siblings: k.
+
+    Returns:
+        [V].
+    """
+    log_t = torch.arange(-8, 30, 0.5, dtype=q.dtype, device=q.device)[:, None]
+    times = q * log_t.exp()
+    log_odds = times + (-torch.expm1(-times)).log()
+    # e₀ and e₁ have integrals that are known.
+    total = 1 + (q / (1 - q)).cumsum(dim=-1) if num_siblings > 1 else torch.ones_like(q)
+    log_polynomial = log_odds.logcumsumexp(dim=-1)
+    for _ in range(2, num_siblings):
+        before = torch.nn.functional.pad(log_polynomial[:, :-1], (1, 0), value=-math.inf)
+        log_polynomial = (log_odds + before).logcumsumexp(dim=-1)
+        total = total + 0.5 * (log_polynomial - log_t.exp() + log_t).exp().sum(dim=0)
+    outside = (1 - q.cumsum(dim=-1)).clamp(min=0)
+    # Where nothing is outside, a token of all of q makes the integral endless.
+    return torch.where(outside > 0, 1 - outside * total, 1.0).clamp(0, 1)

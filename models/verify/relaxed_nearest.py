@@ -1,0 +1,139 @@
+"""LANTERN: a drafted token is judged by the probability of all tokens that stand for much the same, as image tokens do.
+
+A(x) are the tokens nearest to x, added from the nearest on for as long as their probabilities sum to at most δ. The
+target's law as x sees it, pˣ, has all of p(A(x)) at x and none at the others of A(x); its total variation to p is at
+most δ. x is kept with min(1, pˣ(x) / q(x)), else max(pˣ − q, 0), made to sum to 1, is what is left for the next child,
+or for the token that is emitted.
+
+Not lossless. The bound δ holds for each pˣ, not for the emitted token, because every x claims its neighbours for
+itself: up to the total variation of q and p can be lost. `models.multi_draft.exact_outcome` tells how much is.
+
+Without a table of neighbours no token has any, and the rule is `rejection`.
+"""
+
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.multi_draft import Choice, Siblings
+from models.params import BaseParams
+from models.proposal import Proposal
+from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
+
+PAPER = "arXiv:2410.03355, section 3"
+LOSSLESS = False
+SAMPLES = True
+SIBLINGS: tuple[Siblings, ...] = ("independent", "without replacement", "certain", "certain but one")
+
+
+class Params(BaseParams):
+    """Which tokens are alike, and how far that is trusted.
+
+    Attributes:
+        neighbours: a file of `write_neighbours`; None for no neighbours.
+        delta: δ, the most probability that neighbours may lend to a token.
+    """
+
+    name: Literal["relaxed_nearest"] = "relaxed_nearest"
+    neighbours: Path | None = None
+    delta: float = Field(0.1, ge=0, le=1)
+
+
+def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
+    """Verify one drafted tree a block; see `models.verify.walk` and `choose`.
+
+    Raises:
+        ValueError: as `walk`; or the table of neighbours is missing, or of another vocabulary than p.
+    """
+    return walk(proposal, p, rng, partial(choose, params=params))
+
+
+def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
+    """Try the children of a node in turn.
+
+    Args:
+        p: [n, V].
+        token_ids: [n, k].
+        q: [n, k, V] what each was drawn from, given the ones before it.
+        params: neighbours and δ.
+
+    Raises:
+        ValueError: the table of neighbours is missing, or of another vocabulary than p.
+    """
+    table = _read_neighbours(params.neighbours, p)
+    chances, reached = [], torch.ones_like(p[:, 0])
+    for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
+        seen = _as_seen_by(token, p, table, params.delta)
+        kept = (seen.gather(1, token) / law.gather(1, token))[:, 0].clamp(max=1)
+        chances.append(reached * kept)
+        reached = reached * (1 - kept)
+        p = normalised((seen - law).clamp(min=0), p)
+    return Choice(torch.stack(chances, dim=1), p)
+
+
+def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
+    """Return what `rejection` expects of a chain.
+
+    Raises:
+        ValueError: tokens have neighbours, so that some are kept that the target never says.
+    """
+    if params.neighbours is not None:
+        raise ValueError("rule relaxed_nearest keeps tokens for their neighbours; the target's answers don't tell")
+    return expected_of_rejection(token_ids, q, p, params)
+
+
+count_accepted = common_prefix  # a rejected x is never emitted in its place, max(pˣ − q, 0) being 0 there
+
+
+def write_neighbours(embedding: Tensor, num_neighbours: int, file: Path) -> None:
+    """Write which tokens are nearest to each, by Euclidean distance, for `Params.neighbours`.
+
+    Args:
+        embedding: [V, H], such as the code book of an image tokenizer.
+        num_neighbours: of each token, itself not counted.
+        file: a safetensors file.
+
+    Raises:
+        ValueError: there are not as many other tokens.
+    """
+    if not 0 < num_neighbours < len(embedding):
+        raise ValueError(f"num_neighbours must be from 1 to {len(embedding) - 1}, got {num_neighbours}")
+    distances = torch.cdist(embedding.float(), embedding.float()).fill_diagonal_(float("inf"))
+    save_file({"neighbours": distances.topk(num_neighbours, largest=False).indices}, file)
+
+
+def _read_neighbours(file: Path | None, p: Tensor) -> Tensor:
+    """Return [V, m] int64, the nearest first; m is 0 without a file."""
+    if file is None:
+        return torch.empty(p.shape[-1], 0, dtype=torch.int64, device=p.device)
+    if not file.is_file():
+        raise ValueError(f"rule relaxed_nearest: there is no file {file}; write one with write_neighbours")
+    table = _load(file, file.stat().st_mtime_ns).to(p.device)
+    if len(table) != p.shape[-1]:
+        raise ValueError(f"{file} has neighbours of {len(table)} tokens, the target has {p.shape[-1]}")
+    return table
+
+
+@lru_cache(maxsize=1)
+def _load(file: Path, written_ns: int) -> Tensor:
+    return load_file(file)["neighbours"]
+
+
+def _as_seen_by(token: Tensor, p: Tensor, table: Tensor, delta: float) -> Tensor:
+    """Move the probability of a token's neighbours to it, the nearest first, while it sums to at most δ.
+
+    Args:
+        token: [n, 1].
+        p: [n, V].
+        table: [V, m].
+        delta: δ.
+    """
+    near = table[token[:, 0]]
+    lent = p.gather(1, near)
+    lent = torch.where(lent.cumsum(dim=1) <= delta, lent, 0.0)
+    return p.scatter_add(1, near, -lent).scatter_add(1, token, lent.sum(dim=1, keepdim=True))

@@ -1,0 +1,92 @@
+"""What each verification rule keeps of one place's drafts, what the best rule could, and what a lossy one loses.
+
+Places are next tokens of held-out text. p is the target's law there and q a draft's, the target's outer three quarters
+of layers without any training, both at the row's temperature and cut to their 10 likeliest tokens. So few tokens let
+everything be summed over all drafts that may come: no figure has an error of sampling but that of the places. The seed
+draws these. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so.
+
+Relaxed acceptance of neighbours is for image tokens, and is not here.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models import catalog
+from models.drafts import lm
+from models.engines import Sampling
+from models.engines.torch import probabilities
+from models.multi_draft import exact_outcome, most_kept
+from tasks.measure.comparisons import Bench, Row, draw
+
+QUESTION = "How much of the drafts for a place does each verification rule keep, and how far is that from the best?"
+BASELINE = "rejection, 1 draft, T 1"
+COLUMNS = {
+    "kept_pct": "a draft is kept, % ↑",
+    "most_pct": "most that a lossless rule can keep of such drafts, %",
+    "short_pct": "short of that, points ↓ (below 0: not lossless)",
+    "lost": "total variation from the target, 0 to 1 ↓",
+}
+RULES = ("rejection", "spectr", "without_replacement", "multi_draft_optimal", "typical")
+TEMPERATURES = (1.0, 0.5)
+NUM_DRAFTS = (2, 4)
+TOP_K, NUM_PLACES, LENGTH = 10, 32, 64
+
+
+def rows(budget: float) -> list[Row]:
+    """Return every rule at every temperature and number of drafts; `budget` scales the places."""
+    found = []
+    for temperature in TEMPERATURES:
+        ways = [("rejection", 1, "")] + [(name, count, "") for count in NUM_DRAFTS for name in RULES]
+        for name, count, siblings in [*ways, *(("rejection", count, "certain but one") for count in NUM_DRAFTS)]:
+            drafts = f"{count} draft{'s' * (count > 1)}{', ' * bool(siblings)}{siblings}"
+            settings = {"method": {"name": name}, "drafts": count, "siblings": siblings, "temperature": temperature}
+            found.append(Row(f"{name}, {drafts}, T {temperature:g}", settings))
+    return found
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """See `tasks.measure.comparisons`."""
+    params = catalog.parse("verify", row.settings["method"])
+    rule = catalog.load("verify", params.name)
+    siblings, count = row.settings["siblings"] or rule.SIBLINGS[0], row.settings["drafts"]
+    kept, most, lost = [], [], []
+    sampling = Sampling(temperature=row.settings["temperature"], top_k=TOP_K)
+    for p, q in zip(*_laws(bench, sampling, seed), strict=True):
+        outcome = exact_outcome(partial(rule.choose, params=params), p, q, count, siblings)
+        kept.append(float(outcome.kept))
+        most.append(float(most_kept(p[None], q[None], count, siblings)))
+        lost.append(float(outcome.lost(p)))
+    return {
+        "kept_pct": 100 * float(np.mean(kept)),
+        "most_pct": 100 * float(np.mean(most)),
+        "short_pct": 100 * float(np.mean(most) - np.mean(kept)),
+        "lost": float(np.mean(lost)),
+    }
+
+
+@torch.inference_mode()
+def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
+    """Return p and q [P, 2·10] float64 at places of the seed's, of the tokens that either may say there."""
+    documents = draw(bench.held_out, max(LENGTH, round(NUM_PLACES * LENGTH * bench.budget)), LENGTH, seed)
+    num_layers = AutoConfig.from_pretrained(bench.target_dir).num_hidden_layers
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    draft = lm.create(lm.Params(num_layers=max(1, 3 * num_layers // 4)), bench.target_dir, np.empty(0))
+    rng = torch.Generator().manual_seed(seed)
+    p, q = [], []
+    for document in documents:
+        place = int(torch.randint(len(document), (1,), generator=rng))
+        read = torch.tensor([document[: place + 1]])
+        told = target(input_ids=read, use_cache=False).logits[0, -1]
+        drafted = draft.lm_head(draft.model(input_ids=read, use_cache=False).last_hidden_state[0, -1])
+        tokens = torch.cat([told.topk(TOP_K).indices, drafted.topk(TOP_K).indices])
+        # A token that both have among their likeliest stands once; the other place is one that nobody says.
+        again = (tokens[TOP_K:, None] == tokens[:TOP_K]).any(dim=1)
+        for laws, logits in ((p, told), (q, drafted)):
+            law = probabilities(logits[None].double(), sampling)[0, tokens]
+            law[TOP_K:][again] = 0
+            laws.append(law / law.sum())
+    return torch.stack(p), torch.stack(q)
