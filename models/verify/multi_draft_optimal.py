@@ -20,7 +20,7 @@ from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
 
-PAPER = "arXiv:2502.18779, section 5"
+PAPER = "arXiv:2502.18779, greedy draft sampling"
 LOSSLESS = True
 SAMPLES = True
 SIBLINGS: tuple[Siblings, ...] = ("certain but one", "certain")

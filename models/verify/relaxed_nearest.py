@@ -25,7 +25,7 @@ from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
 
-PAPER = "arXiv:2410.03355, section 3"
+PAPER = "arXiv:2410.03355"
 LOSSLESS = False
 SAMPLES = True
 SIBLINGS: tuple[Siblings, ...] = ("independent", "without replacement", "certain", "certain but one")

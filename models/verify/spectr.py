@@ -17,7 +17,7 @@ from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
 
-PAPER = "arXiv:2310.15141, algorithm 2"
+PAPER = "arXiv:2310.15141, k-sequential selection"
 LOSSLESS = True
 SAMPLES = True
 SIBLINGS: tuple[Siblings, ...] = ("independent",)

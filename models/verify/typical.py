@@ -21,7 +21,7 @@ from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, check_block, emit, expected_of_chain
 
-PAPER = "arXiv:2401.10774, section 2.3.1"
+PAPER = "arXiv:2401.10774, typical acceptance"
 LOSSLESS = False
 SAMPLES = True
 SIBLINGS: tuple[Siblings, ...] = ("certain", "certain but one", "independent", "without replacement")

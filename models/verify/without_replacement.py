@@ -16,7 +16,7 @@ from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified, common_prefix, expected_of_rejection, reject_in_turn, walk
 
-PAPER = "arXiv:2402.14160, algorithm 1"
+PAPER = "arXiv:2402.14160, recursive rejection sampling"
 LOSSLESS = True
 SAMPLES = True
 SIBLINGS: tuple[Siblings, ...] = ("without replacement", "certain", "certain but one")

@@ -80,17 +80,18 @@ def test_equal_laws_keep_a_sibling_that_is_drawn() -> None:
         assert float(most_kept(Q[None], Q[None], 3, siblings)) == pytest.approx(1)
 
 
-def test_the_bound_stands_on_a_large_and_peaked_vocabulary() -> None:
-    rng = torch.Generator().manual_seed(0)
-    logits = 6 * torch.randn(2, 5000, generator=rng, dtype=torch.float64)
-    p, q = (logits[:1] + 2 * logits[1:]).softmax(-1), logits[:1].softmax(-1)
-    found = [float(most_kept(p, q, 3, siblings)) for siblings in ("independent", "without replacement")]
-    kept = [
-        float(sampled_outcome(reject_in_turn, p[0], q[0], 3, siblings, 200, rng).kept)
-        for siblings in ("independent", "without replacement")
-    ]
-    assert kept[0] <= found[0] + 1e-6 and kept[1] <= found[1] + 0.02  # its mean over draws has an error
-    assert found[1] > found[0]
+@pytest.mark.parametrize("power", [1, 10, 40])
+def test_the_integral_is_the_sum_over_all_draws_however_peaked_the_draft_is(power: int) -> None:
+    rng = torch.Generator().manual_seed(power)
+    p, q = random_law(rng, 24, 4), random_law(rng, 24, power)
+    tokens = torch.cartesian_prod(*[torch.arange(24)] * 3)
+    first, second, third = q[tokens].unbind(1)
+    chance = first * second / (1 - first) * third / (1 - first - second)
+    chance[(tokens[:, :1] == tokens[:, 1:]).any(1) | (tokens[:, 1] == tokens[:, 2])] = 0
+    rank = (q / p).argsort(descending=True).argsort()
+    all_inside = torch.zeros(24, dtype=torch.float64).scatter_add(0, rank[tokens].max(dim=1).values, chance).cumsum(0)
+    wanted = 1 + (p[rank.argsort()].cumsum(0) - all_inside).min()
+    assert float(most_kept(p[None], q[None], 3, "without replacement")) == pytest.approx(float(wanted), abs=1e-6)
 
 
 @pytest.mark.parametrize("siblings", WAYS)

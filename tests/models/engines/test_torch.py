@@ -117,7 +117,7 @@ def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
     assert exact >= 18  # the cached states are bfloat16, so near-ties of the draft may move a count
 
 
-def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3) -> float:
+def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3, rule: str = "rejection") -> float:
     """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
     prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -125,7 +125,8 @@ def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3
         seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
         return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
 
-    drawn = torch.tensor(run(target, draft, draw, dtype="float32", num_draft_tokens=num_draft_tokens))
+    changes = {"dtype": "float32", "num_draft_tokens": num_draft_tokens, "verify": {"name": rule}}
+    drawn = torch.tensor(run(target, draft, draw, **changes))
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.inference_mode():
         token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
@@ -242,8 +243,16 @@ def test_after_a_tree_the_cache_and_what_the_drafter_was_told_are_those_of_a_fre
         torch.testing.assert_close(held[:, :, : cache.length], wanted[:, :, : cache.length], rtol=1e-3, atol=1e-3)
 
 
-def test_sampled_tokens_of_a_tree_follow_the_target(tiny_target: Path, bush: Bush) -> None:
-    assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) > P_VALUE
+@pytest.mark.parametrize("rule", ["rejection", "spectr"])
+def test_sampled_tokens_of_a_tree_follow_the_target(tiny_target: Path, bush: Bush, rule: str) -> None:
+    assert sampled_p_value(tiny_target, bush, num_draft_tokens=6, rule=rule) > P_VALUE
+
+
+@pytest.mark.parametrize("rule", ["without_replacement", "multi_draft_optimal"])
+def test_a_tree_that_a_rule_can_not_verify_is_an_error_and_no_output(tiny_target: Path, bush: Bush, rule: str) -> None:
+    sampling = Sampling(temperature=1.0, seed=0, max_tokens=8, ignore_eos=True)
+    with pytest.raises(ValueError, match=f"rule {rule} wants"):
+        run(tiny_target, bush, lambda engine: answer_all(engine, prompts(1), sampling), verify={"name": rule})
 
 
 def test_a_tree_that_lies_about_q_would_be_noticed(
