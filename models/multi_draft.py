@@ -133,7 +133,7 @@ def exact_outcome(choose: Choose, p: Tensor, q: Tensor, num_siblings: int, sibli
     """
     size = len(q)
     if size**num_siblings > LARGEST_ENUMERATION:
-        raise ValueError(f"{size}^{num_siblings} outcomes are too many to sum over; sample them")
+        raise ValueError(f"{size}^{num_siblings} outcomes are too many to sum over; cut p and q to fewer tokens")
     _check(q[None], num_siblings, siblings)
     tokens = torch.cartesian_prod(*[torch.arange(size)] * num_siblings).view(-1, num_siblings)
     chance, laws = torch.ones(len(tokens), dtype=q.dtype), torch.empty(len(tokens), 0, size, dtype=q.dtype)
@@ -144,24 +144,7 @@ def exact_outcome(choose: Choose, p: Tensor, q: Tensor, num_siblings: int, sibli
         chance = chance * law.gather(1, tokens[:, number, None])[:, 0]
         laws = torch.cat([laws, law[:, None]], dim=1)
     tokens, chance, laws = (part[chance > 0] for part in (tokens, chance, laws))
-    return _outcome(choose(p.expand(len(tokens), -1), tokens, laws), tokens, chance)
-
-
-def sampled_outcome(
-    choose: Choose, p: Tensor, q: Tensor, num_siblings: int, siblings: Siblings, num_draws: int, rng: torch.Generator
-) -> Outcome:
-    """Return the mean of what a rule makes of a place over siblings that are drawn; see `exact_outcome`.
-
-    `kept` has no bias. `emitted` has none either, but its total variation to another law is overstated by what chance
-    adds, which goes down with the root of `num_draws`.
-    """
-    drawn = draw(q.expand(num_draws, -1), num_siblings, siblings, rng)
-    choice = choose(p.expand(num_draws, -1), drawn.token_ids, drawn.q)
-    return _outcome(choice, drawn.token_ids, torch.full((num_draws,), 1 / num_draws, dtype=p.dtype, device=p.device))
-
-
-def _outcome(choice: Choice, tokens: Tensor, chance: Tensor) -> Outcome:
-    """Weigh what is kept and emitted by [M] the chance of each draw."""
+    choice = choose(p.expand(len(tokens), -1), tokens, laws)
     kept = choice.chances.sum(dim=-1)
     emitted = ((1 - kept) * chance) @ choice.rest
     emitted = emitted.scatter_add(0, tokens.flatten(), (choice.chances * chance[:, None]).flatten())

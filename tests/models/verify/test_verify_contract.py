@@ -408,6 +408,13 @@ def test_a_rule_is_deterministic_given_the_generators_seed(rule) -> None:
     assert torch.equal(*counts)
 
 
+@pytest.mark.parametrize("rule", SAMPLING, ids=rule_id)
+def test_a_token_that_the_draft_could_not_have_drawn_is_refused(rule) -> None:
+    proposal = Proposal.chain([1], [torch.tensor([1.0, 0.0])])
+    with pytest.raises(ValueError, match="q gives a drafted token no probability"):
+        rule.verify(proposal, torch.full((1, 2, 2), 0.5), torch.Generator(), rule.Params())
+
+
 @pytest.mark.parametrize("rule", RULES, ids=rule_id)
 @pytest.mark.parametrize(
     ("token", "q_size", "p_shape", "fault"),
