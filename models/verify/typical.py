@@ -105,4 +105,5 @@ def count_accepted(drafted: Sequence[int], emitted: Sequence[int]) -> int:
 def _passes(p: Tensor, params: Params) -> Tensor:
     """[…, V] bool: which tokens are over the bar."""
     entropy = -torch.special.xlogy(p, p).sum(dim=-1, keepdim=True)
-    return p > (params.delta * (-entropy).exp()).clamp(max=params.epsilon)
+    bar: Tensor = (params.delta * (-entropy).exp()).clamp(max=params.epsilon)
+    return p > bar

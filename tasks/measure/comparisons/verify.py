@@ -76,7 +76,8 @@ def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
     target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
     draft = lm.create(lm.Params(num_layers=max(1, 3 * num_layers // 4)), bench.target_dir, np.empty(0))
     rng = torch.Generator().manual_seed(seed)
-    p, q = [], []
+    p: list[Tensor] = []
+    q: list[Tensor] = []
     for document in documents:
         place = int(torch.randint(len(document), (1,), generator=rng))
         read = torch.tensor([document[: place + 1]])
