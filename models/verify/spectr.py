@@ -72,7 +72,7 @@ def smallest_ratio(p: Tensor, q: Tensor, num_children: int) -> Tensor:
         num_children: k.
     """
     low, high = torch.ones_like(p[:, :1]), torch.full_like(p[:, :1], num_children)
-    for _ in range(NUM_HALVINGS):
+    for _ in range(NUM_HALVINGS if num_children > 1 else 0):
         middle = (low + high) / 2
         chance = torch.minimum(q, p / middle).sum(dim=-1, keepdim=True)
         enough = middle * chance >= 1 - (1 - chance) ** num_children
