@@ -15,27 +15,30 @@ from transformers import PreTrainedModel
 
 from models.drafts import Draft
 from models.hidden import HiddenStates, Sample
+from models.paired import Score
 from models.scoring import STANDARD, greedy_scores
 from models.training import IGNORED, pad
 
 
 class Likeness(NamedTuple):
-    """Of a model to its target, a mean over next tokens of text.
+    """Of a model to its target, a mean over next tokens of a document.
 
     Attributes:
         kl: Σ p log (p / q) in nats, p the target's distribution, q the changed model's.
         agreement: share of places at which both find the same token likeliest.
+        num_tokens: how many next tokens there were.
     """
 
     kl: float
     agreement: float
+    num_tokens: int
 
 
 @torch.no_grad()
 def likeness(
     model: PreTrainedModel, target: PreTrainedModel, documents: Sequence[Sequence[int]], batch_size: int = 4
-) -> Likeness:
-    """Compare two models on text.
+) -> list[Likeness]:
+    """Compare two models on text, document by document.
 
     Args:
         model: the changed one.
@@ -43,24 +46,30 @@ def likeness(
         documents: token ids; each is read whole.
         batch_size: documents whose logits are held at once.
 
+    Returns:
+        one for each document of two tokens or more, in the order given.
+
     Raises:
         ValueError: there is no document of two tokens, or the vocabularies differ in size.
     """
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"model has {model.config.vocab_size} tokens, its target {target.config.vocab_size}")
-    long_enough = sorted((document for document in documents if len(document) > 1), key=len)
+    long_enough = [place for place, document in enumerate(documents) if len(document) > 1]
     if not long_enough:
         raise ValueError(f"none of {len(documents)} documents has two tokens")
     model.eval(), target.eval()
-    divergence, agreed, num_tokens = 0.0, 0, 0
-    for start in range(0, len(long_enough), batch_size):
-        batch = pad(long_enough[start : start + batch_size])
-        told = batch.labels[:, 1:] != IGNORED
-        p, q = (_log_probs(one, batch.token_ids)[told] for one in (target, model))
-        divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        num_tokens += len(p)
-    return Likeness(max(0.0, divergence / num_tokens), agreed / num_tokens)
+    found: dict[int, Likeness] = {}
+    by_length = sorted(long_enough, key=lambda place: len(documents[place]))
+    for start in range(0, len(by_length), batch_size):
+        chosen = by_length[start : start + batch_size]
+        batch = pad([documents[place] for place in chosen])
+        logs = (_log_probs(one, batch.token_ids) for one in (target, model))
+        for place, told, p, q in zip(chosen, batch.labels[:, 1:] != IGNORED, *logs, strict=True):
+            divergence = float((p[told].exp() * (p - q)[told]).sum(dtype=torch.float64))
+            agreed = int((p[told].argmax(-1) == q[told].argmax(-1)).sum())
+            num_tokens = int(told.sum())
+            found[place] = Likeness(max(0.0, divergence / num_tokens), agreed / num_tokens, num_tokens)
+    return [found[place] for place in long_enough]
 
 
 def _log_probs(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
@@ -77,15 +86,15 @@ def fits(model: PreTrainedModel, target: PreTrainedModel) -> bool:
 
 
 @torch.inference_mode()
-def accepted_length(
+def accepted(
     draft: Draft,
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     num_draft_tokens: int,
     num_tokens: int,
     work_dir: Path,
-) -> float:
-    """Return τ of a draft, as it is, on a model's own greedy answers: 1 + accepted tokens / verification steps.
+) -> list[Score]:
+    """Return how a draft, as it is, does on each of a model's own greedy answers; τ is 1 + accepted / steps.
 
     Args:
         draft: made for a target of which the model was made.
@@ -109,8 +118,8 @@ def accepted_length(
     layers = sorted({*draft.taps, model.config.num_hidden_layers})
     states = HiddenStates(work_dir, samples, layers, model.config.hidden_size)
     states.extract(model)
-    scores = greedy_scores(draft, states, samples, num_draft_tokens, STANDARD.greedy).values()
-    return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
+    scores = greedy_scores(draft, states, samples, num_draft_tokens, STANDARD.greedy)
+    return [scores[sample.id] for sample in samples]
 
 
 def _greedy(model: PreTrainedModel, token_ids: Tensor, num_tokens: int) -> list[list[int]]:

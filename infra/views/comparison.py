@@ -19,8 +19,8 @@ class MethodFigure(Shown):
 
     Attributes:
         value: mean over seeds; None where the metric makes no sense for the row.
-        interval: with one seed there is none.
-        gain: the row's difference from the baseline, paired by seed; None for the baseline and with one seed.
+        interval: None where neither seeds nor documents tell.
+        gain: the row's difference from the baseline, paired by seed and document; None for the baseline, and as above.
     """
 
     value: float | None
@@ -76,11 +76,18 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
     ]
     grids = [Grid(f"mean over {num_seeds} seeds", ["", *headings.values(), "seconds, all seeds"], values)]
     notes = []
-    if num_seeds > 1:
-        grids.append(Grid(f"difference from {found.baseline}, seed by seed", ["", *headings.values()], gains))
-        notes.append("Intervals are 95% of Student's t over seeds, each by itself; * marks one that excludes 0.")
+    if any(figure.gain is not None for of_row in figures.values() for figure in of_row.values()):
+        title = f"difference from {found.baseline}, by seed, and by document where a column has a figure for each"
+        grids.append(Grid(title, ["", *headings.values()], gains))
+        notes.append(
+            "Intervals are 95% of Student's t over seeds, or over documents where seeds differ by no more than those "
+            "make them, each by itself; * marks one that excludes 0."
+        )
     if num_seeds < FEWEST_SEEDS:
-        notes.append(f"Only {num_seeds} of at least {FEWEST_SEEDS} seeds: don't choose a method by these figures.")
+        notes.append(
+            f"Only {num_seeds} of at least {FEWEST_SEEDS} seeds: what another draw of text to learn or calibrate on "
+            "would change is hardly in these figures."
+        )
     if found.verdicts:
         each = "; ".join(f"{row}: {verdict}" for row, verdict in found.verdicts.items())
         notes.append(f"Within {found.margin}, at 95% over all looks: {each}.")

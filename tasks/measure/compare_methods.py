@@ -4,8 +4,9 @@ A cell is one row under one seed. Cells are kept as they are finished, first all
 comparison goes on with what is missing. They are measured in this process, because starting one for each would take
 longer than most of them.
 
-Seeds are paired: a row's difference from the baseline is taken seed by seed, so what
-a seed does to all rows alike, such as the documents that it draws, cancels out. Intervals are Student's t over seeds.
+Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
+has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
+Intervals are Student's t, see `tasks.measure.spread`.
 
 Under a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
 """
@@ -18,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from scipy.stats import t as student
 
 from infra.artifacts import open_artifact
 from infra.machine import describe_machine, git_commit
@@ -39,6 +40,7 @@ from models.targets import describe
 from tasks.measure import chain, decide
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
+from tasks.measure.spread import Mean, differences, spread
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import PARTS, prepare_text, read_documents, tokenise
 from tasks.stages import code_hashes, code_version
@@ -97,7 +99,7 @@ def compare_methods(
         counts |= dict.fromkeys((row.name for row in asked), step)
         _measure(comparison, recipe, cells, asked, budget, step)
         measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(counts[row.name])] for row in rows}
-        metrics = {name: [one["metrics"] for one in of_row] for name, of_row in measured.items()}
+        metrics = {name: [metrics_of(one) for one in of_row] for name, of_row in measured.items()}
         if margin is not None:
             verdicts |= decide.decided(metrics, comparison.BASELINE, margin, len(steps))
         if len(verdicts) == len(rows) - 1:
@@ -221,7 +223,7 @@ def _methods(settings: object) -> Iterator[str]:
 
 
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
-    """Measure one row under one seed; returns `metrics`, as `Metrics`, and `seconds`.
+    """Measure one row under one seed; returns `metrics`, `documents`, what each gave of them, and `seconds`.
 
     Raises:
         ValueError: what was measured is not what the comparison's columns say, or as the method raises it.
@@ -232,8 +234,17 @@ def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> d
     if measured.keys() != comparison.COLUMNS.keys():
         odd = ", ".join(sorted(measured.keys() ^ comparison.COLUMNS.keys()))
         raise ValueError(f"row {row.name}: measured and COLUMNS differ in {odd}")
-    metrics: Metrics = {name: None if math.isnan(value) else float(value) for name, value in measured.items()}
-    return {"metrics": metrics, "seconds": time.monotonic() - started_s}
+    return {
+        "metrics": {name: None if math.isnan(value) else float(value) for name, value in measured.items()},
+        "documents": {name: value.documents for name, value in measured.items() if isinstance(value, Mean)},
+        "seconds": time.monotonic() - started_s,
+    }
+
+
+def metrics_of(cell: Mapping[str, Any]) -> Metrics:
+    """Return what was measured, from a cell as `measure_cell` made it."""
+    metrics: Metrics = cell["metrics"] | {name: Mean(values) for name, values in cell["documents"].items()}
+    return metrics
 
 
 def summarise(cells: Mapping[str, Sequence[Metrics]], baseline: str) -> dict[str, dict[str, MethodFigure]]:
@@ -264,18 +275,15 @@ def _figure(values: Sequence[float | None], baseline: Sequence[float | None] | N
     if len(found) < len(values):
         return MethodFigure(value=None)
     bases = [base for base in baseline or () if base is not None]
-    gain = t_interval([a - b for a, b in zip(found, bases, strict=True)]) if len(bases) == len(found) else None
-    return MethodFigure(value=sum(found) / len(found), interval=t_interval(found), gain=gain)
+    gain = t_interval(differences(found, bases)) if len(bases) == len(found) else None
+    return MethodFigure(value=fmean(found), interval=t_interval(found), gain=gain)
 
 
 def t_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean with Student's interval at 95%; None for a single value. Values are taken as normal."""
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    reach = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * deviation / math.sqrt(len(values))
-    return Interval(value=mean, low=mean - reach, high=mean + reach)
+    """Return the mean over seeds with Student's interval at 95%; None where neither seeds nor documents tell."""
+    found = spread(values)
+    reach = found.reach(CONFIDENCE)
+    return None if math.isinf(reach) else Interval(value=found.mean, low=found.mean - reach, high=found.mean + reach)
 
 
 def recorder(family: str, setup: Mapping[str, object]) -> Callable[[Row, dict[str, MethodFigure], int], dict[str, str]]:

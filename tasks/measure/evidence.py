@@ -9,8 +9,10 @@ from transformers import PreTrainedModel
 
 from models import catalog
 from models.params import BaseParams
-from models.perplexity import nats_per_token, score
+from models.perplexity import score
 from models.training import Trained
+from tasks.measure.losses import nats_per_token
+from tasks.measure.spread import Mean
 
 COLUMNS = {
     "sign_agreement": "signs as the exact product's, share ↑",
@@ -33,7 +35,7 @@ def own_loss(
     methods: Sequence[BaseParams],
     max_length: int,
     seed: int = 0,
-) -> float:
+) -> Mean:
     """Return nats a token of a finished model that computes as it would in use, which may not be as a plain one.
 
     Args:

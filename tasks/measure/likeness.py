@@ -6,8 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.drafts import family_of
-from models.likeness import accepted_length, fits, likeness
+from models.likeness import accepted, fits, likeness
 from tasks.measure.comparisons import Bench
+from tasks.measure.spread import Mean
 
 COLUMNS = {
     "kl": "KL from the target (nats/token, lower is better)",
@@ -30,10 +31,13 @@ def measure_likeness(bench: Bench, model: PreTrainedModel, held_out: list[list[i
     found = dict.fromkeys(COLUMNS, math.nan)
     if model.config.vocab_size == target.config.vocab_size:
         like = likeness(model, target, held_out)
-        found |= {"kl": like.kl, "agreement_pct": 100 * like.agreement}
+        weights = [float(one.num_tokens) for one in like]
+        found["kl"] = Mean([one.kl for one in like], weights)
+        found["agreement_pct"] = Mean([100 * one.agreement for one in like], weights)
     prompts = [document[:PROMPT_LENGTH] for document in held_out if len(document) >= PROMPT_LENGTH][:NUM_PROMPTS]
     if bench.draft_dir is not None and prompts and fits(model, target):
         draft = family_of(bench.draft_dir).load(bench.draft_dir, bench.target_dir)
         work_dir = bench.work_dir / "answers"
-        found["tau"] = accepted_length(draft, model, prompts, bench.num_draft_tokens, ANSWER_LENGTH, work_dir)
+        scores = accepted(draft, model, prompts, bench.num_draft_tokens, ANSWER_LENGTH, work_dir)
+        found["tau"] = Mean([1 + one.accepted / one.steps for one in scores], [float(one.steps) for one in scores])
     return found

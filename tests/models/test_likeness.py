@@ -3,13 +3,12 @@
 import copy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.drafts import lm
-from models.likeness import accepted_length, fits, likeness
+from models.likeness import accepted, fits, likeness
 from models.quantize import int8_dynamic
 
 DOCUMENTS = torch.randint(3, 259, (6, 24), generator=torch.Generator().manual_seed(0)).tolist()
@@ -22,18 +21,16 @@ def model(tiny_target: Path) -> PreTrainedModel:
 
 
 def test_a_model_is_its_target_and_a_changed_one_is_measured_token_by_token(model: PreTrainedModel) -> None:
-    assert likeness(model, model, DOCUMENTS) == (0, 1)
+    assert [one[:2] for one in likeness(model, model, DOCUMENTS)] == [(0, 1)] * len(DOCUMENTS)
     changed = copy.deepcopy(model)
     changed.model.layers[0].mlp.up_proj.weight.data *= 4
     found = likeness(changed, model, DOCUMENTS, batch_size=2)
-    divergences, agreed = [], []
-    for document in DOCUMENTS:
+    for document, one_found in zip(DOCUMENTS, found, strict=True):
         with torch.no_grad():
             p, q = (one(torch.tensor([document])).logits[0, :-1].double().softmax(-1) for one in (model, changed))
-        divergences += (p * (p / q).log()).sum(-1).tolist()
-        agreed += (p.argmax(-1) == q.argmax(-1)).tolist()
-    assert found.kl == pytest.approx(float(np.mean(divergences)), rel=1e-4)
-    assert found.agreement == pytest.approx(float(np.mean(agreed)))
+        assert one_found.kl == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+        assert one_found.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+        assert one_found.num_tokens == len(document) - 1
     with pytest.raises(ValueError, match="none of 1 documents has two tokens"):
         likeness(model, model, [[3]])
 
@@ -42,15 +39,20 @@ def test_a_draft_that_is_the_target_is_accepted_whole_and_less_of_it_by_another_
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
     draft, prompts = lm.Lm(copy.deepcopy(model)), [document[:8] for document in DOCUMENTS]
+
+    def tau(one: PreTrainedModel, name: str) -> float:
+        scores = accepted(draft, one, prompts, 2, 13, tmp_path / name)
+        return 1 + sum(score.accepted for score in scores) / sum(score.steps for score in scores)
+
     # 13 tokens: the first comes from the prompt, then 4 steps of 3.
-    assert accepted_length(draft, model, prompts, 2, 13, tmp_path / "own") == pytest.approx(3, rel=1e-6)
+    assert tau(model, "own") == pytest.approx(3, rel=1e-6)
     changed = copy.deepcopy(model)
     changed.model.layers[0].mlp.up_proj.weight.data *= 4
-    assert 1 <= accepted_length(draft, changed, prompts, 2, 13, tmp_path / "changed") < 2.9
+    assert 1 <= tau(changed, "changed") < 2.9
     quantized = int8_dynamic.quantize(copy.deepcopy(model), [], int8_dynamic.Params()).model
-    assert accepted_length(draft, quantized, prompts, 2, 13, tmp_path / "quantized") > 2.5
+    assert tau(quantized, "quantized") > 2.5
     with pytest.raises(ValueError, match=r"prompts must be of one length; got \[3, 8\]"):
-        accepted_length(draft, model, [*prompts, [5, 6, 7]], 2, 13, tmp_path / "odd")
+        accepted(draft, model, [*prompts, [5, 6, 7]], 2, 13, tmp_path / "odd")
 
 
 def test_a_draft_reads_a_model_of_its_targets_shape(model: PreTrainedModel) -> None:

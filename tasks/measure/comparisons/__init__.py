@@ -8,7 +8,8 @@ A file has
 - `rows(budget) -> list[Row]`: what is compared; `budget` scales how much is trained or calibrated, 1 being minutes for
   the whole family on two cores;
 - `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
-  that makes no sense for a row is NaN.
+  that makes no sense for a row is NaN, one that is a mean over documents is of type `tasks.measure.spread.Mean`, so
+  that rows are compared document by document.
 
 Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments
 alone. What they draw from is said here once; torch is not imported, because listing the comparisons imports this.

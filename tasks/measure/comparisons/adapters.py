@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import adapters, catalog
 from models.counting import held_bytes
 from models.params import TrainingParams
-from models.perplexity import nats_per_token, score
+from models.perplexity import score
 from models.training import pad, train
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, shuffled
+from tasks.measure.losses import nats_per_token
+from tasks.measure.spread import Mean
 
 QUESTION = "What does a domain cost to learn when few parameters are trained, and what is forgotten?"
 BASELINE = "base"
@@ -128,7 +130,7 @@ def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
     }
 
 
-def _loss(model: PreTrainedModel, documents: list[list[int]]) -> float:
+def _loss(model: PreTrainedModel, documents: list[list[int]]) -> Mean:
     return nats_per_token(score(model, [document[:LENGTH] for document in documents], max_length=LENGTH))
 
 

@@ -18,10 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import catalog
 from models.params import TrainingParams
-from models.perplexity import nats_per_token, score
+from models.perplexity import score
 from models.training import train_by_name
 from tasks.measure import evidence
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
+from tasks.measure.losses import nats_per_token
+from tasks.measure.spread import Mean, differences
 
 QUESTION = "How few bits, or how much of the gradient, does training get by with?"
 BASELINE = "float32"
@@ -49,8 +51,8 @@ class Texts(NamedTuple):
 class Outcome(NamedTuple):
     """Held-out nats a token in the method's own arithmetic and in floats, seconds of training, the method's figures."""
 
-    loss: float
-    float_loss: float
+    loss: Mean
+    float_loss: Mean
     train_s: float
     figures: dict[str, float]
 
@@ -87,7 +89,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     outcome = plain if method is None else _run(texts, width, seed, method)
     return {
         "loss": outcome.loss,
-        "gap": outcome.loss - plain.loss,
+        "gap": differences([outcome.loss], [plain.loss])[0],
         "float_loss": outcome.float_loss,
         **outcome.figures,
         "train_s": outcome.train_s,

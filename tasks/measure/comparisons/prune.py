@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
 from models.layers.linears import enough_tokens, linears
-from models.perplexity import perplexity, score
+from models.perplexity import score
 from models.prune import prune_model
 from models.sparsity import Pattern
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw
+from tasks.measure.losses import perplexity
 
 QUESTION = "What does zeroing the target's linear weights cost, method by method?"
 BASELINE = "dense"

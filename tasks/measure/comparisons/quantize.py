@@ -26,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from models import catalog, mixed, quantize, training
 from models.layers.linears import blocks, enough_tokens
 from models.params import TrainingParams
-from models.perplexity import perplexity, score
+from models.perplexity import score
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
 from models.sparsity import Pattern
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw, up_to
+from tasks.measure.losses import perplexity
 
 QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
 BASELINE = "float"

@@ -20,10 +20,11 @@ from models import catalog
 from models.counting import counted
 from models.layers.linears import linears
 from models.params import TrainingParams
-from models.perplexity import nats_per_token, score
+from models.perplexity import score
 from models.training import pad, train, train_by_name
 from tasks.measure import evidence
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
+from tasks.measure.losses import nats_per_token
 
 QUESTION = "What does each training regime save, and what does it cost in loss, against plain training?"
 BASELINE = "plain"

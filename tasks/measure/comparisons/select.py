@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from models import catalog
 from models.drafts import lm
 from models.params import TrainingParams
-from models.perplexity import nats_per_token, score
+from models.perplexity import score
 from models.select import Sources, acceptance, select
 from models.training import train
 from tasks.measure.comparisons import Bench, Row, first_by_domain, shuffled
+from tasks.measure.losses import nats_per_token
+from tasks.measure.spread import Mean
 
 QUESTION = "Which documents of a pool teach a small model most, at an equal number of documents?"
 BASELINE = "random"
@@ -75,7 +77,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     return {
         "loss": _loss(model, everything),
         "rare_loss": _loss(model, uncommon) if uncommon else float("nan"),
-        "acceptance": float(accepted.mean()),
+        "acceptance": Mean(accepted.tolist()),
         "rare_pct": 100 * sum(place in rare for place in chosen) / num_chosen if uncommon else float("nan"),
         "tokens": float(sum(len(pool[place]) for place in chosen)),
         "select_s": select_s,
@@ -108,5 +110,5 @@ def _cut(target_dir: Path, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
     return draft, model
 
 
-def _loss(model: PreTrainedModel, documents: list[list[int]]) -> float:
+def _loss(model: PreTrainedModel, documents: list[list[int]]) -> Mean:
     return nats_per_token(score(model, documents, max_length=LENGTH))

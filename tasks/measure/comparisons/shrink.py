@@ -31,7 +31,7 @@ from models.loading import load_model, save_model
 from models.params import TrainingParams
 from models.perplexity import perplexity, score
 from models.shrink import num_stored
-from tasks.measure import chain, likeness
+from tasks.measure import chain, likeness, losses
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "Which way of making the target a fifth smaller keeps most of it, and what does each save?"
@@ -107,9 +107,12 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         model = _shrunk(full, bench, row, seed)
     seconds = math.nan if model is full else time.perf_counter() - started
     kept = getattr(model.config, "redraft", {}).get("kept_tokens")
-    readable = held_out if kept is None else _readable(held_out, kept)
+    if kept is None:
+        said: float = losses.perplexity(score(model, held_out, LENGTH))
+    else:  # other stretches of text than the target's, so that no document can be paired
+        said = perplexity(score(model, _readable(held_out, kept), LENGTH))
     return {
-        "perplexity": perplexity(score(model, readable, LENGTH)),
+        "perplexity": said,
         **likeness.measure_likeness(bench, model, held_out),
         "coverage": 1.0 if kept is None else _coverage(held_out, kept),
         "error": _error(model, full, held_out[:4]),

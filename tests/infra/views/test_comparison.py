@@ -42,8 +42,12 @@ def test_values_stand_with_their_intervals_and_differences_with_a_star(tmp_path:
 
 def test_few_seeds_are_said(tmp_path: Path) -> None:
     report = comparison_report(comparison(num_seeds=1), tmp_path / "compare.png")
-    assert [grid.title for grid in report.grids] == ["mean over 1 seeds"]
-    assert report.notes == ["Only 1 of at least 3 seeds: don't choose a method by these figures."]
+    assert [grid.title.partition(",")[0] for grid in report.grids] == ["mean over 1 seeds", "difference from dense"]
+    assert report.notes[-1].startswith("Only 1 of at least 3 seeds: ")
+    one = comparison(num_seeds=1)
+    for of_row in one.figures.values():
+        of_row["loss"] = MethodFigure(value=1.0)  # of a seed without documents
+    assert len(comparison_report(one, tmp_path / "compare.png").grids) == 1
 
 
 def test_a_difference_whose_interval_holds_nothing_does_not_differ() -> None:

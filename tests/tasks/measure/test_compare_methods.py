@@ -1,13 +1,15 @@
 """Figures over seeds, worked by hand; and what a comparison must not do."""
 
+import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tasks.measure.compare_methods import choose_rows, code_modules, measure_cell, summarise, t_interval
+from tasks.measure.compare_methods import choose_rows, code_modules, measure_cell, metrics_of, summarise, t_interval
 from tasks.measure.comparisons import Bench, Row
 from tasks.measure.find_comparison import load_comparison
+from tasks.measure.spread import Mean
 from tasks.stages import code_hashes
 
 BENCH = Bench(Path(), {}, {}, 1.0, Path())
@@ -51,6 +53,17 @@ def test_a_metric_without_sense_for_a_row_has_no_figure_and_no_difference() -> N
 def test_one_seed_has_a_figure_and_no_interval() -> None:
     found = summarise({"dense": [{"loss": 1.0}], "half": [{"loss": 2.0}]}, "dense")["half"]["loss"]
     assert (found.value, found.interval, found.gain) == (2.0, None, None)
+
+
+def test_documents_are_kept_in_a_cell_so_that_one_seed_has_an_interval() -> None:
+    one = comparison({"loss": Mean([1.0, 4.0], [3.0, 1.0])}, "dense")
+    cell = json.loads(json.dumps(measure_cell(one, BENCH, Row("dense", {}), 0)))
+    assert cell["metrics"] == {"loss": 1.75}
+    found = metrics_of(cell)["loss"]
+    assert isinstance(found, Mean) and found == pytest.approx(1.75)
+    more = Mean([value + 1 for value in found.documents])
+    gain = summarise({"dense": [{"loss": found}], "half": [{"loss": more}]}, "dense")["half"]["loss"].gain
+    assert (gain.value, gain.low, gain.high) == pytest.approx((1, 1, 1))
 
 
 def test_a_cell_has_a_folder_of_its_own_that_is_gone_afterwards() -> None:

@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import t as student
 
 from tasks.measure import decide
+from tasks.measure.spread import Mean
 
 MARGIN, FIRST, MOST = 0.1, 3, 12
 NUM_RUNS = 4000
@@ -66,6 +67,21 @@ def test_as_many_more_seeds_as_are_asked_for_decide_most_rows() -> None:
     assert asked > 100 and decided > 0.5 * asked
 
 
+def test_documents_of_one_seed_decide_what_seeds_could_not() -> None:
+    level = Mean([0.01, -0.01, 0.0, 0.0])
+    assert decide.decide([level], MARGIN, 1) == "level" and decide.decide([0.0], MARGIN, 1) == "undecided"
+    assert decide.decide([Mean([0.5, 0.51])], MARGIN, 1) == "differs"
+    unsure = [Mean([0.3, -0.3, 0.1, -0.1])]
+    assert decide.decide(unsure, MARGIN, 1) == "undecided"
+    cells = {"dense": [{"kl": Mean([1.0, 2.0])}], "half": [{"kl": Mean([1.5, 2.51])}], "odd": [{"kl": None}]}
+    margin = decide.Margin("kl", MARGIN, 4)
+    assert decide.decided(cells, "dense", margin, 1) == {"half": "differs", "odd": "no figure"}
+    more = decide.seeds_needed(unsure, MARGIN, 1)
+    # Documents vary by 0.0667; with as many a seed the interval is below the margin after 31 of them or 8 seeds.
+    assert more == 7
+
+
 def test_what_nobody_runs_has_no_number() -> None:
+    assert decide.seeds_needed([0.5], 0.1, 1) is None
     assert decide.seeds_needed([-100.0, 100.0], 1e-3, 1) is None
     assert decide.seeds_needed([0.0, 0.0, 0.0], 0.1, 1) == 1
