@@ -32,6 +32,7 @@ from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import WISHES, Pace, Wishes
 from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.interrupts import interruptible
 from models.engines.vllm.mode import Mode, Times, mode_of
 from models.engines.vllm.planning import Setup, measured_for
 from models.engines.vllm.proposer import METHODS
@@ -297,7 +298,7 @@ class VllmEngine:
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         if setup is not None:
             config.additional_config = setup
-        with _worker_inside(config):
+        with _worker_inside(config), interruptible():
             # Annotated with the base class; it makes one of the class it is called on.
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None

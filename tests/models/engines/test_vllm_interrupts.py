@@ -1,0 +1,108 @@
+"""An interrupt while an engine starts ends it, and what it started."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from models.engines.vllm.interrupts import interruptible
+
+STARTS = """
+import asyncio, signal, sys
+from pathlib import Path
+from models.engines.vllm import Params
+from tasks.generate_answers import open_engine
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+async def start():
+    async with open_engine(Path(sys.argv[1]), Params(num_draft_tokens=0, max_model_len=64)):
+        print("started", flush=True)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
+    asyncio.run(start())
+"""
+
+
+def interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def engines(parent: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that vLLM waits for, which are named by what they run at first."""
+    found = []
+    for child in parent.children():
+        with suppress(psutil.Error):  # others come and go
+            if "EngineCore" in child.name() or any("spawn_main" in word for word in child.cmdline()):
+                found.append(child)
+    return found
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    former = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
+def swallowing() -> Iterator[None]:
+    with suppress(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.usefixtures("handled")
+def test_an_interrupt_gets_through_what_would_swallow_it() -> None:
+    with swallowing():
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interruptible(), swallowing():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is interrupt
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_block_that_ends_by_itself_leaves_handlers_as_they_were_in_any_thread() -> None:
+    def run() -> None:
+        with interruptible():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    found: list[object] = []
+    run()
+    other = threading.Thread(target=run)
+    other.start()
+    other.join()
+    assert found[0] is not interrupt and found[1] is interrupt
+    assert signal.getsignal(signal.SIGTERM) is interrupt
+
+
+@pytest.mark.engine
+def test_a_terminated_start_of_an_engine_ends_soon_and_leaves_nothing_running(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with (tmp_path / "log").open("w+") as log:
+        starting = subprocess.Popen([sys.executable, script, tiny_target], env=environment, stdout=log, stderr=log)
+        started: list[psutil.Process] = []
+        while not started:  # vLLM waits for these
+            assert starting.poll() is None, (tmp_path / "log").read_text()
+            started = engines(psutil.Process(starting.pid))
+            time.sleep(0.1)
+        time.sleep(1)
+        starting.terminate()
+        assert starting.wait(30) != 0
+    assert "started" not in (tmp_path / "log").read_text()
+    psutil.wait_procs(started, timeout=10)
+    assert not any(child.is_running() for child in started)
