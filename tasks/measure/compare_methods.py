@@ -234,9 +234,10 @@ def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> d
     if measured.keys() != comparison.COLUMNS.keys():
         odd = ", ".join(sorted(measured.keys() ^ comparison.COLUMNS.keys()))
         raise ValueError(f"row {row.name}: measured and COLUMNS differ in {odd}")
+    known = {name: value for name, value in measured.items() if not math.isnan(value)}
     return {
-        "metrics": {name: None if math.isnan(value) else float(value) for name, value in measured.items()},
-        "documents": {name: value.documents for name, value in measured.items() if isinstance(value, Mean)},
+        "metrics": {name: float(known[name]) if name in known else None for name in measured},
+        "documents": {name: value.documents for name, value in known.items() if isinstance(value, Mean)},
         "seconds": time.monotonic() - started_s,
     }
 

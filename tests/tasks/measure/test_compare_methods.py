@@ -1,6 +1,7 @@
 """Figures over seeds, worked by hand; and what a comparison must not do."""
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -61,6 +62,8 @@ def test_documents_are_kept_in_a_cell_so_that_one_seed_has_an_interval() -> None
     assert cell["metrics"] == {"loss": 1.75}
     found = metrics_of(cell)["loss"]
     assert isinstance(found, Mean) and found == pytest.approx(1.75)
+    nothing = measure_cell(comparison({"loss": Mean([1.0, math.nan])}, "dense"), BENCH, Row("dense", {}), 0)
+    assert metrics_of(nothing) == {"loss": None}
     more = Mean([value + 1 for value in found.documents])
     gain = summarise({"dense": [{"loss": found}], "half": [{"loss": more}]}, "dense")["half"]["loss"].gain
     assert (gain.value, gain.low, gain.high) == pytest.approx((1, 1, 1))
