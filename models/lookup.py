@@ -54,6 +54,39 @@ class _Text:
             yield size, place
 
 
+class Store:
+    """Texts that are looked up and don't change; neither a match nor what follows it reaches from one into the next.
+
+    Attributes:
+        texts: the token ids of each.
+    """
+
+    _BORDER = -1  # no token id
+
+    def __init__(self, texts: Iterable[list[int]], shortest: int) -> None:
+        """Hold texts; matches have at least `shortest` tokens."""
+        self.texts = list(texts)
+        self._text = _Text(shortest)
+        for text in self.texts:
+            self._text.extend([*text, self._BORDER])
+
+    def continuations(self, end: list[int], longest: int, num_tokens: int) -> list[list[int]]:
+        """Return what followed the longest match of a text's end, of its latest places first.
+
+        Args:
+            end: of the text.
+            longest: the most tokens of a match.
+            num_tokens: the most tokens of a continuation.
+        """
+        found = list(self._text.places(end, longest))
+        most, continuations = max(found, default=(0, 0))[0], []
+        for place in (place for size, place in found if size == most):
+            after = self._text.token_ids[place : place + num_tokens]
+            border = after.index(self._BORDER) if self._BORDER in after else len(after)
+            continuations.append(after[:border])
+        return continuations
+
+
 class Answers:
     """Recent answers of one API key, the oldest half of which are forgotten at a time."""
 

@@ -147,7 +147,11 @@ def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples:
     """
     counts = _count_tokens(samples, describe(target_dir).vocab_size)
     if start is None:
-        return family_named(params.name).create(params, target_dir, counts)
+        family = family_named(params.name)
+        draft = family.create(params, target_dir, counts)
+        if hasattr(family, "collect"):
+            family.collect(draft, [sample.token_ids for sample in samples])
+        return draft
     family = family_of(start)
     return family.renew(family.load(start, target_dir), target_dir, counts)
 

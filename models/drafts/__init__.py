@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -87,6 +87,44 @@ class Drafter(Protocol):
         """
 
 
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from all that the target says, also after tokens that it rejected."""
+
+    def observe(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Take in a pass of the target; `extend` follows with what came of it.
+
+        Args:
+            token_ids: [n] int64, the last certain token and those that were proposed, of a prompt its last token alone.
+            logits: [n, V] of what follows each.
+        """
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter from whose request later ones may draft."""
+
+    def end(self) -> None:
+        """Take in that the request has ended; called once."""
+
+
+@runtime_checkable
+class Expander(Protocol):
+    """A drafter that can go on from any node of a tree; see `models.trees.Expand`."""
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """Say what follows some nodes of a tree after the last certain token.
+
+        Args:
+            token_ids: target ids of the tree so far.
+            parents: of each; -1 is the last certain token.
+            nodes: which ones, -1 too.
+
+        Returns:
+            [n, V] log-probabilities.
+        """
+
+
 class Draft(nn.Module, ABC):
     """What training, scoring and the reference engine ask of a draft.
 
@@ -95,9 +133,14 @@ class Draft(nn.Module, ABC):
         vocabulary: [D] target ids of its tokens, ascending.
         max_unroll: steps that differ in training, None for all; 1 where a drafted token that was right is like one that
             was read.
+        replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
+            afterwards; if it does not, `unroll` raises a ValueError.
+        expands: whether its drafters are `Expander`s, so that trees can be grown.
     """
 
     max_unroll: int | None = None
+    replayable: bool = True
+    expands: bool = False
 
     @property
     @abstractmethod
@@ -156,7 +199,11 @@ class Family(Protocol):
 
     @property
     def TRAINED(self) -> bool:
-        """Whether there are weights to learn; without them the directory is a config.json alone."""
+        """Whether there are weights to learn."""
+
+    @property
+    def SERVED(self) -> bool:
+        """Whether vLLM drafts with it; the reference engine drafts with every family."""
 
     @property
     def Params(self) -> type[BaseParams]:
@@ -197,10 +244,25 @@ class Family(Protocol):
         """
 
     def vllm_config(self, directory: Path) -> dict[str, Any]:
-        """Return what vLLM's speculative_config says of this draft."""
+        """Return what vLLM's speculative_config says of this draft; ValueError in a family that is not `SERVED`."""
 
     def vllm_weights(self, directory: Path) -> EngineWeights | None:
         """Return what vLLM loads in a swap, None where there is nothing to load; ValueError if it can't be read."""
+
+
+class Collector(Family, Protocol):
+    """A family that drafts from texts which it keeps."""
+
+    def collect(self, draft: Any, texts: Sequence[Sequence[int]]) -> None:
+        """Keep texts in a draft, in place of those that it kept.
+
+        Args:
+            draft: of the family.
+            texts: token ids of each.
+
+        Raises:
+            ValueError: a token is not one of the vocabulary.
+        """
 
 
 class Adopter(Family, Protocol):

@@ -8,6 +8,7 @@ read: one unroll trains all of them.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ FAMILY = "lm"
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TRAINED = True
+SERVED = True
 
 
 class Params(BaseParams):
@@ -64,6 +66,7 @@ class Lm(Draft):
     """The model; parameters carry the names of the checkpoint."""
 
     max_unroll = 1
+    expands = True
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -123,11 +126,28 @@ class _Drafter:
         """See the base."""
         self._known += token_ids.tolist()[1 if self._known else 0 :]
 
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.drafts.Expander`; reads the nodes' paths anew."""
+        decoder = self.draft.decoder()
+        unread = self._unread()
+        rows = {-1: len(unread) - 1}
+        for node in sorted(_with_ancestors(nodes, parents)):
+            rows[node] = len(rows) + len(unread) - 1
+        tokens = unread + [token_ids[node] for node in rows if node >= 0]
+        above = [*range(-1, len(unread) - 1), *(rows[parents[node]] for node in rows if node >= 0)]
+        states, _ = decoder.forward(torch.tensor(tokens, device=decoder.device), self._cache, parents=above)
+        self._held = self._known[:-1]  # which the cache begins with; the rest is read again
+        return decoder.logits(states[[rows[node] for node in nodes]]).log_softmax(-1)
+
+    def _unread(self) -> list[int]:
+        """Cut the cache back to what is certain and return what follows it."""
+        self._cache.length = len(os.path.commonprefix([self._held, self._known[:-1]]))
+        return self._known[self._cache.length :]
+
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base."""
         decoder = self.draft.decoder()
-        self._cache.length = len(os.path.commonprefix([self._held, self._known[:-1]]))
-        unread, proposed, drawn_from = self._known[self._cache.length :], [], []
+        unread, proposed, drawn_from = self._unread(), [], []
         while True:
             states, _ = decoder.forward(torch.tensor(unread, device=decoder.device), self._cache)
             logits = decoder.logits(states[-1:])[0]
@@ -139,6 +159,16 @@ class _Drafter:
                 break
         self._held = self._known + proposed[:-1]
         return Proposal.chain(proposed, drawn_from, decoder.device)
+
+
+def _with_ancestors(nodes: Sequence[int], parents: Sequence[int]) -> set[int]:
+    """Return nodes and all that they follow, without the root."""
+    found: set[int] = set()
+    for node in nodes:
+        while node >= 0 and node not in found:
+            found.add(node)
+            node = parents[node]
+    return found
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:

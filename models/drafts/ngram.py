@@ -4,32 +4,23 @@ The longest n that occurs wins, and of its places the first, as in vLLM. A draft
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
-from models.drafts import (
-    Draft,
-    Draw,
-    GoOn,
-    KeepRows,
-    Rows,
-    Unrolled,
-    check_config,
-    made_for,
-    read_config,
-    write_config,
-)
-from models.params import BaseParams, validate
+from models.drafts import Draw, GoOn, read_config
+from models.params import BaseParams
 from models.proposal import Proposal
-from models.targets import TargetCard, describe
+from models.weightless import Format, TextDraft
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
 FAMILY = "ngram"
 ARCHITECTURES = ("NgramDraft",)
 TRAINED = False
+SERVED = True
 
 
 class Params(BaseParams):
@@ -44,41 +35,21 @@ class Params(BaseParams):
     min_tokens: int = 2
     max_tokens: int = 5
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if not 1 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"wanted 1 ≤ min_tokens ≤ max_tokens; got {self.min_tokens} and {self.max_tokens}")
+        return self
 
-class Ngram(Draft):
-    """Looks up; there are no parameters."""
 
-    def __init__(self, params: Params, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.params, self.config = params, config
+class Ngram(TextDraft):
+    """Looks up."""
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Nothing of the target is read."""
-        return ()
+    params: Params
 
-    @property
-    def vocabulary(self) -> Tensor:
-        """All of the target's."""
-        return torch.arange(self.config["vocab_size"])
-
-    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
-        """See `models.drafts.Draft`; a row whose tokens stood nowhere before does not run, and logits are 0 or −∞."""
-        tokens = rows.token_ids.tolist()
-        found = [
-            look_up(tokens[sequence][: index + 2], num_steps, self.params)
-            for sequence, index in zip(rows.sequence.tolist(), rows.index.tolist(), strict=True)
-        ]
-        running, drafted = torch.arange(len(found)), []
-        for step in range(num_steps):
-            running = running[torch.tensor([len(found[row]) > step for row in running.tolist()], dtype=torch.bool)]
-            logits = torch.full((len(running), self.config["vocab_size"]), float("-inf"))
-            for place, row in enumerate(running.tolist()):
-                logits[place, found[row][step]] = 0.0
-            drafted.append(Unrolled(running, logits))
-            if keep is not None and step + 1 < num_steps:
-                running = running[keep(step, running, logits)]
-        return drafted
+    def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """See `models.weightless.TextDraft`."""
+        return look_up(token_ids, num_tokens, self.params)
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""
@@ -100,7 +71,7 @@ class _Drafter:
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
         """See the base."""
-        return Proposal.chain(look_up(self._token_ids, num_tokens, self.draft.params), device=self._device)
+        return Proposal.chain(self.draft.follow(self._token_ids, num_tokens), device=self._device)
 
 
 def look_up(token_ids: list[int], num_tokens: int, params: Params) -> list[int]:
@@ -115,57 +86,12 @@ def look_up(token_ids: list[int], num_tokens: int, params: Params) -> list[int]:
     return []
 
 
-def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Ngram:
-    """Make a draft for a target.
-
-    Args:
-        params: what is looked up.
-        target_dir: the target's directory.
-        token_counts: not read.
-
-    Raises:
-        ValueError: the sizes are not 1 ≤ min ≤ max.
-    """
-    if not 1 <= params.min_tokens <= params.max_tokens:
-        raise ValueError(f"wanted 1 ≤ min_tokens ≤ max_tokens; got {params.min_tokens} and {params.max_tokens}")
-    card = describe(target_dir)
-    config = {
-        "architectures": list(ARCHITECTURES),
-        "ngram": params.model_dump(),
-        "vocab_size": card.vocab_size,
-        "redraft": made_for(card),
-    }
-    return Ngram(params, config)
-
-
-def renew(draft: Ngram, target_dir: Path, token_counts: np.ndarray) -> Ngram:
-    """Return the draft as it is: it follows every prompt by itself."""
-    return draft
-
-
-def save(draft: Ngram, directory: Path) -> None:
-    """Write config.json into `directory`."""
-    write_config(draft.config, FAMILY, directory)
-
-
-def load(directory: Path, target_dir: Path) -> Ngram:
-    """Read a draft back; ValueError as `check`."""
-    check(directory, like=None, target=describe(target_dir))
-    config = read_config(directory, FAMILY, ARCHITECTURES)
-    return Ngram(validate(Params, config["ngram"], f"draft {directory.name}"), config)
-
-
-def check(directory: Path, like: Path | None, target: TargetCard) -> None:
-    """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""
-    config = read_config(directory, FAMILY, ARCHITECTURES)
-    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
+_format = Format(FAMILY, ARCHITECTURES, Params, Ngram)
+create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
+vllm_weights = _format.vllm_weights
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     params = read_config(directory, FAMILY, ARCHITECTURES)["ngram"]
     return {"method": "ngram", "prompt_lookup_min": params["min_tokens"], "prompt_lookup_max": params["max_tokens"]}
-
-
-def vllm_weights(directory: Path) -> None:
-    """Return None: there is nothing to load."""

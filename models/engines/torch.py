@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
 from models.cost import Cost, Time
-from models.drafts import Draft, Drafter, GoOn, family_of, open_draft
+from models.drafts import Draft, Drafter, Expander, GoOn, Observer, Remembering, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
 from models.layers.decoder import Cache, Decoder
 from models.lengths import View, fixed
@@ -31,6 +31,7 @@ from models.params import BaseParams
 from models.precision import fast_dtype
 from models.proposal import Proposal
 from models.targets import describe
+from models.trees import chain
 from models.verify import Rules, Verified, greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
@@ -48,6 +49,7 @@ class Params(EngineParams):
         verify: the rule for temperature > 0.
         verify_greedy: the rule for temperature 0; it sees logits in place of p, and mostly no q.
         lengths: the length policy.
+        trees: what is proposed side by side, by drafts of families that can go on from any node of a tree.
     """
 
     name: Literal["torch"] = "torch"
@@ -56,6 +58,7 @@ class Params(EngineParams):
     verify: Annotated[BaseParams, catalog.Method("verify")] = rejection.Params()
     verify_greedy: Annotated[BaseParams, catalog.Method("verify")] = greedy.Params()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = fixed.Params()
+    trees: Annotated[BaseParams, catalog.Method("trees")] = chain.Params()
 
     @property
     def rules(self) -> Rules:
@@ -96,6 +99,9 @@ class TorchEngine:
             False: _method("verify", params.verify),
         }
         self._lengths = _method("lengths", params.lengths)
+        self._trees = _method("trees", params.trees)
+        if draft is not None and self._trees[0].BRANCHES and not draft.expands:
+            raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
         self._cost = Cost()
         self._stops = _stop_ids(target_dir)
         self._running: set[_Sequence] = set()
@@ -161,6 +167,7 @@ class TorchEngine:
                 await asyncio.sleep(0)  # the others' turn
         finally:
             self._running.discard(sequence)
+            sequence.end()
             completion = sequence.completion()
             if self.on_finish is not None and sequence.token_ids:
                 self.on_finish(completion, sampling)
@@ -268,6 +275,7 @@ class _Sequence:
             states, tapped = self._target.forward(self._ids(self._prompt_ids), self._cache, self._taps)
             logits = self._target.logits(states[-1:])
             emitted = [_draw(logits[0], self._sampling, self._rng)]
+            self._observe(self._prompt_ids[-1:], logits)
             self._extend(self._prompt_ids, emitted, tapped)
             self._emit(emitted, logits, [0])
             return
@@ -285,9 +293,15 @@ class _Sequence:
         self._cache.keep(before, rows)
         self._drafted_ids.append(tuple(tokens))
         self._counts.append((len(tokens), accepted))
+        self._observe([last, *tokens], logits)
         self._extend([last], emitted, tapped[rows])
         self._emit(emitted, logits, rows)
         self._engine.took(proposal, drafted - started, time.perf_counter() - drafted)
+
+    def end(self) -> None:
+        """Let later requests draft from this one, if its draft does so."""
+        if isinstance(self._drafter, Remembering):
+            self._drafter.end()
 
     def _propose(self) -> Proposal:
         if self._drafter is None or not self._engine.speculating:
@@ -303,6 +317,10 @@ class _Sequence:
         num_tokens = policy.num_draft_tokens(view, params)
         if num_tokens == 0:
             return Proposal.chain([], device=self._target.device)
+        tree, tree_params = self._engine._trees
+        if tree.BRANCHES and isinstance(self._drafter, Expander):
+            grown: Proposal = tree.grow(self._drafter.expand, num_tokens, tree_params)
+            return grown
         go_on = _go_on(policy, view, params) if hasattr(policy, "go_on") else None
         return self._drafter.propose(num_tokens, self._draw_drafted, go_on)
 
@@ -326,6 +344,11 @@ class _Sequence:
         p = logits if greedy else probabilities(logits, self._sampling)
         verified: Verified = rule.verify(proposal, p[None], self._rng, params)
         return verified
+
+    def _observe(self, token_ids: list[int], logits: Tensor) -> None:
+        """Show the drafter what the target said after each token of a pass."""
+        if isinstance(self._drafter, Observer):
+            self._drafter.observe(self._ids(token_ids), logits)
 
     def _extend(self, before: list[int], emitted: list[int], tapped: Tensor) -> None:
         """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted but the last."""
@@ -383,6 +406,10 @@ start = TorchEngine.start
 def child_environment(params: Params) -> dict[str, str]:
     """Return nothing; the engine takes its process as it is."""
     return {}
+
+
+def require_draft(name: str) -> None:
+    """Return: it drafts with every family."""
 
 
 def require_tool_parser(name: str) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.lookup import Answers, Library, Match, Sequence
+from models.lookup import Answers, Library, Match, Sequence, Store
 
 
 def sequence(token_ids: list[int], shortest: int = 2, longest: int = 8) -> Sequence:
@@ -140,3 +140,17 @@ def test_forgetting_leaves_nothing_of_other_requests() -> None:
     fourth = library.sequence("fourth", "alice", 1)
     fourth.extend([10, 11])
     assert fourth.look_up(1) == Match(2, [12])
+
+
+def test_a_store_gives_what_followed_the_longest_match_the_latest_first() -> None:
+    store = Store([[1, 2, 3], [5, 1, 2, 4, 6], [1, 2, 7, 8, 9]], shortest=1)
+    assert store.continuations([0, 1, 2], 9, 2) == [[7, 8], [4, 6], [3]]
+    assert store.continuations([0, 5, 1, 2], 9, 9) == [[4, 6]]
+    assert store.continuations([0, 5, 1, 2], 2, 9) == [[7, 8, 9], [4, 6], [3]]
+    assert store.continuations([6, 1], 9, 9) == [[2, 7, 8, 9], [2, 4, 6], [2, 3]]  # 6 and 1 stand in two texts
+
+
+@pytest.mark.parametrize("end", [[], [77], [9]])
+def test_a_store_that_holds_no_such_ending_gives_nothing_that_follows(end: list[int]) -> None:
+    assert not any(Store([[1, 2, 9]], shortest=1).continuations(end, 9, 9))
+    assert Store([], shortest=1).continuations(end, 9, 9) == []

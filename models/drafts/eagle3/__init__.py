@@ -37,6 +37,7 @@ from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2503.01840"
 TRAINED = True
+SERVED = True
 FAMILY = "eagle3"
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLMEagle3",)

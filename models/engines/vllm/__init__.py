@@ -145,6 +145,12 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
     }
 
 
+def require_draft(name: str) -> None:
+    """Raise ValueError if vLLM can't draft with a family."""
+    if not catalog.load("drafts", name).SERVED:
+        raise ValueError(f'engine "vllm" can\'t draft with family {name}; engine "torch" can')
+
+
 def require_tool_parser(name: str) -> None:
     """Raise ValueError if the endpoint has no such parser of tool calls; without vLLM installed any name is taken."""
     known = tool_parsers()

@@ -17,7 +17,9 @@ from models.drafts import (
     Draft,
     Drafter,
     Draw,
+    Expander,
     Family,
+    Observer,
     Rows,
     UnknownFamily,
     adopter_of,
@@ -84,18 +86,31 @@ def test_the_engines_drafting_is_the_unrolling_of_training(
             drafter.propose(K, best_of(draft, []))
         drafter.extend(token_ids[prompt : prompt + num_rows + 1], hidden[prompt : prompt + num_rows])
         logits: list[Tensor] = []
-        proposed = drafter.propose(K, best_of(draft, logits)).token_ids[0].tolist()
+        proposal = drafter.propose(K, best_of(draft, logits))
+        proposed, parents = proposal.token_ids[0].tolist(), proposal.parents
         last = prompt + num_rows
         fed = torch.cat([token_ids[: last + 1], torch.tensor([*proposed, 0])])[None]
         rows = Rows(hidden[None, :last], fed, torch.tensor([0]), torch.tensor([last - 1]))
+        if not draft.replayable:
+            with pytest.raises(ValueError, match="can't be scored on answers that are there already"):
+                draft.unroll(rows, K)
+            return
         unrolled = draft.unroll(rows, K)
-    for step, token in enumerate(proposed):
+    for step, token in enumerate(proposed[node] for node in first_branch(parents)):
         running, wanted, states = unrolled[step]
         assert running.tolist() == [0]
         assert states is None or len(states) == 1
         assert int(draft.vocabulary[wanted[0].argmax()]) == token
         if logits:
             torch.testing.assert_close(logits[step], wanted[0], rtol=1e-3, atol=1e-3)
+
+
+def first_branch(parents: tuple[int, ...]) -> list[int]:
+    """Return the nodes on the way that goes on with the first child."""
+    branch: list[int] = []
+    while (last := branch[-1] if branch else -1) in parents:
+        branch.append(parents.index(last))
+    return branch
 
 
 def best_of(draft: Draft, seen: list[Tensor]) -> Draw:
@@ -113,6 +128,8 @@ def drafter_with_text(draft: Draft) -> Drafter:
     """Return a drafter that has read a text in which the last tokens stood before."""
     drafter = draft.drafter(40)
     text = torch.tensor([*range(3, 15), *range(3, 9)])
+    if isinstance(drafter, Observer):  # the target said that each token is followed by the next
+        drafter.observe(text, torch.nn.functional.one_hot(text + 1, 259).float())
     drafter.extend(text, torch.randn(len(text) - 1, len(draft.taps) * 128, generator=torch.Generator().manual_seed(0)))
     return drafter
 
@@ -124,7 +141,7 @@ def test_a_proposal_says_what_each_token_was_drawn_from(family: Family, saved: P
     assert 1 <= proposal.num_tokens <= K
     assert proposal.token_ids.shape[0] == 1
     assert set(proposal.token_ids[0].tolist()) <= set(draft.vocabulary.tolist())
-    assert (proposal.q is None) == (not family.TRAINED)
+    assert proposal.q is not None or not family.TRAINED
     drawn_from = proposal.distributions(259).gather(-1, proposal.token_ids[..., None])
     assert drawn_from.flatten().tolist() == [1.0] * proposal.num_tokens
 
@@ -141,6 +158,44 @@ def test_a_draft_of_several_passes_stops_where_it_is_told_to(family: Family, sav
     if seen:  # look-up takes no pass and does not ask
         assert proposal.depth == len(sure) == 2
         assert all(0 < confidence <= 1 for confidence in sure)
+
+
+def test_a_family_that_expands_says_after_each_node_what_it_says_after_its_path(
+    family: Family, saved: Path, tiny_target: Path
+) -> None:
+    draft = open_draft(saved, tiny_target)
+    drafter = drafter_with_text(draft)
+    assert isinstance(drafter, Expander) == draft.expands
+    if not isinstance(drafter, Expander):
+        return
+    tokens, parents = [40, 41, 42, 43], [-1, -1, 0, 2]
+    with torch.inference_mode():
+        drafter.expand([], [], [-1])
+        found = drafter.expand(tokens, parents, [-1, 1, 3])
+        drafter.propose(K, best_of(draft, []))
+        again = drafter.expand(tokens, parents, [-1, 1, 3])
+        alone = []
+        for path in ([], [41], [40, 42, 43]):
+            other = drafter_with_text(draft)
+            if path:
+                other.extend(torch.tensor([8, *path]), torch.zeros(len(path), len(draft.taps) * 128))
+            logits: list[Tensor] = []
+            other.propose(1, best_of(draft, logits))
+            alone.append(logits[0].log_softmax(-1))
+    torch.testing.assert_close(found, torch.stack(alone), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again, found, rtol=1e-3, atol=1e-3)
+
+
+def test_a_family_that_vllm_does_not_serve_says_so_in_its_place(family: Family, saved: Path) -> None:
+    require = catalog.load("engines", "vllm").require_draft
+    if family.SERVED:
+        require(name_of(family))
+        assert family.vllm_config(saved)["method"]
+    else:
+        with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
+            require(name_of(family))
+        with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
+            family.vllm_config(saved)
 
 
 def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_target: Path) -> None:

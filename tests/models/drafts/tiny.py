@@ -20,6 +20,8 @@ def make_tiny(family: Family, target: Path, seed: int = 0, scale: float = 0.02) 
     [file] = HERE.rglob(f"test_{name_of(family)}.py")
     module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     draft = family.create(family.Params(name=name_of(family), **getattr(module, "TINY", {})), target, counts)
+    if hasattr(family, "collect"):
+        family.collect(draft, [list(range(3, 60))])
     shake(draft, scale, seed)
     return draft
 

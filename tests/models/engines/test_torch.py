@@ -6,11 +6,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scipy.stats import chisquare
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -22,18 +20,13 @@ from models.layers.decoder import Cache, Decoder
 from models.proposal import Proposal
 from models.scoring import score
 from tests.conftest import make_draft
+from tests.models.drafts.answered import GREEDY, prompts
+from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 pytestmark = pytest.mark.slow
 
-NUM_DRAWS, NUM_TOKENS = 120, 17
-P_VALUE = 1e-4
 T = TypeVar("T")
 Ask = Callable[[TorchEngine], Awaitable[T]]
-
-
-def prompts(count: int) -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
 
 
 def run(target: Path, draft: Path | Draft | None, ask: Ask[T], **changes: object) -> T:
@@ -52,9 +45,6 @@ def run(target: Path, draft: Path | Draft | None, ask: Ask[T], **changes: object
 
 async def answer_all(engine: TorchEngine, asked: list[list[int]], sampling: Sampling) -> list[Completion]:
     return [await engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(asked)]
-
-
-GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
 
 
 @pytest.fixture(scope="module")
@@ -115,28 +105,6 @@ def test_every_step_is_counted_and_scoring_without_an_engine_agrees(
         (s.steps, s.accepted) == (len(o.drafted), sum(o.accepted)) for s, o in zip(scores, outputs, strict=True)
     )
     assert exact >= 18  # the cached states are bfloat16, so near-ties of the draft may move a count
-
-
-def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3, rule: str = "rejection") -> float:
-    """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
-    prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
-
-    async def draw(engine: TorchEngine) -> list[tuple[int, ...]]:
-        seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
-        return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
-
-    changes = {"dtype": "float32", "num_draft_tokens": num_draft_tokens, "verify": {"name": rule}}
-    drawn = torch.tensor(run(target, draft, draw, **changes))
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.inference_mode():
-        token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
-        logits = model(token_ids).logits[:, len(prompt) : -1].flatten(0, 1)
-    expected = probabilities(logits, settings).double().sum(0).numpy()
-    counts = np.bincount(drawn[:, 1:].flatten().numpy(), minlength=259)
-    order = np.argsort(expected)
-    rare = np.isin(np.arange(259), order[np.cumsum(expected[order]) < 20])
-    pooled = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
-    return float(chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue)
 
 
 def test_sampled_tokens_follow_the_target(tiny_target: Path, tiny_draft: Path) -> None:

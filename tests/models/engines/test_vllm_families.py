@@ -34,7 +34,10 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, 12, size=3 * BLOCK + 16).tolist() for _ in range(12)]
 
 
-@pytest.fixture(scope="module", params=catalog.names("drafts"))
+SERVED = [name for name in catalog.names("drafts") if family_named(name).SERVED]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def running(
     request: pytest.FixtureRequest, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:

@@ -1,0 +1,46 @@
+"""Draft on while the draft is sure: stop at the first token of which its highest probability is below a threshold.
+
+The token that the draft was unsure of is proposed all the same: it is there already, and a row of the target is cheap.
+Kangaroo exits its draft early in this way. A draft that looks up, or that says all its tokens in one pass, does not
+ask, and drafts K tokens.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from models.lengths import View
+from models.params import BaseParams
+
+PAPER = "arXiv:2404.18911, section 3"
+
+
+class Params(BaseParams):
+    """When to stop.
+
+    Attributes:
+        threshold: the draft's highest probability, at temperature 1, below which it stops; 0 never stops.
+    """
+
+    name: Literal["confidence"] = "confidence"
+    threshold: float = Field(0.6, ge=0, le=1)
+
+
+def num_draft_tokens(view: View, params: Params) -> int:
+    """Return the limit: the draft's confidence ends a step.
+
+    Args:
+        view: only its `limit` counts.
+        params: not read.
+    """
+    return view.limit
+
+
+def go_on(view: View, params: Params) -> bool:
+    """Return whether the draft was sure of its last token.
+
+    Args:
+        view: with the step's confidences.
+        params: when to stop.
+    """
+    return view.confidences[-1] >= params.threshold

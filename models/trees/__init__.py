@@ -1,0 +1,74 @@
+"""Trees: which tokens are proposed side by side, so that one pass of the target tries several continuations.
+
+Letters: N nodes, V target vocabulary. Nodes are numbered in level order, parents before children, as in a `Proposal`;
+−1 is the root, the last certain token. The rank of a node is its place among its siblings, 0 for the likeliest token.
+
+A tree's module has
+
+- `BRANCHES`: whether it proposes more than one token after another; without it a drafter proposes in its own way;
+- `grow(expand, num_tokens, params) -> Proposal`: ask a draft level by level and propose at most `num_tokens` tokens;
+- `shape(num_tokens, params) -> Shape`, only in trees that are the same in each step: what `grow` fills.
+
+Tokens of a tree are a draft's likeliest ones and not drawn, so their q is certain: which of them are proposed follows
+from the text alone, and a rule that keeps the target's distribution for any certain draft keeps it here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.proposal import Proposal
+
+# (token ids of the tree so far, parent of each, nodes to go on from) → [n, V] log-probabilities of what follows each.
+Expand = Callable[[Sequence[int], Sequence[int], Sequence[int]], Tensor]
+
+
+class Shape(NamedTuple):
+    """A tree without its tokens: N parents and ranks."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """Return the nodes of each depth, from 1."""
+        depths: list[int] = []
+        levels: list[list[int]] = []
+        for node, parent in enumerate(self.parents):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            if depths[node] == len(levels):
+                levels.append([])
+            levels[depths[node]].append(node)
+        return levels
+
+
+def fill(shape: Shape, expand: Expand) -> Proposal:
+    """Give each node of a shape its token: the one of its rank in the draft's distribution after its parent."""
+    tokens: list[int] = []
+    device = torch.device("cpu")
+    for level in shape.levels:
+        parents = sorted({shape.parents[node] for node in level})
+        log_probs = expand(tokens, shape.parents[: len(tokens)], parents)
+        device = log_probs.device
+        widest = 1 + max(shape.ranks[node] for node in level)
+        best = log_probs.topk(min(widest, log_probs.shape[-1])).indices.tolist()
+        tokens += [best[parents.index(shape.parents[node])][shape.ranks[node]] for node in level]
+    return Proposal(torch.tensor([tokens], dtype=torch.int64, device=device), shape.parents)
+
+
+def merge(continuations: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[int], tuple[int, ...]]:
+    """Return tokens and parents of the tree of the commonest beginnings of some continuations, likeliest first.
+
+    A beginning is as common as all that go on from it together, so what is kept is a tree whatever the budget.
+
+    Args:
+        continuations: lists of tokens; of equally common beginnings the shorter is kept, then the one that came first.
+        num_tokens: the budget.
+    """
+    counts = Counter(tuple(one[:size]) for one in continuations for size in range(1, len(one) + 1))
+    kept = sorted(counts, key=lambda start: (-counts[start], len(start)))[:num_tokens]
+    numbers = {start: node for node, start in enumerate(kept)}
+    return [start[-1] for start in kept], tuple(numbers.get(start[:-1], -1) for start in kept)

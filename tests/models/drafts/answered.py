@@ -1,0 +1,37 @@
+"""Answers of the reference engine that drafts in some way, for tests of what one draft proposes."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models.drafts import Draft
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine
+from models.layers.decoder import Decoder
+
+GREEDY = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Return seeded prompts of 8 to 16 tokens."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(count)]
+
+
+def repeated(times: int) -> list[list[int]]:
+    """Return one prompt several times."""
+    return prompts(1) * times
+
+
+def answer_all(
+    target: Path, draft: Draft | None, asked: list[list[int]], sampling: Sampling = GREEDY, **changes: object
+) -> list[Completion]:
+    """Answer prompts one after the other in one engine, in float32."""
+
+    async def inside() -> list[Completion]:
+        engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
+        return [await engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(asked)]
+
+    return asyncio.run(inside())

@@ -1,0 +1,44 @@
+"""Whether what the reference engine samples follows its target: χ² against the library's distribution."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from models.drafts import Draft
+from models.engines import Sampling
+from models.engines.torch import Params, TorchEngine, probabilities
+from models.layers.decoder import Decoder
+from tests.models.drafts.answered import prompts
+
+NUM_DRAWS, NUM_TOKENS = 120, 17
+P_VALUE = 1e-4
+
+
+def sampled_p_value(target: Path, draft: Path | Draft, num_draft_tokens: int = 3, rule: str = "rejection") -> float:
+    """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
+    prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    async def draw() -> list[tuple[int, ...]]:
+        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, verify={"name": rule})
+        if isinstance(draft, Draft):
+            engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, params)
+        else:
+            engine = await TorchEngine.start(target, draft, params)
+        seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
+        return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
+
+    drawn = torch.tensor(asyncio.run(draw()))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
+        logits = model(token_ids).logits[:, len(prompt) : -1].flatten(0, 1)
+    expected = probabilities(logits, settings).double().sum(0).numpy()
+    counts = np.bincount(drawn[:, 1:].flatten().numpy(), minlength=259)
+    order = np.argsort(expected)
+    rare = np.isin(np.arange(259), order[np.cumsum(expected[order]) < 20])
+    pooled = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
+    return float(chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue)

@@ -1,0 +1,130 @@
+"""Every draft family and tree in the reference engine: the output is that without a draft, also at the edges."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import catalog
+from models.drafts import Draft, Draw, GoOn, Unrolled, family_named
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine
+from models.layers.decoder import Decoder
+from models.proposal import Proposal
+from tests.models.drafts.answered import GREEDY, answer_all, prompts
+from tests.models.drafts.tiny import make_tiny
+from tests.models.engines.sampled import P_VALUE, sampled_p_value
+
+FAMILIES = catalog.names("drafts")
+EXPANDING = [name for name in FAMILIES if name == "lm"]
+TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
+FROM_TARGET = ["jacobi", "token_recycling"]
+ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
+
+
+def make(name: str, target: Path, texts: list[Completion] | None = None) -> Draft:
+    family = family_named(name)
+    draft = make_tiny(family, target)
+    if texts and hasattr(family, "collect"):
+        family.collect(draft, [[*one.prompt_ids, *one.token_ids] for one in texts])
+    return draft
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Path) -> list[Completion]:
+    return answer_all(tiny_target, None, ASKED)
+
+
+def require_equal(answers: list[Completion], plain: list[Completion]) -> None:
+    for one, other in zip(answers, plain, strict=True):
+        assert one.token_ids == other.token_ids or min(one.gaps) < 1e-3
+        assert one.finish_reason == other.finish_reason
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("num_draft_tokens", [1, 6])
+def test_greedy_output_is_that_without_a_draft(
+    tiny_target: Path, plain: list[Completion], name: str, num_draft_tokens: int
+) -> None:
+    draft = make(name, tiny_target, plain[:1])
+    answers = answer_all(tiny_target, draft, ASKED, num_draft_tokens=num_draft_tokens)
+    require_equal(answers, plain)
+    assert 0 < max(max(one.drafted) for one in answers) <= num_draft_tokens
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("family", EXPANDING)
+def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
+    tiny_target: Path, plain: list[Completion], name: str, family: str
+) -> None:
+    answers = answer_all(tiny_target, make(family, tiny_target), ASKED, num_draft_tokens=7, trees={"name": name})
+    require_equal(answers, plain)
+    assert {drafted for one in answers for drafted in one.drafted} <= set(range(8))
+    assert sum(sum(one.accepted) for one in answers) > 0
+
+
+@pytest.mark.parametrize("name", FROM_TARGET)
+@pytest.mark.slow
+def test_sampled_tokens_follow_the_target(tiny_target: Path, name: str) -> None:
+    assert sampled_p_value(tiny_target, make(name, tiny_target), num_draft_tokens=6) > P_VALUE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
+    tiny_target: Path, name: str, room: int
+) -> None:
+    prompt = (prompts(1)[0] * 4)[: 32 - room]
+    (answer,) = answer_all(tiny_target, make(name, tiny_target), [prompt], num_draft_tokens=5, max_model_len=32)
+    (alone,) = answer_all(tiny_target, None, [prompt], max_model_len=32)
+    assert answer.token_ids == alone.token_ids
+    assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_no_tokens_to_draft_every_step_is_a_plain_one(
+    tiny_target: Path, plain: list[Completion], name: str
+) -> None:
+    async def ask() -> Completion:
+        draft = make(name, tiny_target)
+        engine = TorchEngine(
+            Decoder.load(tiny_target, torch.float32), tiny_target, draft, None, Params(num_draft_tokens=0)
+        )
+        assert not engine.speculating
+        await engine.set_speculation(True)
+        return await engine.generate(ASKED[0], GREEDY, "0")
+
+    answer = asyncio.run(ask())
+    assert answer.token_ids == plain[0].token_ids
+    assert set(answer.drafted) == {0}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in EXPANDING])
+def test_a_tree_for_a_family_that_can_not_expand_is_refused(tiny_target: Path, family: str) -> None:
+    with pytest.raises(ValueError, match="can't go on from any node of a tree"):
+        answer_all(tiny_target, make(family, tiny_target), prompts(1), trees={"name": "dynamic"})
+
+
+class Greedy(Draft):
+    """Proposes more than it was asked for."""
+
+    taps = ()
+    vocabulary = torch.arange(259)
+
+    def unroll(self, *args: object) -> list[Unrolled]:
+        raise NotImplementedError
+
+    def drafter(self, max_len: int) -> "Greedy":
+        return self
+
+    def extend(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        pass
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        return Proposal.chain([5] * 40)
+
+
+def test_a_tree_larger_than_the_cache_is_an_error_that_says_so(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="9 tokens and 41 more; the cache holds 19"):
+        answer_all(tiny_target, Greedy(), [prompts(2)[1]], Sampling(max_tokens=6), num_draft_tokens=3)
