@@ -245,6 +245,27 @@ def drift(
     _run("drift", recipe, output, **options, num_prompts=num_prompts, data=data)
 
 
+@command
+def specbench(
+    data: Annotated[Path, typer.Option("--data", help="Questions with id, domain and messages, as Spec-Bench's.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    configurations: Annotated[
+        Path | None,
+        typer.Option(help="TOML file, a table for each way of drafting; by default what needs no training."),
+    ] = None,
+    per_task: Annotated[int, typer.Option(min=0, help="Questions of each task, 0 for all.")] = 0,
+    per_cell: Annotated[int, typer.Option(min=1, help="Questions that are measured and kept as a whole.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Of an answer.")] = 128,
+) -> None:
+    """Spec-Bench: ways of drafting in the reference engine, compared with plain decoding, task by task.
+
+    Example: redraft bench specbench --data spec_bench.jsonl --per-task 10
+    """
+    files = {"data": str(data.absolute()), "configurations": str(configurations.absolute()) if configurations else None}
+    _run("specbench", recipe, output, **files, per_task=per_task, per_cell=per_cell, max_tokens=max_tokens)
+
+
 def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     """Measure and report; RuntimeError if the report says that something is wrong."""
     settings = load_settings()

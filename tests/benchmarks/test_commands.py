@@ -231,3 +231,19 @@ def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, tmp_path)
         assert way["changes"].keys() == {"chat", "code"}
         assert way["back"]["value"] >= 1
     assert (tmp_path / "drift" / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ways_of_drafting_are_held_to_plain_decoding_task_by_task(built, tmp_path):
+    questions = [
+        {"id": f"{task}{number}", "domain": task, "messages": [{"role": "user", "content": f"{task} {number}"}]}
+        for task in ("qa", "math")
+        for number in range(3)
+    ]
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    options = ("--data", str(data), "--per-task", "2", "--per-cell", "1", "--max-tokens", "8")
+    found = run(built[0], "specbench", tmp_path / "specbench", *options)
+    assert list(found["tasks"]) == ["qa", "math", "all tasks"]
+    assert found["tasks"]["all tasks"]["suffix"]["num_prompts"] == 4
+    assert found["failures"] == []
+    assert (tmp_path / "specbench" / "specbench.png").is_file()

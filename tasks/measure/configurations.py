@@ -1,0 +1,130 @@
+"""Configurations of the reference engine: in a TOML file a table each, with a draft and keys of engine `torch`.
+
+    [suffix-8]
+    draft = { name = "suffix" }   # or "served", or a draft's directory
+    num_draft_tokens = 8
+
+Without a file they are the served draft, and each family that needs neither training nor a store, as it comes.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from models import catalog
+from models.drafts import Draft, family_named, open_draft
+from models.engines.torch import Params as EngineParams
+from models.engines.torch import TorchEngine
+from models.layers.decoder import Decoder
+from models.params import BaseParams, Frozen, validate
+from models.targets import describe
+
+SERVED = "served"
+NUM_DRAFT_TOKENS = 8
+# What is the same for all of them, so that they are compared on one target.
+SHARED = ("name", "dtype", "device", "max_model_len")
+
+
+class Configuration(Frozen):
+    """One way of drafting.
+
+    Attributes:
+        draft: the served one, a new one of a family without weights, or a directory.
+        engine: keys of the reference engine but for what all configurations share.
+    """
+
+    draft: Annotated[BaseParams, catalog.Method("drafts")] | str
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+class Target(NamedTuple):
+    """What is decoded, loaded once for all engines.
+
+    Attributes:
+        directory: of the model.
+        decoder: its weights.
+        draft_dir: of the served draft.
+        shared: keys of all engines.
+    """
+
+    directory: Path
+    decoder: Decoder
+    draft_dir: Path
+    shared: Mapping[str, Any]
+
+    def engine(self, configuration: Configuration | None) -> TorchEngine:
+        """Return an engine that remembers nothing yet, without a draft for None.
+
+        Raises:
+            ValueError: the draft does not fit the target, or the engine does not take its keys.
+        """
+        keys = {"name": "torch", **self.shared, **(configuration.engine if configuration else {"num_draft_tokens": 0})}
+        params = catalog.parse("engines", keys)
+        assert isinstance(params, EngineParams)
+        if configuration is None:
+            return TorchEngine(self.decoder, self.directory, None, None, params)
+        directory = self._directory(configuration)
+        return TorchEngine(self.decoder, self.directory, self._draft(configuration), directory, params)
+
+    def _directory(self, configuration: Configuration) -> Path | None:
+        if not isinstance(configuration.draft, str):
+            return None
+        return self.draft_dir if configuration.draft == SERVED else Path(configuration.draft)
+
+    def _draft(self, configuration: Configuration) -> Draft:
+        if (directory := self._directory(configuration)) is not None:
+            return open_draft(directory, self.directory).to(self.decoder.device)
+        assert isinstance(configuration.draft, BaseParams)
+        counts = np.zeros(describe(self.directory).vocab_size, np.int64)
+        return family_named(configuration.draft.name).create(configuration.draft, self.directory, counts)
+
+
+def read_configurations(file: Path | None, served_k: int) -> dict[str, Configuration]:
+    """Return name to configuration.
+
+    Args:
+        file: TOML; None for what there is without training.
+        served_k: K of the served draft.
+
+    Raises:
+        ValueError: the file can't be read, or a configuration is wrong; names it.
+    """
+    if file is None:
+        found = {"served draft": Configuration(draft=SERVED, engine={"num_draft_tokens": served_k})}
+        for name in catalog.names("drafts"):
+            family = family_named(name)
+            if not family.TRAINED and not hasattr(family, "collect"):
+                draft = catalog.parse("drafts", {"name": name})
+                found[name] = Configuration(draft=draft, engine={"num_draft_tokens": NUM_DRAFT_TOKENS})
+        return found
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} can't be read as TOML: {error}") from error
+    if not tables:
+        raise ValueError(f"{file} has no table; wanted one for each configuration")
+    return {name: _configuration(table, f"{file.name}: [{name}]") for name, table in tables.items()}
+
+
+def _configuration(table: object, where: str) -> Configuration:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: wanted a table, got {table!r}")
+    keys = dict(table)
+    if "draft" not in keys:
+        raise ValueError(f'{where}: key "draft" is missing; wanted "{SERVED}", a directory, or a table with a name')
+    draft = keys.pop("draft")
+    if shared := sorted(keys.keys() & set(SHARED)):
+        raise ValueError(f'{where}: key "{shared[0]}" is the recipe\'s, the same for all configurations')
+    try:
+        if isinstance(draft, Mapping):
+            draft = catalog.parse("drafts", draft)
+            if family_named(draft.name).TRAINED:
+                raise ValueError(f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory')
+        catalog.parse("engines", {"name": "torch", **keys})
+        return validate(Configuration, {"draft": draft, "engine": keys}, "configuration")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,91 @@
+"""Questions in Spec-Bench's fields: id, domain (the task) and messages, of which each user's waits for an answer."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from models.params import validate
+from models.rowfiles import read_rows
+from models.sources import Message
+
+
+class Question(BaseModel):
+    """One row; what else it has is not read.
+
+    Attributes:
+        id: of no other row.
+        domain: the task that it belongs to.
+        messages: of the chat; a user's message that no assistant's follows is a turn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str = Field(min_length=1)
+    domain: str = Field(min_length=1)
+    messages: tuple[Message, ...] = Field(min_length=1)
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers it waits for."""
+        return sum(1 for _ in self.turns())
+
+    def turns(self) -> Iterator[int]:
+        """Yield how many messages come before each answer."""
+        roles = [message.role for message in self.messages]
+        for place, (role, after) in enumerate(zip(roles, [*roles[1:], ""], strict=True), start=1):
+            if role == "user" and after != "assistant":
+                yield place
+
+
+def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
+    """Return task to its questions, in the file's order.
+
+    Args:
+        file: JSON Lines, Parquet or CSV.
+        per_task: how many of each, from the first; 0 for all.
+
+    Raises:
+        ValueError: the file or a row can't be read, an id occurs twice, or nobody waits for an answer; names the row.
+    """
+    tasks: dict[str, list[Question]] = {}
+    seen: set[str] = set()
+    for place, row in read_rows(file):
+        question = validate(Question, row, f"{file}, {place}")
+        if question.id in seen:
+            raise ValueError(f"{file}, {place}: id {question.id} occurs twice")
+        if not question.num_turns:
+            raise ValueError(f"{file}, {place}: no message of the user waits for an answer")
+        seen.add(question.id)
+        of_task = tasks.setdefault(question.domain, [])
+        if not per_task or len(of_task) < per_task:
+            of_task.append(question)
+    if not tasks:
+        raise ValueError(f"{file} has no rows")
+    return tasks
+
+
+def fingerprint(tasks: dict[str, list[Question]]) -> str:
+    """Return the sha256 of what is asked."""
+    digest = hashlib.sha256()
+    for question in (question for of_task in tasks.values() for question in of_task):
+        digest.update(question.model_dump_json().encode())
+    return digest.hexdigest()
+
+
+def chat_before(question: Question, place: int, answers: dict[int, str]) -> list[dict[str, Any]]:
+    """Return the messages that an answer follows.
+
+    Args:
+        question: whose chat.
+        place: see `Question.turns`.
+        answers: place to what was answered there before.
+    """
+    chat: list[dict[str, Any]] = []
+    for number, message in enumerate(question.messages[:place], start=1):
+        chat.append({"role": message.role, "content": message.content})
+        if number in answers:
+            chat.append({"role": "assistant", "content": answers[number]})
+    return chat

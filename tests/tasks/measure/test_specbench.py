@@ -1,0 +1,95 @@
+"""Spec-Bench on the two-layer target: all are asked the same, outputs are held to plain decoding, speeds are paired."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from models.golden import save_golden
+from models.layers.decoder import Decoder
+from models.sources import Message
+from tasks.measure.configurations import Target, read_configurations
+from tasks.measure.questions import Question
+from tasks.measure.run import Bar
+from tasks.measure.specbench import ALL, PLAIN, Row, _answer, make_report
+
+QUESTIONS = [
+    Question(id="1", domain="mt", messages=tuple(Message(role="user", content=text) for text in ("a b c", "again"))),
+    Question(id="2", domain="qa", messages=(Message(role="user", content="a b c"),)),
+    Question(id="3", domain="qa", messages=(Message(role="user", content="x" * 400),)),
+]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_target: Path, tiny_draft: Path) -> list[Row]:
+    shared = {"dtype": "float32", "max_model_len": 160}
+    target = Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
+    with Progress(disable=True) as progress:
+        return _answer(
+            target, read_configurations(None, 3), QUESTIONS, 12, Bar(progress, progress.add_task("", total=1))
+        )
+
+
+@pytest.fixture
+def judged_by(tmp_path: Path) -> Path:
+    """A target's folder with the threshold that outputs are judged at."""
+    save_golden(tmp_path, [], 1e-3)
+    return tmp_path
+
+
+def test_every_turn_is_answered_in_every_way_from_the_same_chat(measured: list[Row]) -> None:
+    sides = [PLAIN, *read_configurations(None, 3)]
+    asked = [row["prompt_id"] for row in measured if row["fits"]]
+    assert asked == [name for name in ("1-0", "1-1", "2-0") for _ in sides]
+    assert [row["side"] for row in measured[: len(sides)]] == sides
+    assert [row["prompt_id"] for row in measured if not row["fits"]] == ["3-0"]
+    assert all(row["seconds"] > 0 for row in measured if row["fits"])
+
+
+def test_the_report_tells_each_task_and_all_of_them(measured: list[Row], judged_by: Path, tmp_path: Path) -> None:
+    ways = [*read_configurations(None, 3)]
+    report = make_report(measured, ways, judged_by, tmp_path, seed=0)
+    figures = report.figures["tasks"]
+    assert list(figures) == ["mt", "qa", ALL]
+    assert figures[ALL]["suffix"]["num_prompts"] == 3
+    assert figures["qa"]["suffix"]["num_prompts"] == 1
+    assert figures[ALL][PLAIN]["speedup"]["overall"]["value"] == 1.0
+    assert figures[ALL][PLAIN]["tau"]["value"] == 1.0
+    assert report.failures == []
+    assert "1 turns did not fit the context" in report.notes[-1]
+    assert report.picture is not None and report.picture.is_file()
+
+
+def rows(side: str, seconds: float, token_ids: list[int], accepted: tuple[int, ...]) -> list[Row]:
+    about = {"side": side, "domain": "qa", "fits": True, "gaps": [5.0] * len(token_ids), "token_ids": token_ids}
+    steps = {"drafted_per_step": [2] * len(accepted), "accepted_per_step": accepted, "seconds": seconds}
+    return [{"prompt_id": f"{number}-0", **about, **steps} for number in range(3)]
+
+
+def test_figures_are_worked_by_hand_and_the_fastest_is_named(judged_by: Path, tmp_path: Path) -> None:
+    told = [
+        *({**row, "drafted_per_step": [0] * 4} for row in rows(PLAIN, 2.0, [1, 2, 3, 4, 5], (0, 0, 0, 0))),
+        *rows("fast", 0.5, [1, 2, 3, 4, 5], (2, 0)),
+        *rows("slow", 4.0, [1, 2, 3, 4, 5], (0, 2)),
+    ]
+    report = make_report(told, ["fast", "slow"], judged_by, tmp_path, seed=0)
+    found = report.figures["tasks"][ALL]
+    assert found["fast"]["speedup"]["overall"]["value"] == 4.0
+    assert found["slow"]["speedup"]["overall"]["value"] == 0.5
+    assert found["fast"]["tau"]["value"] == 2.0
+    assert found["fast"]["acceptance_by_place"] == [0.5, 0.5]
+    assert report.verdict == "fast is the fastest: 4.00 (4.00 to 4.00)× plain decoding over all tasks."
+
+
+def test_another_output_fails_the_benchmark_and_has_no_speed(judged_by: Path, tmp_path: Path) -> None:
+    told = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("wrong", 0.1, [1, 9, 3], (2,))]
+    report = make_report(told, ["wrong"], judged_by, tmp_path, seed=0)
+    assert report.failures == ["wrong: 3 of 3 outputs differ from plain decoding"]
+    assert report.figures["tasks"][ALL]["wrong"]["speedup"] is None
+    assert report.verdict == "No configuration has an output that passed."
+
+
+def test_questions_that_are_all_too_long_are_an_error(judged_by: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none of the 1 questions fits the context"):
+        make_report([{"prompt_id": "1-0", "domain": "qa", "fits": False}], ["a"], judged_by, tmp_path, seed=0)
