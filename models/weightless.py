@@ -13,16 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.drafts import (
-    Draft,
-    KeepRows,
-    Rows,
-    Unrolled,
-    check_config,
-    made_for,
-    read_config,
-    write_config,
-)
+from models.draft_files import check_config, made_for, read_config, write_config
+from models.drafts import Draft, KeepRows, Rows, Unrolled
 from models.params import BaseParams, validate
 from models.targets import TargetCard, describe
 

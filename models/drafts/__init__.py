@@ -8,17 +8,16 @@ publish is an `Adopter` as well. Which family a directory is of stands in its co
 it, made by others or before the key was written, is of the one family that has its architecture.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from models import catalog
+from models.draft_files import own, read_json
 from models.params import BaseParams, did_you_mean
 from models.proposal import Proposal
 from models.targets import TargetCard
@@ -30,9 +29,6 @@ Draw = Callable[[Tensor], tuple[int, Tensor | None]]
 GoOn = Callable[[float], bool]
 # (step, row numbers [n], logits [n, D]) → [n] whether the row is unrolled further.
 KeepRows = Callable[[int, Tensor, Tensor], Tensor]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-# What vLLM's layers of the Llama kind keep as one matrix, in its order.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class UnknownFamily(ValueError):
@@ -225,7 +221,7 @@ class Family(Protocol):
         """Let a draft follow the traffic's tokens, before it is trained again."""
 
     def save(self, draft: Any, directory: Path) -> None:
-        """Write the draft as the engine loads it, config.json by `write_config`."""
+        """Write the draft as the engine loads it, config.json by `models.draft_files.write_config`."""
 
     def load(self, directory: Path, target_dir: Path) -> Draft:
         """Read a draft back, in float32; ValueError as `check`."""
@@ -301,7 +297,7 @@ def family_of(directory: Path) -> Family:
         ValueError: it has no config.json that can be read, or names no family and its architecture is that of none.
     """
     config = read_json(directory / "config.json")
-    names, named = catalog.names("drafts"), _own(config, directory).get("family")
+    names, named = catalog.names("drafts"), own(config, directory).get("family")
     if named is not None:
         if named not in names:
             raise UnknownFamily(f"draft {directory.name} is of family {named!r}{did_you_mean(str(named), names)}")
@@ -356,114 +352,3 @@ def require_family(directory: Path, like: Path) -> None:
     own, served = name_of(family_of(directory)), name_of(family_of(like))
     if own != served:
         raise ValueError(f"draft {directory.name} is of family {own}, the served draft of {served}")
-
-
-def read_config(directory: Path, family: str, architectures: Sequence[str]) -> dict[str, Any]:
-    """Read a draft's config.json.
-
-    Raises:
-        ValueError: it can't be read, or is of another family or of another architecture than the family's.
-    """
-    config = read_json(directory / "config.json")
-    named = _own(config, directory).get("family", family)
-    if named != family:
-        raise ValueError(f"draft {directory.name} is of family {named!r}; wanted {family!r}")
-    if config.get("architectures") not in [[architecture] for architecture in architectures]:
-        raise ValueError(
-            f"draft {directory.name} is of architecture {config.get('architectures')}; "
-            f"wanted {' or '.join(architectures)}"
-        )
-    return config
-
-
-def write_config(config: Mapping[str, Any], family: str, directory: Path) -> None:
-    """Write a draft's config.json, which says its family."""
-    own = {**config, "redraft": {**config.get("redraft", {}), "family": family}}
-    (directory / "config.json").write_text(json.dumps(own, indent=2, sort_keys=True) + "\n")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; ValueError if it can't be read or is something else."""
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"draft {file.parent.name}: {file.name} can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"draft {file.parent.name}: {file.name} holds a {type(value).__name__}, wanted an object")
-    return value
-
-
-def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] | None, target: TargetCard) -> None:
-    """Raise ValueError if a draft is not the target's, or can't be swapped in for the one of config `like`."""
-    check_made_for(config, directory, target)
-    if config.get("vocab_size") != target.vocab_size:
-        raise ValueError(
-            f"draft {directory.name} has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}"
-        )
-    if like is not None:
-        changed = sorted(key for key in config.keys() | like.keys() if config.get(key) != like.get(key))
-        fixed = [key for key in changed if key != "redraft"]
-        if fixed:
-            raise ValueError(
-                f"draft {directory.name} differs from the served draft in {', '.join(fixed)}; a swap can't change it"
-            )
-
-
-def check_made_for(config: dict[str, Any], directory: Path, target: TargetCard) -> None:
-    """Raise ValueError if a draft says that it was made for another target; one from elsewhere says nothing."""
-    made_for = _own(config, directory)
-    for key, served in (("target_sha256", target.sha256), ("tokenizer_sha256", target.tokenizer_sha256)):
-        if key in made_for and made_for[key] != served:
-            raise ValueError(
-                f"draft {directory.name} was made for {key} {made_for[key][:12]}…, the target has {served[:12]}…"
-            )
-
-
-def require_tensors(tensors: dict[str, Tensor], wanted: Shapes) -> None:
-    """Raise ValueError naming a tensor that is missing, extra, of another shape or dtype, or not finite."""
-    for name in sorted(wanted.keys() - tensors.keys()):
-        raise ValueError(f"tensor {name} is missing")
-    for name in sorted(tensors.keys() - wanted.keys()):
-        raise ValueError(f"tensor {name} is not one of this draft's")
-    for name, (shape, dtype) in wanted.items():
-        got = tensors[name]
-        if tuple(got.shape) != shape or got.dtype != dtype:
-            raise ValueError(f"tensor {name} is {got.dtype} {list(got.shape)}; wanted {dtype} {list(shape)}")
-        if got.is_floating_point() and not bool(torch.isfinite(got).all()):
-            raise ValueError(f"tensor {name} holds NaN or infinite values")
-
-
-def made_for(target: TargetCard) -> dict[str, str]:
-    """Return what a draft's config keeps of its target under "redraft"."""
-    return {"target_sha256": target.sha256, "tokenizer_sha256": target.tokenizer_sha256}
-
-
-def fused(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Stack tensors as vLLM's layers of the Llama kind do.
-
-    Args:
-        names: name that a parameter would have in vLLM if nothing were stacked, to the checkpoint's tensor.
-
-    Returns:
-        name of each parameter, to the tensors that it is stacked of.
-    """
-    parameters = {}
-    for name, tensor in names.items():
-        layer, _, linear = name.rpartition(".")[0].rpartition(".")
-        leaf = name.rpartition(".")[2]
-        for whole, parts in FUSED.items():
-            if linear in parts:
-                stacked = (names.get(f"{layer}.{part}.{leaf}") for part in parts)
-                parameters[f"{layer}.{whole}.{leaf}"] = tuple(part for part in stacked if part is not None)
-                break
-        else:
-            parameters[name] = (tensor,)
-    return parameters
-
-
-def _own(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """Return what a draft's config says under "redraft", nothing in one from elsewhere."""
-    own = config.get("redraft", {})
-    if not isinstance(own, Mapping):
-        raise ValueError(f"draft {directory.name}: config.json has redraft {own!r}; wanted an object")
-    return own

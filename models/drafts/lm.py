@@ -19,23 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint import read_tensors, tensor_names
-from models.drafts import (
-    Draft,
-    Draw,
-    EngineWeights,
-    GoOn,
-    KeepRows,
-    Rows,
-    Shapes,
-    Unrolled,
-    check_config,
-    confidence,
-    fused,
-    made_for,
-    read_config,
-    require_tensors,
-    write_config,
-)
+from models.draft_files import Shapes, check_config, fused, made_for, read_config, require_tensors, write_config
+from models.drafts import Draft, Draw, EngineWeights, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.decoder import Cache, Decoder
 from models.layers.reshape import spread_layers, take_layers
 from models.loading import load_floats

@@ -11,7 +11,8 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from models.drafts import Draw, GoOn, read_config
+from models.draft_files import read_config
+from models.drafts import Draw, GoOn
 from models.params import BaseParams
 from models.proposal import Proposal
 from models.weightless import Format, TextDraft

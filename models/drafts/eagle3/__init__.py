@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models.checkpoint import output_embedding, read_stored, read_tensor, tensor_names
-from models.drafts import (
-    EngineWeights,
+from models.draft_files import (
     Shapes,
     check_config,
     check_made_for,
@@ -29,6 +28,7 @@ from models.drafts import (
     require_tensors,
     write_config,
 )
+from models.drafts import EngineWeights
 from models.drafts.eagle3.head import Eagle3, is_subset
 from models.drafts.eagle3.layouts import LAYER_NAMES, is_published, read_published
 from models.layers.vocabulary import choose_vocabulary
