@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
@@ -78,6 +78,16 @@ class Params(EngineParams):
         if catalog.load("verify", rule.name).SAMPLES:
             raise ValueError(f"verify_greedy rule {rule.name} wants probabilities, which temperature 0 has none of")
         return rule
+
+    @model_validator(mode="after")
+    def _one_of_them_ends_a_step(self) -> Self:
+        tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
+        if tree.BRANCHES and hasattr(lengths, "go_on"):
+            raise ValueError(
+                f"length policy {self.lengths.name} stops a chain where the draft is unsure; tree {self.trees.name} "
+                "is no chain"
+            )
+        return self
 
 
 class TorchEngine:

@@ -2,7 +2,7 @@
 
 The token that the draft was unsure of is proposed all the same: it is there already, and a row of the target is cheap.
 Kangaroo exits its draft early in this way. A draft that looks up, or that says all its tokens in one pass, does not
-ask, and drafts K tokens.
+ask, and drafts K tokens; a tree, which ends by its own rule, is refused.
 """
 
 from typing import Literal

@@ -5,6 +5,7 @@ import pytest
 
 from models.cost import Cost
 from models.drafts import family_named
+from models.engines.torch import Params
 from models.lengths import View, confidence
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
@@ -31,6 +32,11 @@ def test_steps_are_as_long_as_the_draft_is_sure(tiny_target: Path, threshold: fl
     (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=lengths_table)
     assert set(answer.drafted) == lengths
     assert answer.token_ids == answer_all(tiny_target, None, prompts(1))[0].token_ids
+
+
+def test_a_tree_that_ends_by_its_own_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="confidence stops a chain .* tree dynamic is no chain"):
+        Params(lengths={"name": "confidence"}, trees={"name": "dynamic"})
 
 
 def test_a_threshold_that_is_no_probability_is_refused() -> None:
