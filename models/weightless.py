@@ -30,6 +30,7 @@ class Weightless(Draft):
     def __init__(self, params: Any, config: dict[str, Any]) -> None:
         super().__init__()
         self.params, self.config = params, config
+        self.register_buffer("_vocabulary", torch.arange(config["vocab_size"]), persistent=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -39,7 +40,7 @@ class Weightless(Draft):
     @property
     def vocabulary(self) -> Tensor:
         """All of the target's."""
-        return torch.arange(self.config["vocab_size"])
+        return self.get_buffer("_vocabulary")
 
 
 class TextDraft(Weightless):
@@ -56,10 +57,12 @@ class TextDraft(Weightless):
             self.follow(tokens[sequence][: index + 2], num_steps)
             for sequence, index in zip(rows.sequence.tolist(), rows.index.tolist(), strict=True)
         ]
-        running, drafted = torch.arange(len(found)), []
+        device = rows.index.device
+        running, drafted = torch.arange(len(found), device=device), []
         for step in range(num_steps):
-            running = running[torch.tensor([len(found[row]) > step for row in running.tolist()], dtype=torch.bool)]
-            logits = torch.full((len(running), self.config["vocab_size"]), float("-inf"))
+            goes_on = [len(found[row]) > step for row in running.tolist()]
+            running = running[torch.tensor(goes_on, dtype=torch.bool, device=device)]
+            logits = torch.full((len(running), self.config["vocab_size"]), float("-inf"), device=device)
             for place, row in enumerate(running.tolist()):
                 logits[place, found[row][step]] = 0.0
             drafted.append(Unrolled(running, logits))
@@ -133,4 +136,7 @@ class Format:
         """Return None: there is nothing to load."""
 
     def _read_params(self, config: dict[str, Any], directory: Path) -> BaseParams:
-        return validate(self._params, config.get(self._family) or {}, f"draft {directory.name}")
+        table = config.get(self._family)
+        if not isinstance(table, dict):
+            raise ValueError(f'draft {directory.name}: config.json has "{self._family}" {table!r}; wanted its settings')
+        return validate(self._params, table, f"draft {directory.name}")

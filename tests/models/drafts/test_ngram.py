@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_a_repeating_answer_is_accepted_and_a_fresh_one_is_not(tiny_target: Path
     assert (new.steps, new.accepted) == (23, 0)
     # Four steps until an ending is known that stood before, then 4 tokens a step, and 3 in the last.
     assert (looping.steps, looping.accepted) == (9, 15)
+
+
+def test_a_directory_without_its_settings_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+    ngram.save(ngram.create(PARAMS, tiny_target, None), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "ngram": None}))
+    with pytest.raises(ValueError, match='config.json has "ngram" None; wanted its settings'):
+        ngram.load(tmp_path, tiny_target)
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (4, 3)])
