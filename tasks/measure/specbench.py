@@ -124,7 +124,7 @@ def _answer(
                 bar.advance()
             turned = not turned
             rows += [found[name] for name, _ in sides]
-            answered[place] = tokenizer.decode(found[PLAIN]["token_ids"], skip_special_tokens=True)
+            answered[place] = str(tokenizer.decode(found[PLAIN]["token_ids"], skip_special_tokens=True))
     return rows
 
 

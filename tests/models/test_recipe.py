@@ -48,6 +48,14 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         load_recipe(str(tmp_path / "broken.toml"))
 
 
+def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tables):
+    tables["draft"] = {"name": "jacobi"}
+    with pytest.raises(ValueError, match=r'engine "vllm" can\'t draft with family jacobi; engine "torch" can'):
+        parse_recipe({"name": "r", **tables}, "r")
+    tables["engine"] = {"name": "torch"}
+    assert parse_recipe({"name": "r", **tables}, "r").draft.name == "jacobi"
+
+
 @pytest.mark.parametrize(
     ("table", "key", "value", "message"),
     [
@@ -55,7 +63,6 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ("target", "name", "rand", r'r: \[target\]: no method "rand" in targets'),
         ("draft", "name", "eagle", r'no method "eagle" in drafts \(did you mean "eagle3"\?\)'),
         ("engine", "num_draft_tokens", 0, r"engine.num_draft_tokens is 0; a draft is trained, gated and served at 1"),
-        ("draft", "name", "jacobi", r'engine "vllm" can\'t draft with family jacobi; engine "torch" can'),
         ("distill", "num_unroll", 2, r'unknown key "num_unroll"'),
         ("engine", "num_drafts", 2, r'unknown key "num_drafts"'),
         ("distill", "learning_rat", 2, r'unknown key "learning_rat" \(did you mean "learning_rate"\?\)'),

@@ -12,6 +12,7 @@ from tests.models.drafts.tiny import make_tiny
 
 TREE = sequoia.Params(acceptance=(0.5, 0.2, 0.1), max_depth=4)
 PARAMS = Params(tree=TREE)
+SHALLOW = Params(tree=TREE.model_copy(update={"max_depth": 2}))  # no size takes a pass more than a smaller one
 MANY = ((1, 1),) * 9
 
 
@@ -41,15 +42,15 @@ def test_the_size_is_the_one_of_the_most_tokens_a_second(per_row_ms: float) -> N
 
 
 def test_where_rows_are_free_the_largest_tree_is_drafted_and_where_they_cost_a_pass_none() -> None:
-    assert num_draft_tokens(view(timed(dict.fromkeys(ROWS, 10.0), 0.3)), PARAMS) == 8
-    assert num_draft_tokens(view(timed({number: 10.0 * number for number in ROWS}, 0.3)), PARAMS) == 0
+    assert num_draft_tokens(view(timed(dict.fromkeys(ROWS, 10.0), 0.3)), SHALLOW) == 8
+    assert num_draft_tokens(view(timed({number: 10.0 * number for number in ROWS}, 0.3)), SHALLOW) == 0
 
 
 def test_sizes_that_double_are_tried_once_until_they_are_timed() -> None:
     asked = [num_draft_tokens(view(Cost(), steps=((0, 0),) * number, limit=6), PARAMS) for number in range(5)]
     assert asked == [0, 1, 2, 4, 6]
     cost = timed(dict.fromkeys(ROWS, 10.0), 0.3)
-    assert {num_draft_tokens(view(cost, steps=((0, 0),) * number), PARAMS) for number in range(5)} == {8}
+    assert {num_draft_tokens(view(cost, steps=((0, 0),) * number), SHALLOW) for number in range(5)} == {8}
 
 
 def test_with_no_tokens_to_draft_none_are() -> None:
