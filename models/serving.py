@@ -72,7 +72,8 @@ class Capture(Frozen):
     Only of requests whose text is logged and was not scrubbed, beside the query log, until a refresh had them.
 
     Attributes:
-        share: of these requests, drawn at random; 0 keeps nothing. It costs one stream nothing that shows, 16 streams 2%.
+        share: of these requests, drawn at random; 0 keeps nothing. It costs one stream nothing that shows, 16 streams
+            2%.
         max_disk_mib: size of all files; nothing is added above it.
         max_memory_mib: held in the engine for requests that run; what does not fit is dropped.
         keep_days: files go then at the latest.
