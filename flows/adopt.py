@@ -7,7 +7,7 @@ from prefect import flow
 
 from flows.build import make_target, prepare
 from infra.memory import gives_way
-from infra.registry import Version
+from infra.versions import Version
 from models.recipe import Recipe
 from tasks.adopt_draft import adopt_draft
 from tasks.claim_window import hold_out_past, reading_rows

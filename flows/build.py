@@ -4,7 +4,7 @@ from prefect import flow
 
 from infra.artifacts import Artifact
 from infra.memory import gives_way
-from infra.registry import Version
+from infra.versions import Version
 from models.recipe import Recipe
 from tasks.distill_draft import distill_draft
 from tasks.finetune_model import finetune_model

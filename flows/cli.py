@@ -28,7 +28,7 @@ from models.recipe import DEFAULT_RECIPE
 from tasks.measure.find_comparison import families
 
 if TYPE_CHECKING:
-    from infra.registry import Version
+    from infra.versions import Version
 
 WIDEST = 60
 MEASURE = "Measure"

@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from infra.registry import Pair, Version
+from infra.versions import Pair, Version
 from infra.windows import Window
 from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor

@@ -22,11 +22,12 @@ from infra.logfile import COPIES
 from infra.manifest import MANIFEST_NAME, Manifest
 from infra.processes import process_identity
 from infra.querylog import QueryLog
-from infra.registry import CLEANED, Registry, Version, cached, is_usable, open_registry
+from infra.registry import Registry, open_registry
 from infra.service_process import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile
+from infra.versions import CLEANED, Version, cached, is_usable
 from infra.watches import Watches
 from infra.windows import Window
 

@@ -2,7 +2,7 @@
 
 A home without the file is of format 1, the one before formats were numbered. Steps run under a lock, one after the
 other; each can be repeated, and the number moves after it, so that a process which is killed in between does no harm.
-Most of what a home holds needs no step, because it is read leniently: a version's tags (infra/registry.py), drafts that
+Most of what a home holds needs no step, because it is read leniently: a version's tags (infra/versions.py), drafts that
 don't name their family (models/drafts), what a service remembers. The query log's schema has a number of its own
 (infra/logfile.py). What a step may change is copied first, into the folder `backups`; the registry's database is
 upgraded by nobody.

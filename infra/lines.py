@@ -11,7 +11,8 @@ beat.
 
 from collections.abc import Sequence
 
-from infra.registry import Registry, Version, is_quarantined, is_usable
+from infra.registry import Registry
+from infra.versions import Version, is_quarantined, is_usable
 from infra.windows import Window
 
 

@@ -7,12 +7,13 @@ from pydantic import BaseModel, ConfigDict
 from infra.home import FORMAT_FILE
 from infra.probes import ProbeSets
 from infra.querylog import LogStats, QueryLog
-from infra.registry import Version, open_registry
+from infra.registry import open_registry
 from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import Running, read_state
 from infra.triggerfile import TriggerFile
+from infra.versions import Version
 from infra.waiting import Queue, Waiting, waiting_for
 from infra.watches import Watch, Watches
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
-from infra.registry import Version, is_usable
 from infra.triggerfile import LastLook, Snapshot, now_ms
 from infra.triggers import Due, Fall, Fallen, Value
+from infra.versions import Version, is_usable
 
 What = Literal["build", "refresh", "approval", "orchestrator", "memory", "consent", "rows", "time"]
 # Whoever looks does so every few seconds.

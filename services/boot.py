@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from infra.registry import Version
+from infra.versions import Version
 from services.drafts import DraftSource, choose_boot_draft, read_memory, remember
 from services.states import Loaded, Memory, label
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infra.registry import Version
+from infra.versions import Version
 from models.canary import Answer, Finding, Params, has_fallen, judge, lost_on_canaries
 from models.engines import Completion, Engine
 from models.golden import Golden, equal_output

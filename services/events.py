@@ -6,8 +6,8 @@ services/reconciler.py sees events and executes actions; services/transitions.py
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infra.registry import Version
 from infra.status import Proof
+from infra.versions import Version
 from models.canary import Answer, Finding
 from services.states import DraftState, Loaded
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.registry import Version
 from infra.status import Proof
+from infra.versions import Version
 from models.acceptance import mean_accepted_length
 from models.canary import Answer
 from models.engines import Completion, Engine, Sampling

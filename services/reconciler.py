@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from infra.registry import Version, is_quarantined
 from infra.store import NotFound, StoreUnavailable
+from infra.versions import Version, is_quarantined
 from models.acceptance import Tally
 from models.canary import lost_on_traffic
 from models.engines import Engine

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from infra.registry import Version, is_quarantined
 from infra.status import Phase, Proof
+from infra.versions import Version, is_quarantined
 from models.canary import Answer
 from models.params import Frozen
 

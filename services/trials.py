@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
-from infra.registry import Version
 from infra.status import Phase
+from infra.versions import Version
 from models.canary import Finding
 from services.events import (
     CalledOff,

@@ -19,9 +19,9 @@ from infra.manifest import canonical_json
 from infra.probes import SIZE, Conversation, ProbeSets, plan
 from infra.processes import process_identity
 from infra.querylog import QueryLog
-from infra.registry import Pair
 from infra.secret import home_secret
 from infra.settings import load_settings
+from infra.versions import Pair
 from infra.windows import Window
 from models.hidden import Sample
 from models.params import Frozen

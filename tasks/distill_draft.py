@@ -10,8 +10,9 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
 from infra.priority import gently
-from infra.registry import Pair, open_registry
+from infra.registry import open_registry
 from infra.settings import load_settings
+from infra.versions import Pair
 from infra.views.figures import draw_losses
 from models import distill
 from models.drafts import Draft, family_named, family_of, name_of

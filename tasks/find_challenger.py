@@ -5,8 +5,9 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import challenger_to_go_on, next_challenger
-from infra.registry import Pair, Registry, Version, open_registry
+from infra.registry import Registry, open_registry
 from infra.settings import load_settings
+from infra.versions import Pair, Version
 from infra.windows import Window
 from models.gate import Evidence
 from models.params import Frozen

@@ -16,8 +16,9 @@ from infra.consent import OTHER_DOMAINS
 from infra.lines import past_champions, tried_again
 from infra.probes import FEWEST
 from infra.querylog import QueryLog
-from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.registry import Registry, open_registry
 from infra.settings import load_settings
+from infra.versions import Pair, Version, is_quarantined
 from infra.views.gate import PASSED
 from infra.windows import Window
 from models.drafts import check_draft

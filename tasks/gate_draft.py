@@ -17,8 +17,9 @@ from infra.lines import best_versions, predecessors
 from infra.manifest import canonical_json
 from infra.priority import gently
 from infra.probes import judged_as
-from infra.registry import Pair, is_usable, open_registry
+from infra.registry import open_registry
 from infra.settings import load_settings
+from infra.versions import Pair, is_usable
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
 from infra.windows import Window

@@ -6,8 +6,9 @@ from infra.artifacts import Artifact, publish
 from infra.events import APPROVAL_WANTED, DRAFT_RESOURCE
 from infra.lineage import Lineage
 from infra.lines import ancestors, trained_on
-from infra.registry import Outdated, Pair, Version, is_quarantined, open_registry, same_files
+from infra.registry import Outdated, open_registry
 from infra.settings import load_settings
+from infra.versions import Pair, Version, is_quarantined, same_files
 from infra.views.gate import PASSED, UNDECIDED
 from infra.windows import Window
 from tasks.stages.reporting import flow_run_id, run_logger

@@ -11,7 +11,8 @@ from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
 from infra.lines import ancestors
 from infra.machine import git_commit
-from infra.registry import Kind, Pair, Registry, Version, open_registry, same_files
+from infra.registry import Registry, open_registry
+from infra.versions import Kind, Pair, Version, same_files
 from infra.views.figures import draw_tau
 from infra.views.gate import GateReport, headline, write_files
 from infra.windows import Window

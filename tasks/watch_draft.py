@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 from infra.consent import Consent, QueryRow
 from infra.priority import gently
 from infra.querylog import QueryLog
-from infra.registry import Kind, Registry, Version, open_registry
+from infra.registry import Registry, open_registry
 from infra.secret import home_secret
 from infra.settings import Settings, load_settings
+from infra.versions import Kind, Version
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
 from models import lookback
 from models.clusters import join, sketch

@@ -10,8 +10,9 @@ from infra.artifacts import write_whole
 from infra.machine import git_commit
 from infra.overview import overview
 from infra.querylog import QueryLog
-from infra.registry import Registry, Version, open_registry
+from infra.registry import Registry, open_registry
 from infra.settings import Settings
+from infra.versions import Version
 from infra.views import Interval
 from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
 from infra.views.gate import DATA, GateReport

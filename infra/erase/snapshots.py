@@ -14,8 +14,9 @@ from infra.artifacts import publish, staged, sweep_staging
 from infra.erase.job import Job
 from infra.erasures import Rewritten
 from infra.manifest import MANIFEST_NAME, check_manifest
-from infra.registry import Version, open_registry
+from infra.registry import open_registry
 from infra.store import translated
+from infra.versions import Version
 
 PARTS = ("train", "held_out", "probe")
 TAGS = {"window_uri": "window_sha256", "judged_on": "", "samples_uri": "samples_sha256"}

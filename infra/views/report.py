@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 from infra.overview import Overview
 from infra.querylog import LogStats
-from infra.registry import Version
 from infra.supervisor import Running
+from infra.versions import Version
 from infra.views import Interval
 from infra.views.acceptance import Acceptance, Group, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, interval_chart, line_chart

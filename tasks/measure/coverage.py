@@ -21,7 +21,8 @@ import numpy as np
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.probes import plan
 from infra.querylog import QueryLog
-from infra.registry import Pair, open_registry
+from infra.registry import open_registry
+from infra.versions import Pair
 from infra.views.results import Grid, Report
 from infra.windows import Window
 from models.acceptance import Estimate

@@ -20,10 +20,11 @@ from infra.artifacts import write_whole
 from infra.client import Answer, Client, LogLevel, Speculation
 from infra.keys import operator_key
 from infra.machine import git_commit
-from infra.registry import Version, open_registry
+from infra.registry import open_registry
 from infra.service_process import start_service, starting
 from infra.settings import Settings
 from infra.status import ServiceStatus
+from infra.versions import Version
 from infra.views.demonstration import show_demonstration
 from infra.views.figures import draw_acceptance
 from infra.views.results import out

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from infra.artifacts import open_artifact
 from infra.environment import environment_of
 from infra.processes import Child
-from infra.registry import Pair, open_registry
+from infra.registry import open_registry
+from infra.versions import Pair
 from infra.views import Interval
 from infra.views.figures import draw_refreshes
 from infra.views.results import Grid, Report

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.artifacts import Artifact, publish
 from infra.lines import ancestors
-from infra.registry import Kind, Pair, Registry, open_registry
+from infra.registry import Registry, open_registry
 from infra.secret import NAME, home_secret
 from infra.settings import Settings
+from infra.versions import Kind, Pair
 
 COPIED = "copied.json"
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infra.artifacts import open_artifact
-from infra.registry import Pair
+from infra.versions import Pair
 from infra.views import Interval
 from infra.views.figures import draw_learning
 from infra.views.results import Grid, Report

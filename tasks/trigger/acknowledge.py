@@ -7,11 +7,11 @@ from functools import wraps
 from typing import Literal
 
 from infra.memory import Watchdog, gives_way
-from infra.registry import Version
 from infra.service_process import is_served
 from infra.settings import load_settings
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Result, Retry
+from infra.versions import Version
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger

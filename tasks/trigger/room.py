@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from infra.memory import GIB, own_gib, read_memory
-from infra.registry import cached, open_registry
+from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.triggerfile import Snapshot
+from infra.versions import cached
 from models.recipe import Recipe
 
 # What the libraries hold before anything is loaded.

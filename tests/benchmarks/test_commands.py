@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from infra.querylog import QueryLog
-from infra.registry import OWN_TAGS, Registry
+from infra.registry import Registry
+from infra.versions import OWN_TAGS
 from tasks.measure.drift import WAYS
 from tasks.measure.stock import has_suffix
 from tests.flows.conftest import Cli

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.registry import is_quarantined
+from infra.versions import is_quarantined
 from models.drafts.eagle3 import WEIGHTS
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine

@@ -18,11 +18,12 @@ from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.overview import overview
 from infra.querylog import QueryLog
-from infra.registry import Registry, Version
+from infra.registry import Registry
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import Settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fell, Recovered
+from infra.versions import Version
 from models.drafts import eagle3
 from models.engines import torch as reference
 from models.recipe import Recipe, load_recipe

@@ -21,8 +21,9 @@ from flows.deployments import deployments
 from infra.artifacts import Artifact, staged
 from infra.events import APPROVAL_WANTED
 from infra.processes import free_port, wait_until
-from infra.registry import Pair, open_registry
+from infra.registry import open_registry
 from infra.triggerfile import Wish
+from infra.versions import Pair
 from models.recipe import load_recipe
 from tasks.promote import promote_candidate
 from tasks.trigger.ask import prefect_server

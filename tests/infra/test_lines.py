@@ -17,7 +17,8 @@ from infra.lines import (
     trained_on,
     tried_again,
 )
-from infra.registry import Pair, Registry, Version, is_quarantined, open_registry
+from infra.registry import Registry, open_registry
+from infra.versions import Pair, Version, is_quarantined
 from infra.waiting import wants_approval
 from infra.windows import Window
 from tasks.promote import find_candidate, promote_build, promote_candidate, promote_version, roll_back

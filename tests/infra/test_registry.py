@@ -10,15 +10,9 @@ import pytest
 from infra.artifacts import staged
 from infra.manifest import check_manifest
 from infra.processes import free_port
-from infra.registry import (
-    CHAMPION,
-    ForeignVersion,
-    Outdated,
-    Registry,
-    Version,
-    is_quarantined,
-)
+from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import StoreUnavailable
+from infra.versions import ForeignVersion, Version, is_quarantined
 from tests.tags import draft_tags
 
 LINEAGE = draft_tags()

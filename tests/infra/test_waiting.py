@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from infra.registry import Version
 from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, Snapshot
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
+from infra.versions import Version
 from infra.waiting import Queue, duration, waiting_for
 from tests.tags import draft_tags
 

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.manifest import write_manifest
-from infra.registry import CHAMPION, ForeignVersion, Registry, Version, is_quarantined
+from infra.registry import CHAMPION, Registry
 from infra.status import Phase
 from infra.store import StoreUnavailable
+from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
 from models.acceptance import Tally
 from models.canary import Params as CanaryParams

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
-from infra.registry import Version
 from infra.status import Phase, Proof
+from infra.versions import Version
 from models.canary import Answer, Finding
 from services.events import (
     Action,

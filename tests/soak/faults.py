@@ -14,7 +14,7 @@ import httpx
 
 from infra.logfile import BUSY_TIMEOUT_S
 from infra.processes import process_identity
-from infra.registry import is_quarantined
+from infra.versions import is_quarantined
 from tests.drills.scene import filled
 from tests.drills.spoiled import NAN, noisy
 from tests.soak.checker import RECOVERY_S, Fault

@@ -18,8 +18,9 @@ from infra.artifacts import staged
 from infra.keys import bring_keys
 from infra.processes import free_port, wait_until
 from infra.querylog import QueryLog
-from infra.registry import Registry, Version, is_usable
+from infra.registry import Registry
 from infra.supervisor import read_state
+from infra.versions import Version, is_usable
 from models.drafts import open_draft
 from models.golden import Golden
 from models.recipe import load_recipe

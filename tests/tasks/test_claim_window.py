@@ -12,9 +12,9 @@ from infra.artifacts import Artifact, publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
-from infra.registry import Pair, Version
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
+from infra.versions import Pair, Version
 from models.hidden import Sample
 from models.recipe import Refresh
 from models.tokens import encode_chat

@@ -8,7 +8,8 @@ import pytest
 
 from infra.artifacts import publish
 from infra.manifest import write_manifest
-from infra.registry import Pair, Registry, Version, open_registry
+from infra.registry import Registry, open_registry
+from infra.versions import Pair, Version
 from tasks.find_past import fitting
 from tests.conftest import make_draft
 from tests.tags import draft_tags

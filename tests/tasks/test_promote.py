@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import staged
-from infra.registry import Registry, Version, is_quarantined
+from infra.registry import Registry
+from infra.versions import Version, is_quarantined
 from tasks.promote import differences, promote_version, roll_back
 from tests.tags import draft_tags
 

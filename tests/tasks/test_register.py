@@ -7,8 +7,9 @@ import pytest
 
 from infra.artifacts import Artifact, publish, staged
 from infra.manifest import write_manifest
-from infra.registry import Pair, Registry, Version, open_registry
+from infra.registry import Registry, open_registry
 from infra.settings import load_settings
+from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE, GateReport
 from infra.windows import Window
 from models.recipe import load_recipe
