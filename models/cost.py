@@ -12,23 +12,15 @@ table alone.
 - Errors are logarithms, cut at three times their usual size: a step of 100 ms among those of 10 counts as one of 12.
 """
 
-import json
 import math
-import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pydantic import Field, ValidationError
-
-from models.params import Frozen
-
-FORMAT = 1
 DRIFT_RATE = 0.2
 POINT_RATE = 0.02  # of a point seen in every step
 SELDOM_RATE = 0.1  # of one not seen for ten steps or more
@@ -203,7 +195,7 @@ class Cost:
         for num_sequences, by_rows in sorted(plain.items()):
             rows = tuple(sorted(by_rows))
             curve = Curve(
-                num_sequences, rows, _ascending([Point(median(by_rows[number]), num_steps) for number in rows])
+                num_sequences, rows, ascending([Point(median(by_rows[number]), num_steps) for number in rows])
             )
             passes = [
                 (time.ms - curve.target_ms(time.num_rows / num_sequences)) / time.num_passes
@@ -272,7 +264,7 @@ class Cost:
         for (at, _, point), share in zip(draft, shares[len(target) :], strict=True):
             curves[at] = curves[at]._replace(draft=point.moved(moved, PASS_DOUBT * share * scale, step))
         for at in {at for at, _, _ in target}:
-            curves[at] = curves[at]._replace(points=_ascending(curves[at].points))
+            curves[at] = curves[at]._replace(points=ascending(curves[at].points))
         return replace(
             self,
             curves=tuple(curves),
@@ -280,49 +272,6 @@ class Cost:
             spread=self.spread + SPREAD_RATE * (min(abs(error), cut) - self.spread),
             num_steps=step,
         )
-
-    def save(self, file: Path) -> None:
-        """Write the table as JSON in place of the last one, whole or not at all."""
-        scale = math.exp(self.drift)
-        curves = [
-            {
-                "num_sequences": curve.num_sequences,
-                "rows": curve.rows,
-                "target_ms": [scale * point.ms for point in curve.points],
-                "draft_ms": None if curve.draft is None else scale * curve.draft.ms,
-            }
-            for curve in self.curves
-        ]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.new")
-        new.write_text(json.dumps({"format": FORMAT, "measured_for": self.measured_for, "curves": curves}))
-        os.replace(new, file)
-
-    @classmethod
-    def load(cls, file: Path, measured_for: str) -> "Cost":
-        """Read a table.
-
-        Raises:
-            ValueError: there is none, it is torn, or its times hold for something else; then it is measured anew.
-        """
-        try:
-            saved = _File.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ValueError(f"{file.name} is no table of what steps take: {_first_line(error)}") from error
-        if saved.measured_for != measured_for:
-            raise ValueError(f"{file.name} was measured for {saved.measured_for}, wanted {measured_for}")
-        if not saved.fits:
-            raise ValueError(f"{file.name} is no table of what steps take: its points are in no order")
-        curves = [
-            Curve(
-                saved_curve.num_sequences,
-                tuple(saved_curve.rows),
-                _ascending([Point(ms) for ms in saved_curve.target_ms]),
-                None if saved_curve.draft_ms is None else Point(saved_curve.draft_ms),
-            )
-            for saved_curve in saved.curves
-        ]
-        return cls(tuple(curves), measured_for, grows=False)
 
     def _target(self, num_sequences: int, num_rows: float) -> list[tuple[int, int, float]]:
         """Return what f is made of: (curve, point, how much of it).
@@ -370,33 +319,6 @@ class Cost:
         return replace(self, curves=tuple(curves))
 
 
-class _Curve(Frozen):
-    """A curve as it is saved."""
-
-    num_sequences: int = Field(ge=1)
-    rows: list[float] = Field(min_length=1)
-    target_ms: list[float]
-    draft_ms: float | None = Field(gt=0, allow_inf_nan=False)
-
-
-class _File(Frozen):
-    """A table as it is saved."""
-
-    format: int = Field(ge=FORMAT, le=FORMAT)
-    measured_for: str
-    curves: list[_Curve] = Field(min_length=1)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the numbers can be a table's."""
-        return _rising([curve.num_sequences for curve in self.curves]) and all(
-            len(curve.rows) == len(curve.target_ms)
-            and _rising(curve.rows)
-            and all(math.isfinite(number) and number > 0 for number in (*curve.rows, *curve.target_ms))
-            for curve in self.curves
-        )
-
-
 def _noise(times: Sequence[Time]) -> float:
     """Return by how much the later half of a measurement differs from the earlier one."""
     by_step: dict[tuple[int, ...], list[float]] = defaultdict(list)
@@ -417,7 +339,7 @@ def _between(numbers: Sequence[int], number: int) -> list[tuple[int, float]]:
     return [(after - 1, 1 - share), (after, share)]
 
 
-def _ascending(points: Sequence[Point]) -> tuple[Point, ...]:
+def ascending(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return the nearest points that never fall: those that do are pooled with those before them."""
     if all(left.ms <= right.ms for left, right in pairwise(points)):
         return tuple(points)
@@ -435,16 +357,8 @@ def _mean(points: Sequence[Point]) -> float:
     return sum(weight * point.ms for weight, point in zip(weights, points, strict=True)) / sum(weights)
 
 
-def _rising(numbers: Sequence[float]) -> bool:
-    return all(left < right for left, right in pairwise(numbers))
-
-
 def _check(time: Time) -> None:
     if not 1 <= time.num_sequences <= time.num_rows or time.num_passes < 0:
         raise ValueError(f"wanted a step of at least a sequence, and a row for each; got {time}")
     if not (math.isfinite(time.ms) and time.ms > 0):
         raise ValueError(f"wanted a step of more than 0 ms, got {time}")
-
-
-def _first_line(error: Any) -> str:
-    return str(error).partition("\n")[0]

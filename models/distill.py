@@ -17,15 +17,14 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
+from models.batches import hidden_states, pack
 from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
-from models.drafts import Draft, Rows, Unrolled
+from models.drafts import Draft, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.losses import Drafted, forward_kl
 from models.params import BaseParams
 from models.resume import load_progress, load_state, save_progress, save_state
-
-__all__ = ["Params", "Progress", "Report", "Sample", "hidden_states", "train"]
 
 
 class Params(BaseParams):
@@ -99,6 +98,15 @@ class _Teacher(NamedTuple):
     eps: float
     head: Tensor
 
+    @classmethod
+    def read(cls, draft: Draft, target_dir: Path) -> "_Teacher":
+        """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
+        config = json.loads((target_dir / "config.json").read_text())
+        norm = read_tensor(target_dir, "model.norm.weight").float()
+        vocabulary = draft.vocabulary
+        head = output_embedding(target_dir)[vocabulary.cpu()].to(vocabulary.device)
+        return cls(norm.to(vocabulary.device), config["rms_norm_eps"], head)
+
     def normed(self, states: Tensor) -> Tensor:
         """[N, H] last residual stream → [N, H] what the output matrix multiplies."""
         return torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
@@ -167,23 +175,6 @@ def train(
     return loop.run(report, state_out)
 
 
-def hidden_states(
-    draft: Draft,
-    target_dir: Path,
-    samples: Sequence[Sample],
-    work_dir: Path,
-    on_progress: Callable[[int, int, float], None] | None = None,
-    device: str = "cpu",
-    captured: Captures | None = None,
-) -> HiddenStates:
-    """Extract the states that `draft` reads, and the last layer's for the target's probabilities."""
-    config = json.loads((target_dir / "config.json").read_text())
-    layers = sorted({*draft.taps, config["num_hidden_layers"]})
-    states = HiddenStates(work_dir / "hidden", samples, layers, config["hidden_size"])
-    states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
-    return states
-
-
 class _Loop:
     def __init__(
         self,
@@ -198,7 +189,7 @@ class _Loop:
         self.draft, self.states, self.params, self.seed = draft, states, params, seed
         self.work_dir = work_dir
         self.loss = catalog.load("losses", params.loss.name)
-        self.teacher = teacher(draft, target_dir)
+        self.teacher = _Teacher.read(draft, target_dir)
         self.draft_ids = _draft_ids(draft, target_dir)
         self.num_unroll = min(num_draft_tokens, draft.max_unroll or num_draft_tokens)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
@@ -387,15 +378,6 @@ class _Loop:
         return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)
 
 
-def teacher(draft: Draft, target_dir: Path) -> _Teacher:
-    """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
-    config = json.loads((target_dir / "config.json").read_text())
-    norm = read_tensor(target_dir, "model.norm.weight").float()
-    vocabulary = draft.vocabulary
-    head = output_embedding(target_dir)[vocabulary.cpu()].to(vocabulary.device)
-    return _Teacher(norm.to(vocabulary.device), config["rms_norm_eps"], head)
-
-
 def _draft_ids(draft: Draft, target_dir: Path) -> Tensor:
     """[V] each target id's place in the draft's vocabulary, −1 for those that are not in it."""
     vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
@@ -403,29 +385,3 @@ def _draft_ids(draft: Draft, target_dir: Path) -> Tensor:
     ids = torch.full((vocab_size,), -1, device=vocabulary.device)
     ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
     return ids
-
-
-def pack(
-    batch: Sequence[Sample], states: HiddenStates, num_steps: int, draft: Draft
-) -> tuple[Rows, Tensor, Tensor, Tensor]:
-    """Pad a batch for `draft`, on its device, and list its rows.
-
-    A row's first drafted token is `index + 2`; the first one follows the answer's first token, which the target samples
-    from the prompt by itself.
-
-    Returns:
-        the rows, the last layer's states [B, T, H], log sums [B, T], lengths [B].
-    """
-    read = [states.read(sample) for sample in batch]
-    hidden = torch.nn.utils.rnn.pad_sequence([h.float() for h, _ in read], batch_first=True)
-    log_sums = torch.nn.utils.rnn.pad_sequence([s for _, s in read], batch_first=True)
-    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s.token_ids) for s in batch], batch_first=True)
-    tokens = torch.nn.functional.pad(tokens, (0, num_steps + 1))
-    lengths = torch.tensor([len(s.token_ids) for s in batch])
-    index = [torch.arange(len(s.prompt_ids) - 1, len(s.token_ids) - 2) for s in batch]
-    sequence = [torch.full_like(rows, number) for number, rows in enumerate(index)]
-    device = draft.vocabulary.device
-    hidden = hidden.to(device)
-    width = len(draft.taps) * states.hidden_size
-    rows = Rows(hidden[..., :width], *(t.to(device) for t in (tokens, torch.cat(sequence), torch.cat(index))))
-    return rows, hidden[..., -states.hidden_size :], log_sums.to(device), lengths.to(device)

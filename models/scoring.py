@@ -16,9 +16,9 @@ from torch import Tensor
 
 from models import catalog
 from models.acceptance import Trace
+from models.batches import hidden_states, pack
 from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
-from models.distill import hidden_states, pack
 from models.drafts import Draft, Rows
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.paired import Score

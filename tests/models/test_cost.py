@@ -1,5 +1,4 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,46 +88,6 @@ def test_a_wrong_table_is_put_right_by_the_steps_that_are_seen() -> None:
         time = Time(1, 4, 3, 15.0) if number % 50 else Time(1, 1, 0, 10.0)
         cost = cost.after(time._replace(ms=time.ms * rng.lognormal(0, 0.05)))
     assert ratio(cost) == pytest.approx(1.5, rel=0.05)
-
-
-def test_a_table_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    file = tmp_path / "cost.json"
-    cost = TABLE
-    for _ in range(50):
-        cost = cost.after(Time(4, 8, 1, 35.0))
-    cost.save(file)
-    read = Cost.load(file, "this machine")
-    for step in ((1, 3, 2), (2, 5, 0), (4, 8, 1), (9, 18, 1)):
-        assert read.step_ms(*step) == pytest.approx(cost.step_ms(*step))
-    assert not read.grows
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (lambda text: text[: len(text) // 2], "no table"),
-        (lambda text: "", "no table"),
-        (lambda text: text.replace("this machine", "another one"), "measured for another one, wanted this machine"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "no table"),
-        (lambda text: text.replace("10.0", "-10.0"), "no table"),
-        (lambda text: text.replace("10.0", "NaN"), "no table"),
-        (lambda text: text.replace("[10.0, 13.0]", "[10.0]"), "no table"),
-    ],
-)
-def test_a_torn_or_foreign_table_is_refused(tmp_path: Path, change: "object", fault: str) -> None:
-    file = tmp_path / "cost.json"
-    TABLE.save(file)
-    assert callable(change)
-    text = change(file.read_text())
-    assert text != file.read_text()
-    file.write_text(text)
-    with pytest.raises(ValueError, match=fault):
-        Cost.load(file, "this machine")
-
-
-def test_a_table_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cost.json is no table"):
-        Cost.load(tmp_path / "cost.json", "this machine")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from models import distill, scoring
+from models.batches import hidden_states
 from models.drafts import eagle3
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.precision import fast_dtype
@@ -71,7 +72,7 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
 
     cut = new_head(tiny_target, samples)
     work = tmp_path / "cut"
-    head_states = distill.hidden_states(cut, tiny_target, samples, work)
+    head_states = hidden_states(cut, tiny_target, samples, work)
     interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), K, work, 0)
     steps = iter(range(7))
     original = interrupted._optimize
@@ -212,7 +213,7 @@ def test_a_killed_run_with_a_mean_and_a_state_resumes_to_the_same_weights(
 
     work = tmp_path / "cut"
     cut = new_head(tiny_target, samples)
-    states = distill.hidden_states(cut, tiny_target, samples, work)
+    states = hidden_states(cut, tiny_target, samples, work)
     loop = distill._Loop(cut, tiny_target, states, params(**settings), K, work, 0)
     loop.go_on_from(end)
     original, steps = loop._optimize, iter(range(12))

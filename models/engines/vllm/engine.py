@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,32 +14,26 @@ import vllm
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
-from vllm.exceptions import VLLMError, VLLMValidationError
-from vllm.outputs import RequestOutput
+from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from models import catalog
 from models.drafts import family_of, require_family
-from models.engines import Completion, Sampling, Way
+from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import WISHES, Pace, Wishes
-from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.drafting import Pace, Wishes
 from models.engines.vllm.interrupts import interruptible
 from models.engines.vllm.mode import Mode, Times, mode_of
 from models.engines.vllm.planning import Setup, measured_for
 from models.engines.vllm.proposer import METHODS
-from models.engines.vllm.scheduler import PACE, SPEED, STEPS
+from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
 from models.precision import fast_dtype
 from models.speeds import Speed
-from models.verify import Rules
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.
@@ -51,161 +45,7 @@ OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
 # vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
 
-OnFinish = Callable[[Completion, SamplingParams], None]
-WishesOf = Callable[[str], Wishes]
-
 log = logging.getLogger(__name__)
-
-
-class TappedLLM(AsyncLLM):
-    """AsyncLLM that asks how a request is to be drafted, and tells of every answer that has ended, aborted ones too.
-
-    Attributes:
-        on_finish: is told; not of requests for several answers.
-        pace: what the planner expected when a request ended last; None without a planner.
-        grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
-        speeds: how fast requests are decoded, by domain, as it was when one of the domain ended last.
-        num_swaps: drafts that were swapped in.
-        wishes_of: is asked by a request's id; without it each request is drafted as the engine finds it fastest.
-    """
-
-    on_finish: OnFinish | None = None
-    wishes_of: WishesOf | None = None
-    draft_version: str = ""
-    speculating: bool = False
-    rules: Rules
-    pace: Pace | None = None
-    grammars: Grammars | None = None
-    num_swaps: int = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """See the base class."""
-        self.speeds: dict[str, Speed] = {}
-        super().__init__(*args, **options)
-
-    def __del__(self) -> None:
-        """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
-
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, wishes: Wishes | None = None, **kwargs: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """See the base class; what a client put where `wishes` travel is overwritten.
-
-        Raises:
-            VLLMValidationError: what constrains the answer is refused, or leads nowhere.
-            EngineDeadError: the engine broke the answer off, as it does to all when it is told to end; vLLM would pass
-            on what there is as a whole answer, with finish reason "abort".
-        """
-        if self.grammars is not None and sampling_params.structured_outputs is not None:
-            await self.grammars.require(sampling_params.structured_outputs)
-        if wishes is None:
-            wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id)
-        wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
-        if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
-            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                _require_unbroken(output, sampling_params)
-                output.kv_transfer_params = None
-                yield output
-            return
-        tap = _Tap(request_id, sampling_params, wishes, self)
-        try:
-            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                tap.see(output)
-                _require_unbroken(output, sampling_params)
-                if output.finished:
-                    answered: Any = output  # it carries the completion to `VllmEngine.generate`
-                    answered.completion = tap.completion()
-                    tap.ended = True
-                    self._tell(answered.completion, sampling_params)
-                yield output
-        finally:
-            if not tap.ended and tap.token_ids:  # the client went away
-                self._tell(tap.completion(), sampling_params)
-
-    def _tell(self, completion: Completion, sampling_params: SamplingParams) -> None:
-        if self.on_finish is not None:
-            self.on_finish(completion, sampling_params)
-
-
-def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) -> None:
-    reasons = {answer.finish_reason for answer in output.outputs}
-    if "abort" in reasons:
-        raise EngineDeadError
-    if "error" in reasons and sampling_params.structured_outputs is not None:
-        raise VLLMValidationError("no answer can be of this form: its grammar leads where no token may follow")
-
-
-class _Tap:
-    """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
-
-    def __init__(self, request_id: str, sampling: SamplingParams, wishes: Wishes, llm: TappedLLM) -> None:
-        self.request_id, self.sampling, self.llm = request_id, sampling, llm
-        self.drafting, self.domain = cast("Way", wishes.drafting), wishes.domain
-        self.count_accepted = catalog.load("verify", llm.rules.at(sampling.temperature).name).count_accepted
-        self.draft_version, self.speculating = llm.draft_version, llm.speculating
-        self.started, self.first_token = time.monotonic(), 0.0
-        self.last_token = self.started
-        self.prompt_ids: tuple[int, ...] = ()
-        self.token_ids: list[int] = []
-        self.gaps: list[float] = []
-        self.steps: list[list[int]] = []
-        self.finish_reason: str | None = None
-        self.ended = False
-
-    def see(self, output: RequestOutput) -> None:
-        self.prompt_ids = tuple(output.prompt_token_ids or ())
-        answer = output.outputs[0]
-        delta = self.sampling.output_kind == RequestOutputKind.DELTA
-        self.token_ids = [*(self.token_ids if delta else ()), *answer.token_ids]
-        if answer.logprobs and (self.sampling.logprobs or 0) >= 2:
-            self.gaps += [_gap(position) for position in answer.logprobs[0 if delta else len(self.gaps) :]]
-        if self.token_ids:
-            self.last_token = time.monotonic()
-            self.first_token = self.first_token or self.last_token
-        if answer.finish_reason is not None:
-            self.finish_reason = answer.finish_reason
-            if (stats := output.metrics) is not None:  # an answer that comes whole is seen when its last token is there
-                self.first_token = self.started + stats.first_token_latency
-                self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
-            transfer = output.kv_transfer_params or {}
-            self.steps = transfer.pop(STEPS, [])
-            if pace := transfer.pop(PACE, None):
-                self.llm.pace = Pace(*pace)
-            if speed := transfer.pop(SPEED, None):
-                self.llm.speeds[self.domain] = Speed(*speed)
-            output.kv_transfer_params = transfer or None
-
-    def completion(self) -> Completion:
-        num_later = max(len(self.token_ids) - 1, 1)
-        return Completion(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            token_ids=tuple(self.token_ids),
-            drafted=tuple(len(ids) for _, _, *ids in self.steps),
-            accepted=tuple(self._accepted()),
-            drafted_ids=tuple(tuple(ids) for _, _, *ids in self.steps),
-            matches=tuple(match for match, *_ in self.steps),
-            finish_reason=self.finish_reason,
-            first_token_ms=1000 * max(self.first_token - self.started, 0.0),
-            per_token_ms=1000 * max(self.last_token - self.first_token, 0.0) / num_later,
-            draft_version=self.draft_version,
-            speculating=self.speculating,
-            drafting=self.drafting,
-            gaps=tuple(self.gaps),
-        )
-
-    def _accepted(self) -> Iterator[int]:
-        """Count each step's accepted tokens; the answer's first token is no step's."""
-        position = 1
-        for _, num_emitted, *drafted in self.steps:
-            yield self.count_accepted(drafted, self.token_ids[position : position + num_emitted])
-            position += num_emitted
-
-
-def _gap(position: dict[int, Any]) -> float:
-    best = sorted((entry.logprob for entry in position.values()), reverse=True)
-    return float(best[0] - best[1]) if len(best) > 1 else float("inf")
 
 
 class VllmEngine:

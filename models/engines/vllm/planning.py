@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from models import catalog
+from models import catalog, costfile
 from models.cost import Cost, Time
 from models.engines.vllm import LookUp
 from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
@@ -77,7 +77,7 @@ class Setup:
         if file is None or not file.exists():
             return None
         try:
-            return Cost.load(file, self.measured_for)
+            return costfile.load(file, self.measured_for)
         except ValueError as error:
             log.warning("what steps take is measured anew: %s", error)
             return None
@@ -233,7 +233,7 @@ class Planner:
         if file is None or cost.doubted:
             return
         try:
-            cost.save(file)
+            costfile.save(cost, file)
         except OSError as error:  # in the engine's step: a full disk costs the next start its table, not this engine
             log.warning("the table of costs was not written: %s", error)
 

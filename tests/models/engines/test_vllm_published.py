@@ -13,8 +13,9 @@ from models import scoring
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
-from models.engines.vllm.engine import TappedLLM, VllmEngine
+from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.mode import Mode, Times
+from models.engines.vllm.tap import TappedLLM
 from models.hidden import Sample
 from tests.models.published import published
 
