@@ -9,6 +9,7 @@ import gc
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -281,16 +282,24 @@ def _show_draft(outcome: str, version: "Version") -> None:
         out.print("the champion that it was compared with was replaced or quarantined meanwhile; run it again")
 
 
+def _example(function: Callable[..., None]) -> str:
+    return (function.__doc__ or "").partition("Example: ")[2].strip()
+
+
 # In the order of `redraft --help`.
-for panel, functions in {
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Every day": (build, serve, refresh, up, down, status, logs, report, doctor),
     "Drafts": (promote, rollback, diff, import_draft, import_logs),
     "Privacy": (erase, retain),
     "Home": (backup, restore, clean),
     MEASURE: (demo, traffic, compare),
-}.items():
+}
+for panel, functions in PANELS.items():
     for function in functions:
         command_of(app, panel)(function)
+app.info.epilog = "\n".join(
+    ["Examples; each command's --help has its own:", *(_example(functions[0]) for functions in PANELS.values())]
+)
 app.add_typer(bench, rich_help_panel=MEASURE)
 app.add_typer(keys, rich_help_panel=KEYS)
 

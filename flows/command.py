@@ -3,6 +3,7 @@
 And what commands begin with: settings, a recipe, and where to write.
 """
 
+import inspect
 import os
 import sqlite3
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from infra.settings import Settings, load_settings
 from models.recipe import Recipe, load_recipe
@@ -34,7 +36,7 @@ def command_of(
     """
 
     def command(function: Callable[..., None]) -> Callable[..., None]:
-        @app.command(name, rich_help_panel=panel)
+        @app.command(name, help=escape(inspect.getdoc(function) or ""), rich_help_panel=panel)
         @wraps(function)
         def wrapped(**options: Any) -> None:
             try:

@@ -6,7 +6,8 @@ the recipe, who has not seen the class.
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,15 +76,32 @@ def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> Mode
         raise ValueError(faults) from error
 
 
+def table_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the class whose fields are the keys of a field's table, which may be optional; None for a value."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
 def _fault(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        # Only the top level's fields are known here; a nested table's are not guessed at.
-        choices = did_you_mean(key, model.model_fields) if len(detail["loc"]) == 1 else ""
-        return f'unknown key "{key}"{choices}'
+        *path, last = map(str, detail["loc"])
+        owner = _table_at(model, path)
+        return f'unknown key "{key}"{did_you_mean(last, owner.model_fields) if owner else ""}'
     if detail["type"] == "missing":
         return f'key "{key}" is missing'
+    if detail["type"] == "model_type":
+        return f'key "{key}": wanted a table, got {detail["input"]!r}'
     if detail["type"] == "value_error":  # one of ours, which says what came
         said = str(detail["ctx"]["error"])
         return f'key "{key}": {said}' if key else said  # a validator over the whole model names no key
     return f'key "{key}": {detail["msg"]}, got {detail["input"]!r}'
+
+
+def _table_at(model: type[BaseModel], path: Iterable[str]) -> type[BaseModel] | None:
+    """Return the class of a table inside of `model`'s; None where the path leads through something else."""
+    found: type[BaseModel] | None = model
+    for key in path:
+        field = found.model_fields.get(key) if found else None
+        found = table_of(field.annotation) if field else None
+    return found

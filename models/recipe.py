@@ -18,7 +18,7 @@ from models import catalog
 from models.engines import EngineParams
 from models.gate import Params as GateParams
 from models.lookback import Params as WatchParams
-from models.params import BaseParams, Frozen, ModelT, did_you_mean, validate
+from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
 
@@ -308,22 +308,15 @@ def parse_recipe(tables: Mapping[str, Any], where: str) -> Recipe:
 
 
 def _parsers() -> dict[str, Callable[[Mapping[str, Any]], object]]:
-    plain: dict[str, type[Frozen]] = {
-        "generate": Generate,
-        "refresh": Refresh,
-        "gate": Gate,
-        "watch": WatchParams,
-        "serve": Serve,
-        "schedule": Schedule,
-        "demo": Demo,
-        **TABLES,
-    }
-    families = {"target": "targets", "engine": "engines", "draft": "drafts"}
-    return {
-        **{name: partial(validate, model, where=name) for name, model in plain.items()},
-        **{name: partial(catalog.parse, family) for name, family in families.items()},
-        "distill": _distill_params,
-    }
+    """Return what parses each table, but those that are named by domains."""
+    parsers: dict[str, Callable[[Mapping[str, Any]], object]] = {}
+    for name, field in Recipe.model_fields.items():
+        families = [one.family for one in field.metadata if isinstance(one, catalog.Method)]
+        if families:
+            parsers[name] = partial(catalog.parse, families[0])
+        elif (model := table_of(field.annotation)) is not None:
+            parsers[name] = partial(validate, model, where=name)
+    return {**parsers, "distill": _distill_params}
 
 
 def _parse_domain(name: str, model: type[ModelT], table: object, where: str) -> ModelT:

@@ -85,7 +85,7 @@ def cli_reference() -> str:
         heading = command.rich_help_panel or cli.MEASURE
         if heading != panel:
             lines, panel = [*lines, "", f"## {heading}"], heading
-        said, _, example = inspect.cleandoc(command.help or "").partition("Example: ")
+        said, _, example = (inspect.getdoc(command.callback) or "").partition("Example: ")
         context = command.context_class(command, info_name=f"redraft {' '.join(path)}")
         usage = " ".join(command.collect_usage_pieces(context))
         lines += ["", f"### redraft {' '.join(path)}", "", said.strip(), ""]

@@ -1,9 +1,12 @@
-"""Documents are short where they must be, and their links lead somewhere."""
+"""Documents are short where they must be, their links lead somewhere, and the commands that they name exist."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.references import commands
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("docker", "flows", "infra", "models", "services", "tasks", "tests")
@@ -29,6 +32,19 @@ def test_links_lead_to_a_file_and_a_heading(document: Path) -> None:
         assert file.exists(), link
         if heading:
             assert heading in headings(file), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_commands_named_in_a_document_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for program, known in (("redraft", {path[0] for path, _ in commands()}), ("make", {*targets})):
+        named = re.findall(rf"`{program} ([a-z][a-z-]+)", text)
+        named += re.findall(rf"^{program} ([a-z][a-z-]+)", code, re.MULTILINE)
+        assert {*named} <= known
+    for module in re.findall(r"python -m ((?:flows|infra|models|services|tasks|tests)[a-z_.]*)", text):
+        assert find_spec(module.rstrip(".")) is not None, module
 
 
 def headings(file: Path) -> set[str]:

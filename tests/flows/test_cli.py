@@ -47,6 +47,7 @@ def test_help_names_every_command(run):
 
 def test_help_groups_the_commands_and_each_has_an_example_that_parses(run):
     shown = run("--help").output
+    assert shown.count("redraft build --recipe tiny") == shown.count("redraft promote 3") == 1
     assert [shown.index(panel) for panel in PANELS] == sorted(shown.index(panel) for panel in PANELS)
     for path, command in commands():
         assert command.rich_help_panel in PANELS or path[0] == "bench", path
@@ -55,6 +56,12 @@ def test_help_groups_the_commands_and_each_has_an_example_that_parses(run):
         arguments = shlex.split(example.strip())
         assert arguments[: len(path)] == path
         command.make_context("redraft", arguments[len(path) :])
+
+
+def test_help_names_the_table_of_a_recipe_in_its_brackets(run):
+    for command, table in (("retain", "[schedule]"), ("clean", "[keep]")):
+        assert table in run("--help").output
+        assert table in run(command, "--help").output
 
 
 def test_a_command_ends_without_a_last_search_for_garbage():

@@ -33,7 +33,9 @@ def test_a_recipe_sets_probation_drain_and_request_limits(tables):
     serve = parse_recipe({"name": "r", **tables}, "r").serve
     assert (serve.drain_s, serve.probation.timeout_s, serve.limits.max_queued_requests) == (3, 12, 7)
     tables["serve"] = {"limits": {"max_queued": 7}}
-    with pytest.raises(ValueError, match=r'r: \[serve\]: .*unknown key "limits.max_queued"'):
+    with pytest.raises(
+        ValueError, match=r'r: \[serve\]: .*unknown key "limits.max_queued" \(did you mean "max_queued_req'
+    ):
         parse_recipe({"name": "r", **tables}, "r")
 
 
@@ -70,11 +72,14 @@ def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tab
         ("gate", "floor", 2, r'\[gate\]: gate: key "floor"'),
         ("refresh", "distill", {"num_epoch": 1}, r'unknown key "num_epoch"'),
         ("refresh", "max_rows", 20, r"min_rows 60 is above max_rows 20"),
+        ("keep", "num_draft", 9, r'r: \[keep\]: keep: unknown key "num_draft" \(did you mean "num_drafts"\?\)'),
+        ("engine", "lookup", {"num_token": 9}, r'unknown key "lookup.num_token" \(did you mean "num_tokens"\?\)'),
+        ("engine", "lookup", 9, r'key "lookup": wanted a table, got 9'),
         ("demo", "new_domain", "cod", r'demo names domain "cod" \(did you mean "code"\?\)'),
     ],
 )
 def test_a_slip_is_named(tables, table, key, value, message):
-    tables[table][key] = value
+    tables.setdefault(table, {})[key] = value
     with pytest.raises(ValueError, match=message):
         parse_recipe({"name": "r", **tables}, "r")
 
