@@ -52,20 +52,20 @@ class Params(BaseParams):
     """
 
     name: Literal["distill"] = "distill"
-    learning_rate: float = 1.5e-3
-    warmup: float = 0.05
+    learning_rate: float = Field(1.5e-3, gt=0)
+    warmup: float = Field(0.05, ge=0, lt=1)
     schedule: Literal["cosine", "constant"] = "cosine"
     average: float = Field(0.0, ge=0, lt=1)
-    weight_decay: float = 0.0
-    num_epochs: int = 6
+    weight_decay: float = Field(0.0, ge=0)
+    num_epochs: int = Field(6, ge=1)
     min_steps: int = Field(0, ge=0)
-    batch_tokens: int = 512
-    step_decay: float = 0.8
+    batch_tokens: int = Field(512, ge=2)
+    step_decay: float = Field(0.8, gt=0, le=1)
     follow: Literal["accepted", "all"] = "accepted"
-    max_grad_norm: float = 1.0
-    max_minutes: float | None = None
-    checkpoint_s: float = 30.0
-    num_threads: int = 0
+    max_grad_norm: float = Field(1.0, gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+    checkpoint_s: float = Field(30.0, ge=0)
+    num_threads: int = Field(0, ge=0)
     loss: Annotated[BaseParams, catalog.Method("losses")] = forward_kl.Params()
 
 

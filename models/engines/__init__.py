@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from pydantic import Field
+
 from models.acceptance import Trace
 from models.params import BaseParams, Frozen
 
@@ -31,8 +33,8 @@ class EngineParams(BaseParams):
         max_model_len: longest sequence, prompt included.
     """
 
-    num_draft_tokens: int = 3
-    max_model_len: int = 1024
+    num_draft_tokens: int = Field(3, ge=0)
+    max_model_len: int = Field(1024, ge=2)
 
     @property
     @abstractmethod

@@ -69,6 +69,8 @@ def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tab
         ("engine", "num_drafts", 2, r'unknown key "num_drafts"'),
         ("distill", "learning_rat", 2, r'unknown key "learning_rat" \(did you mean "learning_rate"\?\)'),
         ("distill", "loss", {"name": "kl"}, r'no method "kl" in losses'),
+        ("distill", "learning_rate", -1, r'\[distill\]: distill: key "learning_rate": Input should be greater than 0'),
+        ("engine", "max_num_seqs", 0, r'\[engine\]: engines.vllm: key "max_num_seqs"'),
         ("gate", "floor", 2, r'\[gate\]: gate: key "floor"'),
         ("refresh", "distill", {"num_epoch": 1}, r'unknown key "num_epoch"'),
         ("refresh", "max_rows", 20, r"min_rows 60 is above max_rows 20"),

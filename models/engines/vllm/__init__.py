@@ -83,10 +83,10 @@ class Params(EngineParams):
     """
 
     name: Literal["vllm"] = "vllm"
-    max_num_seqs: int = 32
+    max_num_seqs: int = Field(32, ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     enforce_eager: bool | Literal["auto"] = "auto"
-    kv_cache_gib: int = 1
+    kv_cache_gib: int = Field(1, ge=1)
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     lookup: LookUp = LookUp()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = goodput.Params()
