@@ -413,7 +413,12 @@ def _text(node: ast.expr) -> str:
 
 def _grid(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return [*head, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)]
+    return [*head, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]
+
+
+def _cell(text: str) -> str:
+    """Return a text as a table takes it: in one line, its bars escaped."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main() -> None:

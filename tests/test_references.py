@@ -18,3 +18,10 @@ def test_every_key_of_a_recipe_says_what_it_means() -> None:
 def test_every_route_and_option_says_what_it_does() -> None:
     for name in ("services/API.md", "flows/CLI.md", "services/METRICS.md"):
         assert "|  |" not in (references.ROOT / name).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("name", references.REFERENCES)
+def test_every_row_of_a_table_is_one_line(name: str) -> None:
+    rows = [line for line in references.REFERENCES[name]().splitlines() if line.startswith("|")]
+    assert rows
+    assert all(row.endswith("|") for row in rows)
