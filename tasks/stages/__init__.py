@@ -12,6 +12,7 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from infra.artifacts import Artifact, held, publish, staged
@@ -45,23 +46,32 @@ def produce(
             complete, so that a killed run is gone on with.
     """
     key = stage_key(stage, params, inputs, code)
-    artifacts, log = load_settings().artifacts, run_logger()
+    artifacts = load_settings().artifacts
     final, work = artifacts / stage / key, artifacts / "work" / key
-    if final.exists():
-        try:
-            artifact = publish(final, kind)
-        except ValueError as error:
-            log.warning("%s: made again, because %s", stage, error)
-        else:
-            log.info("%s: cached, %s", stage, key)
-            return artifact
+    if (found := _made(final, kind)) is not None:
+        return found
     work.mkdir(parents=True, exist_ok=True)
     with held(work):
-        with staged(final) as directory:
-            make(directory, work)
-        shutil.rmtree(work)  # it may hold hidden states, which are large and count as text
-    log.info("%s: made, %s", stage, key)
-    return publish(final, kind)
+        if (found := _made(final, kind)) is None:  # another process may have made it while this one waited
+            with staged(final) as directory:
+                make(directory, work)
+            run_logger().info("%s: made, %s", stage, key)
+        with suppress(FileNotFoundError):  # of those that waited the first removed it
+            shutil.rmtree(work)  # it may hold hidden states, which are large and count as text
+    return found or publish(final, kind)
+
+
+def _made(final: Path, kind: str) -> Artifact | None:
+    """Return the directory of a stage if there is a good one."""
+    if not final.exists():
+        return None
+    try:
+        artifact = publish(final, kind)
+    except ValueError as error:
+        run_logger().warning("%s: made again, because %s", final.parent.name, error)
+        return None
+    run_logger().info("%s: cached, %s", final.parent.name, final.name)
+    return artifact
 
 
 def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: tuple[str, ...]) -> str:

@@ -1,5 +1,8 @@
 """Stages: made once, checked before use, made anew when anything they depend on changed."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,25 @@ def test_work_is_kept_until_the_stage_is_complete(artifacts):
         make(stopped)
     assert list((artifacts / "stage").iterdir()) == []
     assert (make(resumed).path / "file").read_text() == "done"
+    assert list((artifacts / "work").iterdir()) == []
+
+
+def test_of_two_that_make_a_stage_at_once_one_makes_it_and_both_have_it(artifacts):
+    begun, waiting, maker = threading.Event(), threading.Event(), Maker()
+
+    def slow(directory: Path, work: Path) -> None:
+        begun.set()
+        waiting.wait(10)
+        maker(directory, work)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make, slow)
+        begun.wait(10)
+        second = pool.submit(make, slow)
+        time.sleep(0.2)  # it waits for the first one's folder
+        waiting.set()
+        assert first.result() == second.result()
+    assert maker.times == 1
     assert list((artifacts / "work").iterdir()) == []
 
 
