@@ -60,7 +60,9 @@ def load(
     streams: Annotated[
         list[int], typer.Option("--streams", min=1, help="Requests at once; give it once for each number.")
     ] = STREAMS,
-    drafts: Annotated[list[str], typer.Option("--draft", help="Give it once for each.")] = DRAFTS,
+    drafts: Annotated[
+        list[str], typer.Option("--draft", help="Drafts to measure, such as bad; give it once for each.")
+    ] = DRAFTS,
     num_pairs: Annotated[int, typer.Option("--pairs", min=1, help="How often on and off take turns.")] = 4,
     stock: Annotated[bool, typer.Option("--stock", help="Measure vLLM's own compiled endpoint too.")] = False,
 ) -> None:
@@ -158,7 +160,9 @@ def gate(
 def coverage(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
-    num_splits: Annotated[int, typer.Option("--splits", min=2, help="Splits of the log, each with a secret.")] = 100,
+    num_splits: Annotated[
+        int, typer.Option("--splits", min=2, help="How often the log is split, each time by another secret.")
+    ] = 100,
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=2, help="Requests of each domain that were never logged.")
     ] = 400,
@@ -174,8 +178,10 @@ def coverage(
 def refreshes(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
-    num_refreshes: Annotated[int, typer.Option("--refreshes", min=1, help="One after the other.")] = 3,
-    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Of each domain before each refresh.")] = 80,
+    num_refreshes: Annotated[int, typer.Option("--refreshes", min=1, help="How many, one after the other.")] = 3,
+    num_requests: Annotated[
+        int, typer.Option("--requests", min=1, help="Requests of each domain before each refresh.")
+    ] = 80,
     num_prompts: NumPrompts = 60,
     data: Annotated[
         str | None,
@@ -208,7 +214,9 @@ def learning(
         list[int],
         typer.Option("--first", min=0, help="Conversations of a first draft; once for each number, 0 for none."),
     ] = FIRST_SIZES,
-    num_seeds: Annotated[int, typer.Option("--seeds", min=1, help="Of each number up to 1,000.")] = 3,
+    num_seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Seeds for each number of requests up to 1,000.")
+    ] = 3,
     num_prompts: NumPrompts = 100,
 ) -> None:
     """B10: acceptance by place and training seconds after 60 to 4,000 requests, and of first drafts.
@@ -232,8 +240,10 @@ def drift(
     data: Annotated[
         str, typer.Option(metavar="DOMAIN=FILE", help="The domain that traffic shifts to, as source dataset reads it.")
     ] = "",
-    num_requests: Annotated[int, typer.Option("--requests", min=8, help="Of a window.")] = 100,
-    num_windows: Annotated[int, typer.Option("--windows", min=1, help="Of the further domain.")] = 4,
+    num_requests: Annotated[int, typer.Option("--requests", min=8, help="Requests per window.")] = 100,
+    num_windows: Annotated[
+        int, typer.Option("--windows", min=1, help="Windows of the domain that traffic shifts to.")
+    ] = 4,
     num_back: Annotated[int, typer.Option("--back", min=1, help="Windows of the domain that returns.")] = 1,
     num_prompts: NumPrompts = 100,
 ) -> None:
@@ -256,7 +266,7 @@ def specbench(
     ] = None,
     per_task: Annotated[int, typer.Option(min=0, help="Questions of each task, 0 for all.")] = 0,
     per_cell: Annotated[int, typer.Option(min=1, help="Questions that are measured and kept as a whole.")] = 10,
-    max_tokens: Annotated[int, typer.Option(min=4, help="Of an answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=4, help="Tokens of an answer, at most.")] = 128,
 ) -> None:
     """Spec-Bench: ways of drafting in the reference engine, compared with plain decoding, task by task.
 

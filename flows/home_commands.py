@@ -13,7 +13,7 @@ from models.recipe import DEFAULT_RECIPE
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write; it holds what people wrote.")],
 ) -> None:
-    """Keep the home in one file: registry, drafts, query log, keys' hashes. A service may go on serving.
+    """Back up the home into one file: registry, drafts, query log, keys' hashes. A running service keeps serving.
 
     Example: redraft backup ../redraft-monday.tar
     """
@@ -49,7 +49,7 @@ def restore(
         float, typer.Option("--wait", min=0, help="Seconds to wait for a refresh that is reading rows.")
     ] = 3600.0,
 ) -> None:
-    """Bring a home back, into a new folder or into the home it was taken of; a service there goes on serving.
+    """Restore a home from a backup, into a new folder or in place. A running service keeps serving.
 
     Keys stay as they are now, and what was erased since is erased again.
 

@@ -26,7 +26,7 @@ def add(
         str, typer.Option(help="What its requests may leave in the query log at most: none, metadata or full.")
     ] = "",
 ) -> None:
-    """Make a key and print it, once: only its hash is kept. From a client's first key on, /v1 asks everybody for one.
+    """Make a key and print it once; only its hash is kept. As soon as a client has a key, /v1 refuses requests without.
 
     Example: redraft keys add team-one --log metadata
     """
@@ -42,7 +42,7 @@ def add(
 
 @command
 def revoke(name: Name) -> None:
-    """Accept a key no more. The key "home", which redraft's own commands use, is replaced at the next command.
+    """Revoke a key. The key "home", which redraft's own commands use, is replaced at the next command.
 
     Example: redraft keys revoke team-one
     """
@@ -70,7 +70,7 @@ def show() -> None:
 
 @command
 def pages() -> None:
-    """Print what Prefect's and MLflow's pages of `redraft up` ask for: a user's name, a colon, the password.
+    """Print the login of Prefect's and MLflow's pages under `redraft up`, as user:password.
 
     Example: redraft keys pages
     """

@@ -39,7 +39,7 @@ def erase(
 
 
 def retain(
-    days: Annotated[float, typer.Option(min=0, help="Rows that were served longer ago go.")],
+    days: Annotated[float, typer.Option(min=0, help="Erase rows that were served more than this many days ago.")],
     wait_s: WaitS = 3600.0,
 ) -> None:
     """Erase rows by age, and all that was made of them. `retain_days` in a recipe's [schedule] does it every night.

@@ -101,7 +101,7 @@ def add_key(file: Path, name: str, role: Role, log: Consent | None = None) -> st
 
 
 def revoke_key(file: Path, name: str) -> None:
-    """Accept a key no more. The home's own one is replaced at the next command.
+    """Revoke a key. The home's own one is replaced at the next command.
 
     Raises:
         ValueError: no key of that name is accepted.
