@@ -30,6 +30,9 @@ TRIES = 30
 
 Form = dict[str, Any]
 
+BOTH = {"type": "string", "pattern": "((a|b)*c{1,99}){1,99}"}
+MANY = {"type": "array", "minItems": 900, "maxItems": 900, "items": {"type": "string", "pattern": "(a|b){900}"}}
+
 
 def _schema(schema: object) -> Form:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
@@ -45,10 +48,8 @@ def _nested(depth: int) -> object:
 EXPLODING: dict[str, Form] = {
     "bytes": {"structured_outputs": {"choice": ["x" * 100_000]}},
     "nesting": _schema(_nested(200)),
-    "alternation": _schema(
-        {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": "(a|b)*c{1,50}"} for n in range(150)}}
-    ),
-    "repetition": {"structured_outputs": {"regex": "((a{1,300}){1,300}){1,300}"}},
+    "alternation": _schema({"type": "object", "properties": {f"k{n}": BOTH for n in range(200)}}),
+    "repetition": _schema({"type": "array", "minItems": 900, "maxItems": 900, "items": MANY}),
     "itself": {"structured_outputs": {"grammar": "root ::= root"}},
     "reference to itself": _schema({"$ref": "#"}),
 }
