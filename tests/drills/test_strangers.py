@@ -209,7 +209,10 @@ def test_f36_a_log_of_an_older_schema_is_kept_as_it_was_and_brought_up_to_date(
 ) -> None:
     world, old = strangers.world, old_home(tmp_path).querylog
     with closing(sqlite3.connect(old)) as db:
-        version, rows = db.execute("PRAGMA user_version").fetchone()[0], db.execute("SELECT id FROM rows").fetchall()
+        version, rows = (
+            db.execute("PRAGMA user_version").fetchone()[0],
+            db.execute("SELECT id FROM rows ORDER BY seq").fetchall(),
+        )
     assert 0 < version < SCHEMA_VERSION
     with strangers.stopped():
         shutil.rmtree(world.querylog.parent)
@@ -219,8 +222,8 @@ def test_f36_a_log_of_an_older_schema_is_kept_as_it_was_and_brought_up_to_date(
         ask(client, PROMPTS[0], extra_headers={"X-Redraft-Domain": "younger"})
     [row] = world.wait_for_rows("younger", 1)
     with closing(sqlite3.connect(world.querylog)) as db:
-        assert db.execute("SELECT id FROM rows WHERE seq < ?", (row.seq,)).fetchall() == rows
+        assert db.execute("SELECT id FROM rows WHERE seq < ? ORDER BY seq", (row.seq,)).fetchall() == rows
     kept = world.querylog.parent / COPIES / f"{world.querylog.stem}-schema-{version}.db"
     with closing(sqlite3.connect(kept)) as db:
-        assert db.execute("SELECT id FROM rows").fetchall() == rows
+        assert db.execute("SELECT id FROM rows ORDER BY seq").fetchall() == rows
     assert world.status()["log"]["dropped"] == 0
