@@ -150,10 +150,11 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
 
     sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
     width, height = SIZE_INCHES
-    figure = Figure((width, height + 0.25 * len(sides)), layout="constrained")
+    figure = Figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)), layout="constrained")
+    figure.supxlabel(x_label)
     shared = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
     for axes, (domain, of_domain) in zip(shared, speeds.items(), strict=True):
-        axes.set(title=domain, xlabel=x_label)
+        axes.set(title=domain)
         for place, side in enumerate(sides):
             if side in of_domain:
                 median, p10, p90 = of_domain[side]
