@@ -32,7 +32,7 @@ class Params(BaseParams):
 
     Attributes:
         epsilon: ε, what is always enough.
-        delta: δ, what is enough in relation to exp(−H), of which 1 is the least that a uniform p gives.
+        delta: δ, what is enough as a share of exp(−H), which each of n equally likely tokens has as its probability.
     """
 
     name: Literal["typical"] = "typical"
