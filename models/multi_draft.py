@@ -123,20 +123,20 @@ def exact_outcome(choose: Choose, p: Tensor, q: Tensor, num_siblings: int, sibli
 
     Args:
         choose: the rule's.
-        p: [V] of few tokens.
-        q: [V].
+        p: [V].
+        q: [V] with few tokens that have probability.
         num_siblings: k.
         siblings: how they are drawn.
 
     Raises:
-        ValueError: V^k is above a million, or as in `draw`.
+        ValueError: of so many tokens there are more than a million outcomes, or as in `draw`.
     """
-    size = len(q)
-    if size**num_siblings > LARGEST_ENUMERATION:
-        raise ValueError(f"{size}^{num_siblings} outcomes are too many to sum over; cut p and q to fewer tokens")
     _check(q[None], num_siblings, siblings)
-    tokens = torch.cartesian_prod(*[torch.arange(size)] * num_siblings).view(-1, num_siblings)
-    chance, laws = torch.ones(len(tokens), dtype=q.dtype), torch.empty(len(tokens), 0, size, dtype=q.dtype)
+    drafted = q.nonzero()[:, 0]
+    if len(drafted) ** num_siblings > LARGEST_ENUMERATION:
+        raise ValueError(f"{len(drafted)}^{num_siblings} outcomes are too many to sum over; cut q to fewer tokens")
+    tokens = torch.cartesian_prod(*[drafted] * num_siblings).view(-1, num_siblings)
+    chance, laws = torch.ones(len(tokens), dtype=q.dtype), torch.empty(len(tokens), 0, len(q), dtype=q.dtype)
     for number in range(num_siblings):
         # Of what can't be drawn nothing is asked: its law may not exist.
         tokens, chance, laws = (part[chance > 0] for part in (tokens, chance, laws))

@@ -1,9 +1,9 @@
 """What each verification rule keeps of one place's drafts, what the best rule could, and what a lossy one loses.
 
-Places are next tokens of held-out text. p is the target's law there and q a draft's, the target with one layer in 15
-left out, both at the row's temperature and cut to their 10 likeliest tokens. So few tokens let everything be summed
-over all drafts that may come: no figure has an error of sampling but that of the places. The seed draws these. Drafts
-are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so.
+Places are next tokens of held-out text, one of a document. p is the target's law there and q a draft's, the target with
+one layer in 15 left out, both at the row's temperature and cut to their 10 likeliest tokens. So few tokens let
+everything be summed over all drafts that may come: no figure has an error of sampling but that of the places. The seed
+draws these. Drafts are drawn as the rule wants them first (`SIBLINGS`), "certain but one" where the row says so.
 
 Relaxed acceptance of neighbours is for image tokens, and is not here.
 """
@@ -21,6 +21,7 @@ from models.engines import Sampling
 from models.engines.torch import probabilities
 from models.multi_draft import exact_outcome, most_kept
 from tasks.measure.comparisons import Bench, Row, draw
+from tasks.measure.spread import Mean
 
 QUESTION = "How much of the drafts for a place does each verification rule keep, and how far is that from the best?"
 BASELINE = "rejection, 1 draft, T 1"
@@ -57,14 +58,14 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     sampling = Sampling(temperature=row.settings["temperature"], top_k=TOP_K)
     for p, q in zip(*_laws(bench, sampling, seed), strict=True):
         outcome = exact_outcome(partial(rule.choose, params=params), p, q, count, siblings)
-        kept.append(float(outcome.kept))
-        most.append(float(most_kept(p[None], q[None], count, siblings)))
+        kept.append(100 * float(outcome.kept))
+        most.append(100 * float(most_kept(p[None], q[None], count, siblings)))
         lost.append(float(outcome.lost(p)))
     return {
-        "kept_pct": 100 * float(np.mean(kept)),
-        "most_pct": 100 * float(np.mean(most)),
-        "short_pct": 100 * float(np.mean(most) - np.mean(kept)),
-        "lost": float(np.mean(lost)),
+        "kept_pct": Mean(kept),
+        "most_pct": Mean(most),
+        "short_pct": Mean([best - one for one, best in zip(kept, most, strict=True)]),
+        "lost": Mean(lost),
     }
 
 
