@@ -34,7 +34,7 @@ COLUMNS = {
 RULES = ("rejection", "spectr", "without_replacement", "multi_draft_optimal", "typical")
 TEMPERATURES = (1.0, 0.5)
 NUM_DRAFTS = (2, 4)
-TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 64, 15
+TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 32, 15
 
 
 def rows(budget: float) -> list[Row]:
