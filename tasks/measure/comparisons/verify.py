@@ -61,12 +61,10 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         kept.append(100 * float(outcome.kept))
         most.append(100 * float(most_kept(p[None], q[None], count, siblings)))
         lost.append(float(outcome.lost(p)))
-    return {
-        "kept_pct": Mean(kept),
-        "most_pct": Mean(most),
-        "short_pct": Mean([best - one for one, best in zip(kept, most, strict=True)]),
-        "lost": Mean(lost),
-    }
+    short = [best - one for one, best in zip(kept, most, strict=True)]
+    columns = {"kept_pct": kept, "most_pct": most, "short_pct": short, "lost": lost}
+    # What rounding makes of a difference that is none would else be found in every place.
+    return {name: Mean([round(value, 6) for value in values]) for name, values in columns.items()}
 
 
 @torch.inference_mode()
