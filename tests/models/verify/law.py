@@ -1,4 +1,4 @@
-"""Blocks with a law that is known: targets and drafts as tables, trees drawn from them, and the χ² test of what came out.
+"""Blocks with a known law: targets and drafts as tables, trees drawn from them, and a χ² test of what comes out.
 
 A block's tokens are completed to one more than the tree is deep by drawing the missing ones from the target, so each
 block is one draw from the joint distribution over all such outcomes, which is known exactly. A χ² test compares 200,000

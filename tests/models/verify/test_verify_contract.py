@@ -1,7 +1,7 @@
 """The law of every verification rule: what is emitted follows the target, whatever the draft and its tree are.
 
 The χ² test of `tests.models.verify.law` is passed at p-value 1e-4, so a right rule fails a case with that chance under
-a new seed; the seeds are fixed. Wrong rules of the usual kinds must fail the same test, or passing it would mean little.
+a new seed; the seeds are fixed. Wrong rules of the usual kinds must fail it, or passing it would mean little.
 
 And what a rule expects to accept is what it does accept, in one exact sum over all answers.
 """
