@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -30,6 +31,8 @@ MIB = 1 << 20
 # The engine's front compiles without the vocabulary, between the tokens of others: only what takes it so long.
 MOST_CHECKING_S = 0.05
 MOST_REMEMBERED = 256
+TOO_LONG, TOO_MUCH_MEMORY = "it takes too long", "it takes too much memory"
+BAD_ALLOC = "std::bad_alloc"  # which reaches Python as another error than MemoryError
 PR_SET_PDEATHSIG = 1
 LENGTH = struct.Struct("<I")
 
@@ -178,7 +181,7 @@ class _Compiler:
         try:
             validate_xgrammar_grammar(params)
             if time.process_time() - began_s > MOST_CHECKING_S:
-                return "it takes too long"
+                return TOO_LONG
             assert params.structured_outputs is not None
             grammar = self._backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
             first = self._backend.allocate_token_bitmask(1)
@@ -186,9 +189,9 @@ class _Compiler:
             if not first.any():
                 return "no token may come first"
         except MemoryError:
-            return "it takes too much memory"
-        except Exception:  # noqa: BLE001 - what a compiler raises has no common class; its text quotes the client
-            return "it makes no sense to the compiler"
+            return TOO_MUCH_MEMORY
+        except Exception as error:  # noqa: BLE001 - what a compiler raises has no common class; its text quotes the client
+            return TOO_MUCH_MEMORY if BAD_ALLOC in str(error) else "it makes no sense to the compiler"
         return "ok"
 
 
@@ -201,10 +204,13 @@ def main() -> None:
     compiler = _Compiler(config)
     print("ready", file=write, flush=True)
     while (wanted := _next(read)) is not None:
-        print(_in_fork(compiler, wanted, bounds), file=write, flush=True)
+        print(in_fork(compiler.compile, wanted, bounds), file=write, flush=True)
 
 
-def _in_fork(compiler: _Compiler, wanted: StructuredOutputsParams, bounds: Structured) -> str:
+def in_fork(
+    compile_form: Callable[[StructuredOutputsParams], str], wanted: StructuredOutputsParams, bounds: Structured
+) -> str:
+    """Return what a fork says, or why it ended without a word: it took more time or memory than it may."""
     answer, told = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -213,7 +219,7 @@ def _in_fork(compiler: _Compiler, wanted: StructuredOutputsParams, bounds: Struc
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + bounds.max_memory_mib * MIB,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.write(told, compiler.compile(wanted).encode())
+            os.write(told, compile_form(wanted).encode())
         finally:
             os._exit(0)
     os.close(told)
@@ -227,7 +233,7 @@ def _in_fork(compiler: _Compiler, wanted: StructuredOutputsParams, bounds: Struc
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.waitpid(pid, 0)
     if not verdict:
-        return "it takes too long" if time.monotonic() - began_s >= bounds.timeout_s else "it takes too much memory"
+        return TOO_LONG if time.monotonic() - began_s >= bounds.timeout_s else TOO_MUCH_MEMORY
     return verdict.decode()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams as Form
 
-from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.grammars import TOO_LONG, TOO_MUCH_MEMORY, Grammars, in_fork
 from models.engines.vllm.openai import Handlers, Refused
 from models.serving import Structured
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.engine
 Loop = asyncio.AbstractEventLoop
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TAG = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
-# Compiles for seconds, though it is small: each of many keys may be left out.
+# Compiles for a fifth of a second, though it is small: each of many keys may be left out.
 SLOW = {"type": "object", "properties": {f"k{n}": {"type": "string", "pattern": "(a|b)*c{1,50}"} for n in range(200)}}
 
 
@@ -75,17 +76,31 @@ def test_what_is_too_large_too_deep_or_too_long_a_pattern_is_refused_before_it_i
     assert grammars._child is None
 
 
-def test_what_takes_too_long_or_too_much_memory_ends_alone_and_the_next_is_taken(engine: Any, loop: Loop) -> None:
-    for bounds in (Structured(enabled=True, timeout_s=0.001), Structured(enabled=True, max_memory_mib=1)):
-        grammars = Grammars(engine.llm.vllm_config, bounds)
+def test_what_takes_too_long_ends_alone_and_the_next_is_taken(engine: Any, loop: Loop) -> None:
+    grammars = Grammars(engine.llm.vllm_config, Structured(enabled=True, timeout_s=0.001))
+    try:
+        assert TOO_LONG in refusal(grammars, loop, Form(json=SLOW))
+        assert grammars._child is not None
+        process = psutil.Process(grammars._child.pid)
+        assert process.is_running()
+        assert process.children() == []
+    finally:
+        grammars.close()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_takes_more_memory_than_it_may_ends_alone_however_it_ends(raises: bool) -> None:
+    def compile_form(form: Form) -> str:
         try:
-            assert "it takes too" in refusal(grammars, loop, Form(json=SLOW))
-            assert grammars._child is not None
-            process = psutil.Process(grammars._child.pid)
-            assert process.is_running()
-            assert process.children() == []
-        finally:
-            grammars.close()
+            return "ok" if bytearray(len(form.choice or ()) << 20) else ""
+        except MemoryError:
+            if raises:
+                raise
+            os._exit(1)  # as after an abort in a library
+
+    bounds = Structured(enabled=True, max_memory_mib=16, timeout_s=60.0)
+    assert in_fork(compile_form, Form(choice=["a"]), bounds) == "ok"
+    assert in_fork(compile_form, Form(choice=["a"] * 256), bounds) == TOO_MUCH_MEMORY
 
 
 def test_no_route_to_a_form_is_open_unless_the_recipe_opens_it(engine: Any, loop: Loop) -> None:
