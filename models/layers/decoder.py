@@ -6,9 +6,9 @@ than its weights take to read, so the layers call few operations: stacked produc
 together, and heads that share keys as rows of one attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,25 @@ from models.layers.packed_product import Product, product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 512
+
+
+class Sublayers(NamedTuple):
+    """Attention and MLP sublayers, by the numbers of their layers."""
+
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+
+class Begun(NamedTuple):
+    """What is known already of the first rows of a pass.
+
+    Attributes:
+        num_layers: layers that they have gone through; the cache holds their keys and values of these.
+        states: [m, H] after those layers, not normed.
+    """
+
+    num_layers: int
+    states: Tensor
 
 
 class Cache:
@@ -93,7 +112,12 @@ class Decoder:
         return cls(AutoConfig.from_pretrained(directory), read_parts(directory), dtype, device)
 
     def forward(
-        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...] = (), parents: Sequence[int] | None = None
+        self,
+        token_ids: Tensor,
+        cache: Cache,
+        taps: tuple[int, ...] = (),
+        parents: Sequence[int] | None = None,
+        begun: Begun | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run tokens that follow what is in the cache, and add them to it.
 
@@ -103,37 +127,86 @@ class Decoder:
             taps: residual streams to return, counted as layers done.
             parents: the row, below its own, that each token follows, -1 for the cache's last token: a token sees the
                 cache and the rows on its path, and its position is the path's length. None is a chain.
+            begun: layers that the first rows need not go through again.
 
         Returns:
             last hidden states [n, H], normed, and tapped ones [n, A·H], not normed.
 
         Raises:
+            ValueError: the cache can't hold the tokens, or a tap is one of the layers that rows have gone through.
+        """
+        if begun is not None and any(tap < begun.num_layers for tap in taps):
+            raise ValueError(f"rows that begin after {begun.num_layers} layers have no states of layer {min(taps)}")
+        parts = []
+        chunk = CHUNK if begun is None else len(token_ids)
+        for tokens, rows in self._passes(token_ids, cache, parents, chunk):
+            state, first = functional.embedding(tokens, self._embedding), 0
+            if begun is not None:
+                first, done = begun.num_layers, len(begun.states)
+                state = torch.cat([begun.states, self._through(range(first), state[done:], cache, rows.after(done))])
+            kept = {first: state}
+            for number in range(first, self.num_layers):
+                state = self._through(range(number, number + 1), state, cache, rows)
+                if number + 1 in taps:
+                    kept[number + 1] = state
+            cache.length += len(tokens)
+            tapped = torch.cat([kept[number] for number in taps], dim=-1) if taps else state[:, :0]
+            parts.append((self._normed(state, self._norm), tapped))
+        return _joined(parts)
+
+    def partial(
+        self, token_ids: Tensor, cache: Cache, skipped: Sublayers, parents: Sequence[int] | None = None
+    ) -> tuple[Tensor, Begun]:
+        """Run tokens as `forward` does, through some sublayers only; an attention that is skipped writes no keys.
+
+        Args:
+            token_ids: [n] int64.
+            cache: of this sequence.
+            skipped: what is left out.
+            parents: see `forward`.
+
+        Returns:
+            last hidden states [n, H], normed, and those after the layers before the first with a sublayer skipped.
+
+        Raises:
             ValueError: the cache can't hold the tokens.
         """
-        if cache.length + len(token_ids) > cache.max_len:
-            raise ValueError(f"{cache.length} tokens and {len(token_ids)} more; the cache holds {cache.max_len}")
-        if parents is not None and list(parents) != list(range(-1, len(token_ids) - 1)):
-            return self._tree(token_ids, cache, taps, parents)
-        parts = [self._chain(chunk, cache, taps) for chunk in token_ids.split(CHUNK)]
-        states, tapped = zip(*parts, strict=True)
-        return (states[0], tapped[0]) if len(parts) == 1 else (torch.cat(states), torch.cat(tapped))
+        whole = min(skipped.attention | skipped.mlp, default=self.num_layers)
+        parts = []
+        for tokens, rows in self._passes(token_ids, cache, parents):
+            begun = self._through(range(whole), functional.embedding(tokens, self._embedding), cache, rows)
+            state = self._through(range(whole, self.num_layers), begun, cache, rows, skipped)
+            cache.length += len(tokens)
+            parts.append((self._normed(state, self._norm), begun))
+        states, begun = _joined(parts)
+        return states, Begun(whole, begun)
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] → [n, V] in float32."""
         return self._head(states).float()
 
-    def _chain(self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        start, stop = cache.length, cache.length + len(token_ids)
+    def _passes(
+        self, token_ids: Tensor, cache: Cache, parents: Sequence[int] | None, chunk: int = CHUNK
+    ) -> Iterator[tuple[Tensor, "_Rows"]]:
+        """Yield tokens and their rows, of a chain so many at a time; who takes them lets the cache grow by them."""
+        if cache.length + len(token_ids) > cache.max_len:
+            raise ValueError(f"{cache.length} tokens and {len(token_ids)} more; the cache holds {cache.max_len}")
+        if parents is not None and list(parents) != list(range(-1, len(token_ids) - 1)):
+            yield token_ids, self._tree(cache, parents)
+            return
+        for tokens in token_ids.split(chunk):
+            yield tokens, self._chain(cache, len(tokens))
+
+    def _chain(self, cache: Cache, num_tokens: int) -> "_Rows":
+        start, stop = cache.length, cache.length + num_tokens
         positions = torch.arange(start, stop, dtype=torch.float32, device=self.device)
         mask = None
-        if len(token_ids) > 1:
-            mask = torch.full((len(token_ids), stop), float("-inf"), dtype=self.dtype, device=self.device)
+        if num_tokens > 1:
+            mask = torch.full((num_tokens, stop), float("-inf"), dtype=self.dtype, device=self.device)
             mask = mask.triu(start + 1)
-        return self._run(token_ids, cache, taps, positions, mask)
+        return self._rows(start, stop, positions, mask)
 
-    def _tree(
-        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...], parents: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
+    def _tree(self, cache: Cache, parents: Sequence[int]) -> "_Rows":
         seen = torch.eye(len(parents), dtype=torch.bool)
         for row, parent in enumerate(parents):
             if parent >= 0:
@@ -141,30 +214,29 @@ class Decoder:
         mask = torch.zeros(len(parents), cache.length + len(parents), dtype=self.dtype)
         mask[:, cache.length :].masked_fill_(~seen, float("-inf"))
         positions = cache.length + seen.sum(dim=1).float() - 1
-        return self._run(token_ids, cache, taps, positions.to(self.device), mask.to(self.device))
+        stop = cache.length + len(parents)
+        return self._rows(cache.length, stop, positions.to(self.device), mask.to(self.device))
 
-    def _run(
-        self, token_ids: Tensor, cache: Cache, taps: tuple[int, ...], positions: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Run n rows at `positions` [n]; `mask` [n, T] is added to scores, once for every head of a group."""
-        start, stop = cache.length, cache.length + len(token_ids)
-        cos, sin = self._rotation(positions)
-        if mask is not None:
-            mask = mask.repeat(self.num_heads // self.num_kv_heads, 1)
-        state = functional.embedding(token_ids, self._embedding)
-        kept = {0: state} if 0 in taps else {}
-        for number, layer in enumerate(self._layers):
-            queries, keys, values = self._project(layer, state, cos, sin)
-            all_keys, all_values = cache.keys[number, :, :stop], cache.values[number, :, :stop]
-            all_keys[:, start:], all_values[:, start:] = keys.transpose(0, 1), values.transpose(0, 1)
-            state = state + layer.output(self._attend(queries, all_keys, all_values, mask))
-            gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
-            state = state + layer.down(functional.silu(gate) * up)
-            if number + 1 in taps:
-                kept[number + 1] = state
-        cache.length = stop
-        tapped = torch.cat([kept[number] for number in taps], dim=-1) if taps else state[:, :0]
-        return self._normed(state, self._norm), tapped
+    def _rows(self, start: int, stop: int, positions: Tensor, mask: Tensor | None) -> "_Rows":
+        """`mask` [n, T] is added to scores, once for every head of a group."""
+        group = self.num_heads // self.num_kv_heads
+        return _Rows(start, stop, *self._rotation(positions), None if mask is None else mask.repeat(group, 1), group)
+
+    def _through(
+        self, layers: range, state: Tensor, cache: Cache, rows: "_Rows", skipped: Sublayers | None = None
+    ) -> Tensor:
+        """Run [n, H] through some layers; their keys and values enter the cache, whose length stays as it is."""
+        for number in layers:
+            layer = self._layers[number]
+            if skipped is None or number not in skipped.attention:
+                queries, keys, values = self._project(layer, state, rows.cos, rows.sin)
+                all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
+                all_keys[:, rows.start :], all_values[:, rows.start :] = keys.transpose(0, 1), values.transpose(0, 1)
+                state = state + layer.output(self._attend(queries, all_keys, all_values, rows.mask))
+            if skipped is None or number not in skipped.mlp:
+                gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
+                state = state + layer.down(functional.silu(gate) * up)
+        return state
 
     def _project(self, layer: "_Layer", state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [n, heads, width], keys and values [n, kv heads, width]."""
@@ -210,6 +282,22 @@ def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     return frequencies.float(), float(scale)
 
 
+class _Rows(NamedTuple):
+    """Where the rows of a pass stand: places of the cache, rotation [n, 1, width], and what they see [G·n, stop]."""
+
+    start: int
+    stop: int
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    group: int
+
+    def after(self, done: int) -> "_Rows":
+        """Return all but the first rows, which the others still see."""
+        mask = None if self.mask is None else self.mask.unflatten(0, (self.group, -1))[:, done:].flatten(0, 1)
+        return self._replace(start=self.start + done, cos=self.cos[done:], sin=self.sin[done:], mask=mask)
+
+
 class _Layer:
     """One block's norms, and its products; those that read the same input are stacked into one."""
 
@@ -226,6 +314,11 @@ class _Layer:
         self.down = _product(tensors, f"{mlp}.down_proj")
         self.query_norm = tensors.pop(f"{attention}.q_norm.weight", None)
         self.key_norm = tensors.pop(f"{attention}.k_norm.weight", None)
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    states, others = zip(*parts, strict=True)
+    return (states[0], others[0]) if len(parts) == 1 else (torch.cat(states), torch.cat(others))
 
 
 def _require_known(config: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from models.checkpoint import read_tensors
-from models.layers.decoder import CHUNK, Cache, Decoder
+from models.layers.decoder import CHUNK, Begun, Cache, Decoder, Sublayers
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -119,6 +119,59 @@ def test_a_chain_that_says_its_parents_is_a_chain(pair: tuple[torch.nn.Module, D
     plain, _ = decoder.forward(tokens(9), Cache(decoder, 9))
     told, _ = decoder.forward(tokens(9), Cache(decoder, 9), parents=range(-1, 8))
     assert torch.equal(plain, told)
+
+
+@torch.inference_mode()
+def test_a_sublayer_that_is_skipped_adds_nothing(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    """Held to the library's model with the output matrices of these sublayers at 0."""
+    model, decoder = pair
+    skipped = Sublayers(attention=frozenset({1}), mlp=frozenset({1, 2}))
+    matrices = [model.model.layers[number].self_attn.o_proj for number in skipped.attention]
+    matrices += [model.model.layers[number].mlp.down_proj for number in skipped.mlp]
+    kept = [matrix.weight.clone() for matrix in matrices]
+    for matrix in matrices:
+        matrix.weight.zero_()
+    wanted = model(tokens(20)[None], output_hidden_states=True)
+    for matrix, weight in zip(matrices, kept, strict=True):
+        matrix.weight.copy_(weight)
+    cache = Cache(decoder, 20)
+    parts = [decoder.partial(part, cache, skipped) for part in tokens(20).split([1, 12, 7])]
+    logits = torch.cat([decoder.logits(states) for states, _ in parts])
+    torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4)
+    begun = torch.cat([begun.states for _, begun in parts])
+    assert parts[0][1].num_layers == 1
+    torch.testing.assert_close(begun, wanted.hidden_states[1][0], rtol=1e-4, atol=1e-4)
+    assert not cache.keys[1].any()
+    assert cache.keys[2].any()
+
+
+@pytest.mark.parametrize("parents", [None, (-1, 0, 1, 1, 3)])
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@torch.inference_mode()
+def test_rows_that_began_in_a_part_go_on_from_there(
+    pair: tuple[torch.nn.Module, Decoder], num_layers: int, parents: tuple[int, ...] | None
+) -> None:
+    _, decoder = pair
+    begun_cache, fresh_cache = (Cache(decoder, 40) for _ in range(2))
+    for cache in (begun_cache, fresh_cache):
+        decoder.forward(tokens(9), cache)
+    rest = frozenset(range(num_layers, 3))
+    _, begun = decoder.partial(tokens(14)[9:12], begun_cache, Sublayers(rest, rest))
+    assert begun.num_layers == num_layers
+    begun_cache.length = 9
+    begun_cache.keys[num_layers:, :, 9:] = begun_cache.values[num_layers:, :, 9:] = 9.0  # of which nothing is read
+    taps = tuple(range(num_layers, 4))
+    found, tapped = decoder.forward(tokens(14)[9:], begun_cache, taps, parents, begun)
+    wanted, wanted_tapped = decoder.forward(tokens(14)[9:], fresh_cache, taps, parents)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tapped, wanted_tapped, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(begun_cache.keys[:, :, :14], fresh_cache.keys[:, :, :14], rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_a_row_has_left_behind_can_not_be_tapped(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    with pytest.raises(ValueError, match="rows that begin after 2 layers have no states of layer 1"):
+        decoder.forward(tokens(2), Cache(decoder, 9), taps=(1,), begun=Begun(2, torch.zeros(1, 64)))
 
 
 def test_a_full_cache_is_refused(pair: tuple[torch.nn.Module, Decoder]) -> None:
