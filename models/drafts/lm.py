@@ -27,6 +27,7 @@ from models.loading import load_floats
 from models.params import BaseParams
 from models.proposal import Proposal
 from models.targets import TargetCard, describe
+from models.trees import lay_out
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation)"
 FAMILY = "lm"
@@ -114,15 +115,10 @@ class _Drafter:
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
         """See `models.drafts.Expander`; reads the nodes' paths anew."""
         decoder = self.draft.decoder()
-        unread = self._unread()
-        rows = {-1: len(unread) - 1}
-        for node in sorted(_with_ancestors(nodes, parents)):
-            rows[node] = len(rows) + len(unread) - 1
-        tokens = unread + [token_ids[node] for node in rows if node >= 0]
-        above = [*range(-1, len(unread) - 1), *(rows[parents[node]] for node in rows if node >= 0)]
+        tokens, above, rows = lay_out(self._unread(), token_ids, parents, nodes)
         states, _ = decoder.forward(torch.tensor(tokens, device=decoder.device), self._cache, parents=above)
         self._held = self._known[:-1]  # which the cache begins with; the rest is read again
-        return decoder.logits(states[[rows[node] for node in nodes]]).log_softmax(-1)
+        return decoder.logits(states[rows]).log_softmax(-1)
 
     def _unread(self) -> list[int]:
         """Cut the cache back to what is certain and return what follows it."""
@@ -144,16 +140,6 @@ class _Drafter:
                 break
         self._held = self._known + proposed[:-1]
         return Proposal.chain(proposed, drawn_from, decoder.device)
-
-
-def _with_ancestors(nodes: Sequence[int], parents: Sequence[int]) -> set[int]:
-    """Return nodes and all that they follow, without the root."""
-    found: set[int] = set()
-    for node in nodes:
-        while node >= 0 and node not in found:
-            found.add(node)
-            node = parents[node]
-    return found
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:

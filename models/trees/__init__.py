@@ -72,3 +72,40 @@ def merge(continuations: Sequence[Sequence[int]], num_tokens: int) -> tuple[list
     kept = sorted(counts, key=lambda start: (-counts[start], len(start)))[:num_tokens]
     numbers = {start: node for node, start in enumerate(kept)}
     return [start[-1] for start in kept], tuple(numbers.get(start[:-1], -1) for start in kept)
+
+
+class Layout(NamedTuple):
+    """How a model reads nodes of a tree with their paths, after tokens that are certain.
+
+    Attributes:
+        token_ids: of each row.
+        parents: the row that each follows, −1 for what was read before.
+        rows: of each node that was asked for.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    rows: list[int]
+
+
+def lay_out(certain: Sequence[int], token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Layout:
+    """Return the rows of a pass over some nodes.
+
+    Args:
+        certain: tokens to be read before them, from one; the last of them is the root.
+        token_ids: of the tree so far.
+        parents: of each.
+        nodes: what is asked for, −1 too.
+    """
+    needed: set[int] = set()
+    for node in nodes:
+        while node >= 0 and node not in needed:
+            needed.add(node)
+            node = parents[node]
+    rows = {-1: len(certain) - 1} | {node: len(certain) + place for place, node in enumerate(sorted(needed))}
+    read = [node for node in rows if node >= 0]
+    return Layout(
+        [*certain, *(token_ids[node] for node in read)],
+        [*range(-1, len(certain) - 1), *(rows[parents[node]] for node in read)],
+        [rows[node] for node in nodes],
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.trees import Shape, merge
+from models.trees import Shape, lay_out, merge
 
 TREES = [catalog.load("trees", name) for name in catalog.names("trees")]
 V = 30
@@ -75,3 +75,10 @@ def test_the_commonest_beginnings_are_merged_and_equally_common_ones_are_shorter
     assert merge(found, 2) == ([1, 4], (-1, -1))
     assert merge([], 3) == ([], ())
     assert merge([[]], 3) == ([], ())
+
+
+def test_nodes_are_read_with_their_paths_after_what_is_certain() -> None:
+    tokens, parents = [10, 11, 12, 13, 14], [-1, -1, 0, 2, 1]
+    assert lay_out([7, 8], tokens, parents, [3, -1]) == ([7, 8, 10, 12, 13], [-1, 0, 1, 2, 3], [4, 1])
+    assert lay_out([8], tokens, parents, [4, 0]) == ([8, 10, 11, 14], [-1, 0, 0, 2], [3, 1])
+    assert lay_out([8], [], [], [-1]) == ([8], [-1], [0])
