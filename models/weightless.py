@@ -98,14 +98,7 @@ class Format:
 
     def create(self, params: BaseParams, target_dir: Path, token_counts: np.ndarray) -> Weightless:
         """Make a draft for a target; `token_counts` are not read."""
-        card = describe(target_dir)
-        config = {
-            "architectures": list(self._architectures),
-            self._family: params.model_dump(),
-            "vocab_size": card.vocab_size,
-            "redraft": made_for(card),
-        }
-        return self._draft(params, config)
+        return self._draft(params, self._new_config(params, describe(target_dir)))
 
     def renew(self, draft: Weightless, target_dir: Path, token_counts: np.ndarray) -> Weightless:
         """Return the draft as it is: it follows every text by itself."""
@@ -118,8 +111,7 @@ class Format:
     def load(self, directory: Path, target_dir: Path) -> Weightless:
         """Read a draft back; ValueError as `check`."""
         self.check(directory, like=None, target=describe(target_dir))
-        config = read_config(directory, self._family, self._architectures)
-        return self._draft(self._read_params(config, directory), config)
+        return self._read(directory)
 
     def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
         """Raise ValueError if the draft was made for another target, or differs from the served one `like`."""
@@ -134,6 +126,18 @@ class Format:
 
     def vllm_weights(self, directory: Path) -> None:
         """Return None: there is nothing to load."""
+
+    def _new_config(self, params: BaseParams, card: TargetCard) -> dict[str, Any]:
+        return {
+            "architectures": list(self._architectures),
+            self._family: params.model_dump(mode="json"),
+            "vocab_size": card.vocab_size,
+            "redraft": made_for(card),
+        }
+
+    def _read(self, directory: Path) -> Weightless:
+        config = read_config(directory, self._family, self._architectures)
+        return self._draft(self._read_params(config, directory), config)
 
     def _read_params(self, config: dict[str, Any], directory: Path) -> BaseParams:
         table = config.get(self._family)

@@ -100,6 +100,10 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
         target_dir, rows = open_artifact(target), read_samples(samples, "train")
         draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
         if not family.TRAINED:
+            if hasattr(family, "search"):
+                with progress("search for the draft") as show:
+                    answers = [(sample.prompt_ids, sample.completion_ids) for sample in rows]
+                    family.search(draft, answers, recipe.num_draft_tokens, recipe.seed, show)
             family.save(draft, directory)
             return
         before = None if start is None or start.state is None else open_artifact(start.state) / STATE_FILE

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from models import catalog
 from models.draft_files import own, read_json
+from models.layers.decoder import Begun, Cache, Decoder
 from models.params import BaseParams, did_you_mean
 from models.proposal import Proposal
 from models.targets import TargetCard
@@ -118,6 +119,26 @@ class Expander(Protocol):
 
         Returns:
             [n, V] log-probabilities.
+        """
+
+
+@runtime_checkable
+class SelfDrafter(Protocol):
+    """A drafter that runs layers of the target itself; see `models.self_draft`."""
+
+    def share(self, target: Decoder, cache: Cache) -> None:
+        """Draft with an engine's own target.
+
+        Args:
+            target: the weights; a swap does not change them.
+            cache: of the sequence. Where it is asked to propose, it holds all certain tokens but the last; what is
+                written behind them is lost, `length` is as before afterwards.
+        """
+
+    def begun(self) -> Begun | None:
+        """Return how far the last certain token and the first drafted ones are on their way through the target.
+
+        None if they have not begun, or something was extended since they were proposed.
         """
 
 
@@ -258,6 +279,31 @@ class Collector(Family, Protocol):
 
         Raises:
             ValueError: a token is not one of the vocabulary.
+        """
+
+
+class Searcher(Family, Protocol):
+    """A family without weights that is fitted to a target's answers by a search."""
+
+    def search(
+        self,
+        draft: Any,
+        answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+        num_draft_tokens: int,
+        seed: int,
+        on_progress: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        """Fit a draft; it begins with what the draft is.
+
+        Args:
+            draft: of the family.
+            answers: token ids of each prompt and of what the target answered.
+            num_draft_tokens: K as served.
+            seed: of the search.
+            on_progress: called with what is done, of how much, and a word about it.
+
+        Raises:
+            ValueError: the answers are too few or too short.
         """
 
 

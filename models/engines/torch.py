@@ -23,7 +23,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
 from models.cost import Cost, Time
-from models.drafts import Draft, Drafter, Expander, GoOn, Observer, Remembering, family_of, open_draft
+from models.drafts import Draft, Drafter, Expander, GoOn, Observer, Remembering, SelfDrafter, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
 from models.layers.decoder import Cache, Decoder
 from models.lengths import View, fixed
@@ -258,6 +258,8 @@ class _Sequence:
         self._taps: tuple[int, ...] = ()
         if self._draft is not None and engine.speculating:
             self._drafter = self._draft.drafter(self._cache.max_len)
+            if isinstance(self._drafter, SelfDrafter):
+                self._drafter.share(self._target, self._cache)
             self.use(self._draft, engine.draft_version)
         self._rng = torch.Generator(self._target.device)
         if sampling.seed is not None:
@@ -294,7 +296,8 @@ class _Sequence:
         drafted = time.perf_counter()
         tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
         last, before = self.token_ids[-1], self._cache.length
-        states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents)
+        begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) else None
+        states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents, begun)
         logits = self._target.logits(states)
         verified = self._verify(proposal, logits)
         accepted = int(verified.num_accepted[0])

@@ -1,0 +1,80 @@
+"""LayerSkip's self-speculation: draft with the target's first layers, its last norm and its output matrix.
+
+What the first layers make of a token is the same in draft and target, so they share keys and values, and the target's
+pass takes up drafted tokens where the draft left them: only the last one, which the draft has not read, goes through
+these layers then. It pays on targets whose early layers have learnt to speak: those finetuned with the regime
+`layer_dropout`. Others are accepted seldom.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+from transformers import AutoConfig
+
+from models.layers.decoder import Sublayers
+from models.params import BaseParams
+from models.self_draft import SelfDraft, SelfFormat, require_part
+
+PAPER = "arXiv:2404.16710, section 4.2"
+FAMILY = "early_exit"
+ARCHITECTURES = ("EarlyExitDraft",)
+TRAINED = False
+SERVED = False
+
+
+class Params(BaseParams):
+    """Where it leaves the target.
+
+    Attributes:
+        exit_layer: E, how many of the first layers draft; by default a quarter of them.
+    """
+
+    name: Literal["early_exit"] = "early_exit"
+    exit_layer: int | None = Field(None, ge=1)
+
+
+class EarlyExit(SelfDraft):
+    """The first layers."""
+
+    max_unroll = 1
+    params: Params
+
+    def __init__(self, params: Params, config: dict[str, Any]) -> None:
+        super().__init__(params, config)
+        num_layers, exit_layer = config["num_hidden_layers"], params.exit_layer
+        if exit_layer is None or not exit_layer < num_layers:
+            raise ValueError(
+                f"exit_layer must be 1 to {num_layers - 1}, before the last of the target's layers; got {exit_layer}"
+            )
+        rest = frozenset(range(exit_layer, num_layers))
+        self._skipped = Sublayers(rest, rest)
+        require_part(self._skipped, num_layers)
+
+    @property
+    def skipped(self) -> Sublayers:
+        """All after the exit."""
+        return self._skipped
+
+
+_format = SelfFormat(FAMILY, ARCHITECTURES, Params, EarlyExit)
+renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
+vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
+
+
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> SelfDraft:
+    """Make a draft for a target.
+
+    Args:
+        params: where it exits.
+        target_dir: the target's directory.
+        token_counts: not read.
+
+    Raises:
+        ValueError: the target is of another layout, or its last layer is not after the exit.
+    """
+    if params.exit_layer is None:
+        quarter = max(AutoConfig.from_pretrained(target_dir).num_hidden_layers // 4, 1)
+        params = params.model_copy(update={"exit_layer": quarter})
+    return _format.create(params, target_dir, token_counts)
