@@ -19,7 +19,7 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 FAMILIES = catalog.names("drafts")
 EXPANDING = ["early_exit", "lm", "self_skip"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
-FROM_TARGET = ["early_exit", "jacobi", "self_skip", "token_recycling"]
+FROM_TARGET = ["early_exit", "jacobi", "kangaroo", "self_skip", "token_recycling"]
 ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
 
 
