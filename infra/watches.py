@@ -102,6 +102,9 @@ class Watch(_Kept):
 
     def told(self) -> str:
         """Say in a line what the requests say so far."""
+        if self.blind:
+            seen = f"none of the last {self.num_unreadable} requests" if self.num_unreadable else "no request"
+            return f"blind, {seen} of draft {self.draft} may be read"
         if (whole := self.found.get(ALL)) is None:
             return "no request compared yet"
         line = (

@@ -79,10 +79,11 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
     first_seq = max(1, last_seq - MAX_ROWS + 1)
     rows = _served(log, champion, first_seq, last_seq, "full")
     num_unreadable = len(_served(log, champion, first_seq, last_seq, "metadata"))
-    found = watch.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
-    if found != watch:
-        watches.save(found)
-    watch = found
+    watch = watch.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
+    if watch != watches.find(watch.draft, watch.previous):
+        watches.save(watch)
+        if watch.blind:
+            run_logger().info("draft %d can't be watched: %s", watch.draft, watch.told())
     if not rows:
         return watch
     target_dir = _fetched(settings, "target", _target_version(champion))

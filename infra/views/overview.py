@@ -80,8 +80,7 @@ def counts(numbers: Mapping[str, int]) -> str:
 
 def _watched(watch: Watch) -> str:
     if watch.blind:
-        seen = f"none of the last {watch.num_unreadable} requests" if watch.num_unreadable else "no request"
-        return f"blind, {seen} of draft {watch.draft} may be read"
+        return watch.told()
     how_far = f", {len(watch.compared)} of {watch.num_wanted} requests" if watch.outcome == WATCHING else ""
     return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
 

@@ -206,6 +206,9 @@ def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scen
 def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     assert looked().blind  # nothing of what it served was logged, as where every request asks for that
+    kept = scene.watches.of_draft(2)  # which `redraft status` shows
+    assert kept is not None
+    assert kept.told() == "blind, no request of draft 2 may be read"
     scene.serve(0, 20, consent="metadata")
     blind = looked()
     assert (blind.blind, blind.num_unreadable, blind.compared) == (True, 20, ())
