@@ -16,7 +16,9 @@ Consent = Literal["none", "metadata", "full"]
 CONSENT_LEVELS: tuple[Consent, ...] = ("none", "metadata", "full")  # strictest first
 DOMAIN = r"^[a-z0-9_-]{1,32}$"  # a recipe's tables are named by the same words
 DEFAULT_DOMAIN = "default"  # of a request that names none
-CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids")
+# What a row holds with full consent only: its text, and what says which texts belong together.
+CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids", "group")
+GROUP = r"^[\x21-\x7e]{1,128}$"  # as a client names one; only its hash is kept
 
 OTHER_DOMAINS = "other"  # where there are too many to be told apart
 Domain = Annotated[str, Field(pattern=DOMAIN)]
@@ -28,10 +30,11 @@ class QueryRow(BaseModel):
     """One served request, after scrubbing.
 
     `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many
-    subjects. `drafted` and `accepted` count tokens per verification step; `drafted_ids` holds the tokens of each
-    step, and `matches` of those that were looked up how many tokens matched, 0 of the draft's. `drafting` says how
-    the request was drafted: by the "head" alone and up to K, as "auto" found fastest, or "off". The log gives
-    `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
+    subjects. `group` is a hash too, of what the client says that the request belongs with. `drafted` and `accepted`
+    count tokens per verification step; `drafted_ids` holds the tokens of each step, and `matches` of those that were
+    looked up how many tokens matched, 0 of the draft's. `drafting` says how the request was drafted: by the "head"
+    alone and up to K, as "auto" found fastest, or "off". The log gives `seq`; before that it is None. `domain` and
+    `finish_reason` are words, so that no text hides in them.
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
@@ -42,6 +45,7 @@ class QueryRow(BaseModel):
     time_ms: int
     subject: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     key: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+    group: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     domain: Domain
     consent: Consent
     scrubber_revision: int
@@ -122,6 +126,27 @@ def subject_of(key: str | None, user: object) -> str | None:
     if key is None and user is None:
         return None
     return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
+
+
+def group_of(secret: bytes, key: str | None, named: object) -> str | None:
+    """Return the hash under which a group of requests is kept: HMAC-SHA256 of key and name under the home's secret.
+
+    Each key's groups are its own: with another key the same name is another group.
+
+    Args:
+        secret: of the home (`infra.secret`).
+        key: the hash of the API key that names it, None without one.
+        named: the name; None, for no group, stays None.
+
+    Raises:
+        ValueError: it is no name of a group. The message leaves it out, because it is never kept in clear.
+    """
+    if named is None:
+        return None
+    if not isinstance(named, str) or re.fullmatch(GROUP, named) is None:
+        came = f"{len(named)} characters" if isinstance(named, str) else f"a {type(named).__name__}"
+        raise ValueError(f"a group is named by 1 to 128 printable ASCII characters without a space, got {came}")
+    return hmac.digest(secret, canonical_json(["group", key, named]), "sha256").hex()
 
 
 def redact(row: QueryRow, level: Consent) -> QueryRow | None:

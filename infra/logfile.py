@@ -16,16 +16,15 @@ from pathlib import Path
 BUSY_TIMEOUT_S = 5.0
 POLL_S = 0.2
 ENDED = "the process ended before it said why"
-# A version only adds tables to the one before, empty ones: the schema brings any older log up to date. A copy of it
-# as it was is kept all the same.
-SCHEMA_VERSION = 4
+# A version only adds to the one before, empty tables and empty columns: the schema brings any older log up to date. A
+# copy of it as it was is kept all the same.
+SCHEMA_VERSION = 5
 COPIES = "backups"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
-BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS rows (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, time_ms INTEGER NOT NULL, subject TEXT,
-    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL);
+    domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT);
 CREATE INDEX IF NOT EXISTS rows_by_domain ON rows (domain, consent, seq);
 CREATE INDEX IF NOT EXISTS rows_by_subject ON rows (subject);
 CREATE INDEX IF NOT EXISTS rows_by_time ON rows (time_ms);
@@ -53,10 +52,9 @@ CREATE TABLE IF NOT EXISTS erasures (
 CREATE TABLE IF NOT EXISTS erasing (
     seq INTEGER PRIMARY KEY, erasure INTEGER NOT NULL REFERENCES erasures, id TEXT NOT NULL, consent TEXT NOT NULL,
     body TEXT NOT NULL);
-INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicates', 0);
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
+INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicates', 0)
 """
+ADDED_COLUMNS = {"rows": {"group_hash": "TEXT"}}  # to tables that older logs have
 
 
 class LogFile:
@@ -95,7 +93,7 @@ class LogFile:
                 if version < SCHEMA_VERSION:
                     if version:
                         copy_database(self.path, self.path.parent / COPIES / f"{self.path.stem}-schema-{version}.db")
-                    db.executescript(SCHEMA)
+                    _upgrade(db)
             except sqlite3.DatabaseError as error:
                 db.close()
                 if error.sqlite_errorcode in TORN:
@@ -156,6 +154,19 @@ class LogFile:
                 else:
                     break
             yield
+
+
+def _upgrade(db: sqlite3.Connection) -> None:
+    """Bring an empty or older log up to date in one transaction; another process may have done so meanwhile."""
+    db.execute("BEGIN IMMEDIATE")
+    for statement in SCHEMA.split(";"):
+        db.execute(statement)
+    for table, columns in ADDED_COLUMNS.items():
+        there = {name for (name,) in db.execute("SELECT name FROM pragma_table_info(?)", (table,))}
+        for name in columns.keys() - there:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.execute("COMMIT")
 
 
 def copy_database(file: Path, copy: Path) -> None:

@@ -65,9 +65,9 @@ class QueryLog(Erasures):
             for row in rows:
                 body = json.dumps(row.model_dump(exclude={"seq"}), ensure_ascii=False, allow_nan=False)
                 num_new += db.execute(
-                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body)"
-                    " VALUES (?, ?, ?, ?, ?, ?)",
-                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body),
+                    "INSERT OR IGNORE INTO rows (id, time_ms, subject, domain, consent, body, group_hash)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (row.id, row.time_ms, row.subject, row.domain, row.consent, body, row.group),
                 ).rowcount
             count(db, "duplicates", len(rows) - num_new)
             count(db, "dropped", dropped)

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.consent import Consent, consent_level, parse_domain, subject_of
+from infra.consent import Consent, consent_level, group_of, parse_domain, subject_of
 from infra.keys import Role, read_keys, sha256_of
 from services.failures import place_of
 
@@ -37,6 +37,10 @@ REQUEST_HEADERS = {
     "X-Redraft-Detail": "`steps` adds what was drafted and accepted in each step to `usage.redraft`; operators only.",
     "X-Redraft-Domain": "The kind of traffic, 1 to 32 of `a-z`, `0-9`, `_` and `-`; `default` without it. What "
     "a key names beyond its first 16 counts for `other`.",
+    "X-Redraft-Group": "What the request belongs with, such as a chat, a file or a ticket: 1 to 128 printable ASCII "
+    "characters without a space. Requests of one key with one group are never split between what drafts learn from and "
+    "what they are judged by; a group of more than 20 rows and a quarter of its domain counts as none. Only a keyed "
+    "hash is kept, of requests whose text may be logged.",
     "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
     "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
     "X-Redraft-Speculation": "`on`, as the service finds it fastest, which is the default; `off`; or `head`: by the "
@@ -89,7 +93,7 @@ INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="
 
 
 class Origin(NamedTuple):
-    """What is known of a request before it runs; `subject` and `key` are hashes, None if nobody was named.
+    """What is known of a request before it runs; `subject`, `key` and `group` are hashes, None if nothing was named.
 
     `speculation` is what the request says of it: "on", "off" or "head".
     """
@@ -100,6 +104,7 @@ class Origin(NamedTuple):
     subject: str | None
     key: str | None = None
     speculation: str = "on"
+    group: str | None = None
 
 
 class Caller(NamedTuple):
@@ -293,11 +298,20 @@ def check_limits(body: Mapping[str, Any]) -> None:
             raise Refusal(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
 
 
-def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None) -> Origin:
-    """Read domain, consent, subject and how it is to be drafted off a request.
+def describe_origin(
+    request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None, secret: bytes
+) -> Origin:
+    """Read domain, consent, subject, group and how it is to be drafted off a request.
+
+    Args:
+        request_id: of ours.
+        headers: of the request.
+        body: its JSON.
+        caller: who asks.
+        secret: of the home, which groups are hashed under.
 
     Raises:
-        Refusal: 400, the domain is malformed, or its speculation is none of the choices.
+        Refusal: 400, the domain or the group is malformed, or its speculation is none of the choices.
     """
     try:
         domain = parse_domain(headers.get("x-redraft-domain"))
@@ -305,9 +319,14 @@ def describe_origin(request_id: str, headers: Headers, body: Mapping[str, Any], 
         raise Refusal(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
     consent = consent_level(", ".join(said) if said else None, body.get("store"), caller.log if caller else None)
-    secret = caller.key if caller else None
-    subject = subject_of(secret, body.get("user") or None)
-    return Origin(request_id, domain, consent, subject, subject_of(secret, None), _speculation(headers))
+    sent = caller.key if caller else None
+    subject, key = subject_of(sent, body.get("user") or None), subject_of(sent, None)
+    named = headers.getlist("x-redraft-group")  # sent twice it is malformed: no name has a space
+    try:
+        group = group_of(secret, key, ", ".join(named) if named else None)
+    except ValueError as error:
+        raise Refusal(400, f"X-Redraft-Group: {error}", "X-Redraft-Group") from error
+    return Origin(request_id, domain, consent, subject, key, _speculation(headers), group)
 
 
 def wants_steps(headers: Headers, caller: Caller | None) -> bool:

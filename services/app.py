@@ -100,7 +100,7 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
     caller = raw.scope["redraft.caller"]
     by_step = wants_steps(raw.headers, caller)
     recorder, request_id = service.recorder, raw.scope["redraft.id"]
-    origin = describe_origin(request_id, raw.headers, body, caller)
+    origin = describe_origin(request_id, raw.headers, body, caller, service.secret)
     turn = await service.turns.take(origin.key, service.turns.cost(origin.key, body, len(await raw.body())))
     raw.scope["redraft.at_end"].append(turn.end)
     recorder.expect(origin._replace(domain=service.domains.admit(origin.key, origin.domain)))

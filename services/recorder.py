@@ -261,6 +261,7 @@ class Recorder:
             time_ms=int(time.time() * 1000),
             subject=origin.subject,
             key=origin.key,
+            group=origin.group,
             domain=origin.domain,
             consent=origin.consent,
             scrubber_revision=scrub.REVISION,

@@ -16,6 +16,7 @@ from infra.keys import is_loopback
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.secret import home_secret
 from infra.settings import COSTS
 from infra.status import Pace, ServiceStatus, Speed
 from infra.triggerfile import TriggerFile, now_ms
@@ -61,6 +62,7 @@ class Service:
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
         self.admission = Admission(Keys(config.keys, is_loopback(config.host)))
+        self.secret = home_secret(config.keys.parent)
         self.domains = Domains()
         engine_params = config.engine_params()
         self.turns = Turns(config.serve.limits, engine_params.max_num_seqs, engine_params.max_model_len)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from infra.consent import DOMAIN, QueryRow, consent_level, parse_domain, redact, require_loggable
+from infra.consent import DOMAIN, QueryRow, consent_level, group_of, parse_domain, redact, require_loggable
 from models import recipe
 
 ROW = QueryRow(
@@ -62,6 +62,7 @@ def test_metadata_keeps_counts_and_numbers_and_no_text_or_ids() -> None:
     assert row is not None
     assert "secret" not in row.model_dump_json()
     assert (row.prompt, row.completion, row.prompt_ids, row.completion_ids, row.drafted_ids) == (None,) * 5
+    assert row.group is None
     assert (row.consent, row.drafted, row.accepted) == ("metadata", [2, 0], [1, 0])
     assert row.sampling == {"temperature": 0.5, "top_k": 3}
     require_loggable(row)
@@ -116,6 +117,29 @@ def test_requests_rows_and_recipes_name_domains_by_the_same_words() -> None:
     assert recipe.DOMAIN == DOMAIN  # infra and models may not import each other
     assert QueryRow(**{**ROW.model_dump(), "domain": parse_domain("text-to_sql2")}).domain == "text-to_sql2"
     assert QueryRow(**{**ROW.model_dump(), "domain": parse_domain(None)}).domain == "default"
+
+
+def test_a_group_is_a_hash_that_differs_by_name_by_key_and_by_home() -> None:
+    names, keys, secrets = ("a", "stdlib:json"), (None, "k1", "k2"), (b"s" * 32, b"t" * 32)
+    found = [group_of(secret, key, name) for secret in secrets for key in keys for name in names]
+    assert len(set(found)) == 12
+    assert found[0] == group_of(b"s" * 32, None, "a")
+    assert group_of(b"s" * 32, "k1", None) is None
+    assert [QueryRow(**{**ROW.model_dump(), "group": one}).group for one in found] == found
+
+
+@pytest.mark.parametrize("named", ["", "a secret", "a\n", "secr\u00e9t", "secret" * 22, b"secret", 7])
+def test_what_is_no_group_is_refused_by_request_and_row_alike_without_repeating_it(named: object) -> None:
+    with pytest.raises(ValueError, match="1 to 128 printable ASCII characters without a space, got") as caught:
+        group_of(b"s" * 32, None, named)
+    assert "secr" not in str(caught.value)
+    with pytest.raises(ValueError, match="group"):
+        QueryRow(**{**ROW.model_dump(), "group": named})
+
+
+def test_a_group_in_clear_is_never_a_row() -> None:
+    with pytest.raises(ValueError, match="group"):
+        QueryRow(**{**ROW.model_dump(), "group": "stdlib:json"})
 
 
 @pytest.mark.parametrize("named", ["", "Chat", "a.b", "a" * 33, "a\n", 7])

@@ -45,6 +45,7 @@ def rows(draw: st.DrawFn) -> QueryRow:
     return QueryRow(
         id=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=128)),
         time_ms=draw(st.integers(-(2**53), 2**53)),
+        group=draw(st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True)),
         domain="chat",
         consent=draw(levels),
         scrubber_revision=1,
@@ -84,7 +85,7 @@ def test_no_header_and_no_body_makes_a_request_less_strictly_logged_than_its_key
 ) -> None:
     headers = Headers(raw=[(b"x-redraft-log", value.encode("latin-1")) for value in sent])
     caller = Caller("0" * 64, "client", policy)
-    found = describe_origin("0" * 32, headers, {"store": store}, caller).consent
+    found = describe_origin("0" * 32, headers, {"store": store}, caller, bytes(32)).consent
     if policy is not None:
         assert CONSENT_LEVELS.index(found) <= CONSENT_LEVELS.index(policy)
     if len(sent) > 1 or (sent and sent[0] not in CONSENT_LEVELS) or store not in (None, True):

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from services.access import (
 )
 
 FIRST, SECOND = "first-key-123", "second-key-123"
+SECRET = b"s" * 32
 KEY = Caller(sha256_of(FIRST), "client")
 OTHER = Caller(sha256_of(SECOND), "client", "full")
 OPERATOR = Caller(sha256_of("third-key-123"), "operator")
@@ -276,7 +278,7 @@ def test_ordinary_settings_pass_the_limits() -> None:
 
 
 def origin(headers: dict[str, str], body: dict[str, Any], key: Caller | None = None) -> Any:
-    return describe_origin("id", Headers(headers), body, key)
+    return describe_origin("id", Headers(headers), body, key, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +302,13 @@ def test_the_stricter_consent_wins(header: str | None, store: Any, key: Caller |
 
 def test_a_consent_header_sent_twice_is_none() -> None:
     twice = Headers(raw=[(b"x-redraft-log", b"full"), (b"x-redraft-log", b"full")])
-    assert describe_origin("id", twice, {}, None).consent == "none"
+    assert describe_origin("id", twice, {}, None, SECRET).consent == "none"
 
 
 @pytest.mark.parametrize("domain", ["", "Chat", "a b", "a/../b", "a" * 33, "caf\u00e9", "a\r\nb"])
 def test_a_malformed_domain_is_400(domain: str) -> None:
     with pytest.raises(Refusal, match="X-Redraft-Domain"):
-        describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None)
+        describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None, SECRET)
     assert origin({"X-Redraft-Domain": "text-to_sql2"}, {}).domain == "text-to_sql2"
     assert origin({}, {}).domain == "default"
 
@@ -338,10 +340,28 @@ def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
     assert origin({}, {"user": "ann"}).key is None
 
 
+def test_a_group_is_hashed_and_nobody_names_that_of_another_key() -> None:
+    named = {"X-Redraft-Group": "ticket-7"}
+    found = [origin(named, {}, key).group for key in (None, KEY, OTHER)]
+    assert len(set(found)) == 3
+    assert all(re.fullmatch("[0-9a-f]{64}", group) for group in found)
+    assert origin(named, {"user": "ann"}, KEY).group == found[1]  # persons of one key share its groups
+    assert origin({}, {}, KEY).group is None
+
+
+@pytest.mark.parametrize("named", [[b""], [b"my secret"], [b"secret" * 22], [b"secr\xe9t"], [b"secret", b"secret"]])
+def test_a_malformed_group_is_400_and_not_repeated(named: list[bytes]) -> None:
+    headers = Headers(raw=[(b"x-redraft-group", value) for value in named])
+    with pytest.raises(Refusal, match="X-Redraft-Group: a group is named by 1 to 128 printable") as refused:
+        describe_origin("id", headers, {}, None, SECRET)
+    assert (refused.value.status, refused.value.param) == (400, "X-Redraft-Group")
+    assert "secr" not in refused.value.message
+
+
 def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
     def said(value: str | None) -> str:
         headers = Headers({} if value is None else {"X-Redraft-Speculation": value})
-        return describe_origin("0" * 32, headers, {}, None).speculation
+        return describe_origin("0" * 32, headers, {}, None, SECRET).speculation
 
     assert [said(value) for value in (None, "on", "off", "head")] == ["on", "on", "off", "head"]
     with pytest.raises(Refusal, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:

@@ -34,6 +34,7 @@ TEXT = {"type": "string"}
 HEADERS = {
     "X-Redraft-Detail": {"enum": ["steps"]},
     "X-Redraft-Domain": {"type": "string", "pattern": "^[a-z0-9_-]{1,32}$"},
+    "X-Redraft-Group": {"type": "string", "pattern": "^[!-~]{1,128}$"},
     "X-Redraft-Log": {"enum": ["none", "metadata", "full"]},
     "X-Redraft-Speculation": {"enum": [*SPECULATION]},
 }

@@ -63,7 +63,7 @@ def recorder(querylog: QueryLog) -> Iterator[Recorder]:
 
 
 def origin(consent: str = "full", request_id: str = ID, domain: str = "chat") -> Origin:
-    return Origin(request_id, domain, consent, "s" * 64)
+    return Origin(request_id, domain, consent, "s" * 64, group="9" * 64)
 
 
 def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Recorder, querylog: QueryLog) -> None:
@@ -72,6 +72,7 @@ def test_a_consented_request_becomes_a_row_with_its_ids_and_steps(recorder: Reco
     recorder.close()
     (row,) = querylog.rows(1, 9)
     assert (row.domain, row.subject, row.target_version, row.draft_version) == ("chat", "s" * 64, 2, 7)
+    assert row.group == "9" * 64
     assert (row.prompt, row.completion) == ("hi", "there")
     assert (row.prompt_ids, row.completion_ids) == (encode("hi"), encode("there"))
     assert (row.drafted, row.accepted, row.drafted_ids) == ([3, 3, 0], [2, 0, 0], [[1, 2, 3], [4, 5, 6], []])
@@ -86,6 +87,7 @@ def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Rec
     recorder.close()
     (row,) = querylog.rows(1, 9, "metadata")
     assert (row.prompt, row.completion_ids, row.drafted_ids, row.accepted) == (None, None, None, [2, 0, 0])
+    assert row.group is None
     assert querylog.stats().total == 1
 
 

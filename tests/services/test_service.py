@@ -40,12 +40,17 @@ def test_the_stock_client_chats_streams_and_lists_models(client: openai.OpenAI) 
 
 def test_only_what_was_consented_to_is_logged(client: openai.OpenAI, world: World) -> None:
     ask(client, "secret of none", store=False, extra_headers={"X-Redraft-Log": "full"})
-    ask(client, "secret of metadata")
-    ask(client, "mail me at ada@example.org", extra_headers={"X-Redraft-Log": "full", "X-Redraft-Domain": "mail"})
-    [row] = world.wait_for_rows("mail", 1)
+    named = {"X-Redraft-Group": "secret-of-a-group"}
+    ask(client, "secret of metadata", extra_headers=named)
+    full = {"X-Redraft-Log": "full", "X-Redraft-Domain": "mail"}
+    ask(client, "mail me at ada@example.org", extra_headers=full | named)
+    ask(client, "mail me at ada@example.org", extra_headers=full)
+    row, without = world.wait_for_rows("mail", 2)
     assert "[EMAIL]" in str(row.prompt)
+    assert (len(str(row.group)), without.group) == (64, None)
     stored = b"".join(file.read_bytes() for file in world.querylog.parent.glob("queries.db*"))
     assert b"secret of" not in stored
+    assert b"secret-of" not in stored + (world.home / "service.log").read_bytes()
     assert b"ada@example.org" not in stored
 
 

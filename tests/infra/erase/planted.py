@@ -30,6 +30,7 @@ MARK = 'My cat Žofka "the 7391st" sleeps\non a vermilion piano'
 SHARED = "You are a helpful assistant, and you answer in one sentence."
 PARTS = ("train", "held_out", "probe")
 SECRET = bytes(32)
+GROUP = "5ec7e7" + "9" * 58
 
 
 def planted_row(number: int, subject: str | None = SUBJECT, time_ms: int = 1_000) -> QueryRow:
@@ -41,6 +42,7 @@ def planted_row(number: int, subject: str | None = SUBJECT, time_ms: int = 1_000
         id=f"{'mine' if mine else 'other'}-{number}",
         time_ms=time_ms,
         subject=subject,
+        group=GROUP if mine else "0" * 64,
         domain="chat",
         consent="full",
         scrubber_revision=2,
@@ -191,6 +193,7 @@ def _needles() -> Iterator[bytes]:
         for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], once, json.dumps(once)[1:-1], repr(text)[1:-1]):
             yield form.encode()
     yield from (f"mine-{number}".encode() for number in range(12))
+    yield GROUP.encode()
     for number in range(0, 12, 3):
         for start in (30_000, 35_000):
             ids = [start + number + place for place in range(18, 22)]
