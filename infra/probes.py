@@ -29,13 +29,14 @@ NUM_LATEST = 100  # rows that say what time it is
 
 
 class Conversation(NamedTuple):
-    """A row that was clustered."""
+    """A row that was clustered: by its wording (`alike`), and with what clients say belongs together (`cluster`)."""
 
     seq: int
     domain: str
     key: str | None
     time_ms: int
     cluster: str
+    alike: str
 
 
 class Change(NamedTuple):

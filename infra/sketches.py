@@ -16,6 +16,7 @@ class SketchedRow(NamedTuple):
 
     seq: int
     domain: str
+    group: str | None
     key: str | None
     time_ms: int
     turn: bytes
@@ -42,7 +43,7 @@ class Sketches(LogFile):
 
     def read(self, secret: bytes) -> list[SketchedRow]:
         """Return all that have one, by seq."""
-        query = """SELECT seq, domain, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
+        query = """SELECT seq, domain, group_hash, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
             JOIN rows USING (seq) WHERE secret = ? ORDER BY seq"""
         return [SketchedRow(*columns) for columns in self.connection().execute(query, (_name(secret),))]
 

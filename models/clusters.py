@@ -1,8 +1,9 @@
-"""Which conversations belong together: the same first turn, or first turns that share much of their wording.
+"""Which conversations belong together: the same first turn, much wording in common, or a group that was named.
 
 A cluster is the unit of a split and of its statistics, so that turns of a chat, near copies and fillings of a template
-stay on one side. What belongs together and shares no wording is not seen, such as functions of one module that are
-asked for by their docstrings.
+stay on one side. What shares no wording is seen to belong together only where somebody says so, as of functions of one
+module that are asked for by their docstrings. A group of more than a quarter of a domain's conversations joins none of
+them: else who puts everything into one group would leave nothing to hold out, or nothing to train on.
 
 First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that no client can compute where
 a prompt will fall. What more than a twentieth of a domain's conversations share is how the domain words things and
@@ -13,6 +14,7 @@ takes a second for ten thousand.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ NUM_BANDS, BAND = 64, 2
 MIN_RESEMBLANCE, MIN_RESEMBLANCE_OF_COPIES = 0.2, 0.5
 # Of a domain's conversations; a hash in more of them says nothing. A domain of few has at least so many.
 MAX_SHARE, MIN_COMMON = 0.05, 5
+MAX_GROUP_SHARE, MOST_OF_FEW = 0.25, 20  # the same of a group; in a domain of few it may have so many
 HASH_BYTES, NAME_BYTES = 8, 16
 
 Hashes = NDArray[np.uint64]
@@ -72,11 +75,33 @@ def join(sketches: Sequence[Sketch], domains: Sequence[str]) -> list[str]:
     np.minimum.at(first, same, np.arange(len(sketches)))
     links = [np.stack([np.arange(len(sketches)), first[same]])]
     links += _resembling(sketches, _domain_numbers(domains))
-    row, column = np.concatenate(links, axis=1)
-    graph = coo_matrix((np.ones(len(row), dtype=np.int8), (row, column)), shape=(len(sketches),) * 2)
+    return _earliest([one.turn.hex() for one in sketches], np.concatenate(links, axis=1))
+
+
+def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[str | None]) -> list[str]:
+    """Return the name of each conversation's cluster where groups join what is alike: that of its earliest member.
+
+    Args:
+        alike: their clusters by wording, see `join`, in the order of time, [N].
+        domains: of the conversations, [N]; groups cross them.
+        groups: what each was said to belong to, [N]; None where nothing was said.
+    """
+    sizes, held = Counter(domains), Counter(zip(domains, groups, strict=True))
+    first: dict[tuple[str, str], int] = {}
+    links = []
+    for number, (name, domain, group) in enumerate(zip(alike, domains, groups, strict=True)):
+        links.append((number, first.setdefault(("alike", name), number)))
+        if group is not None and held[domain, group] <= max(MOST_OF_FEW, MAX_GROUP_SHARE * sizes[domain]):
+            links.append((number, first.setdefault(("group", group), number)))
+    return _earliest(alike, np.array(links, dtype=np.int64).reshape(-1, 2).T)
+
+
+def _earliest(names: Sequence[str], links: NDArray[np.int64]) -> list[str]:
+    """Return for each of [N] names that of the first one that links [2, E] connect it with."""
+    graph = coo_matrix((np.ones(links.shape[1], dtype=np.int8), tuple(links)), shape=(len(names),) * 2)
     _, labels = connected_components(graph, directed=False)
     earliest: dict[int, str] = {}
-    return [earliest.setdefault(int(label), one.turn.hex()) for label, one in zip(labels, sketches, strict=True)]
+    return [earliest.setdefault(int(label), name) for label, name in zip(labels, names, strict=True)]
 
 
 def _domain_numbers(domains: Iterable[str]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ from models.recipe import Recipe, Refresh
 from tasks.stages import produce, stage_key
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
-from tasks.stages.split import Side, cluster_log, drawn_by, held_out_by
+from tasks.stages.split import Side, cluster_log, counted, drawn_by, held_out_by
 
 
 @task(cache_policy=NO_CACHE)
@@ -135,13 +135,13 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     probes, reserved = _probes(pair, log, members, traffic)
 
     is_held_out = held_out_by(traffic.secret, traffic.rows, window, refresh.held_out_fraction, trained)
-    tested = [sample for sample in samples if sample.id in seqs and is_held_out(sample.cluster)]
-    left_out = reserved | {sample.cluster for sample in tested}
+    tests = [row for row in traffic.within(window) if row.seq in usable_seqs and is_held_out(row.cluster)]
+    left_out, counts = reserved | {row.cluster for row in tests}, counted(tests, draw)
     learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
     return _write_parts(
         {
             "train": [sample for sample in learned if sample.cluster not in left_out],
-            "held_out": [sample for sample in tested if sample.cluster not in reserved],
+            "held_out": [one for one in samples if seqs.get(one.id) in counts and one.cluster not in reserved],
             "probe": probes,
         },
         [sample for sample in samples if sample.id in seqs],
@@ -162,7 +162,10 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     probes, reserved = _probes(pair, log, ProbeSets(log.path).members(), traffic)
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
     seen |= traffic.trained
-    fresh = [sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen]
+    found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
+    of_found = {row.seq for row in rows if row.id in found}
+    counts = counted((row for row in traffic.rows if row.seq in of_found), drawn_by(traffic.secret))
+    fresh = [found[row.id] for row in rows if row.seq in counts]
     parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
 

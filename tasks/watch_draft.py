@@ -21,7 +21,7 @@ from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
 from models import lookback
-from models.clusters import join, sketch
+from models.clusters import join, join_groups, sketch
 from models.drafts import open_draft
 from models.hidden import Sample
 from models.paired import Score
@@ -114,7 +114,9 @@ def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], 
     named = [row for row in both if row.prompt_ids]
     sketches = [sketch(first_turn(row.prompt_ids or [], marks), secret) for row in named]
     seen: dict[str, QueryRow] = {}
-    for row, cluster in zip(named, join(sketches, [row.domain for row in named]), strict=True):
+    domains = [row.domain for row in named]
+    names = join_groups(join(sketches, domains), domains, [row.group for row in named])
+    for row, cluster in zip(named, names, strict=True):
         seen.setdefault(cluster, row)
     compared = {row.seq for row in before}
     return [row for row in seen.values() if row.seq not in compared]

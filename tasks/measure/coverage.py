@@ -38,7 +38,7 @@ from tasks.measure.run import Run
 from tasks.register import first_samples
 from tasks.select_data import choose_more
 from tasks.stages.samples import Part, read_samples, usable
-from tasks.stages.split import cluster_log, drawn_by, held_out_by
+from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by
 
 TITLE, QUESTION = "coverage", "does the interval of a window's gain hold what fresh requests give?"
 AIM = 0.93
@@ -167,11 +167,8 @@ def _splits(run: Run, pair: Pair, logged: Sequence[Sample], num_splits: int) -> 
             reserved = set(plan(rows, (), window.first_seq, usable_seqs, trained, drawn_by(secret)).reserved)
             kept = {cluster_of[seq] for seq in reserved}
             is_held_out = held_out_by(secret, rows, window, fraction, trained)
-            judged = {
-                seq
-                for seq, cluster in cluster_of.items()
-                if seq in reserved or (is_held_out(cluster) and cluster not in kept)
-            }
+            tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
+            judged = reserved | counted(tests, drawn_by(secret))
             made.append({one.id: cluster_of[seqs[one.id]] for one in logged if seqs[one.id] in judged})
             bar.advance()
     return made

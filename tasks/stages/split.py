@@ -1,13 +1,13 @@
 """Which conversations of a window are trained on, which test what was trained, and which are never trained on.
 
-The unit is a cluster (`models.clusters`). In each window a cluster is put on a side by a keyed hash, so that no client
-can choose it; what was held out in one window is trained on in the next. What is alike to a member of a probe set
-(`infra.probes`) is on neither side.
+The unit is a cluster (`models.clusters`): what resembles each other, and what a client says belongs together. In each
+window a cluster is put on a side by a keyed hash, so that no client can choose it; what was held out in one window is
+trained on in the next. What is alike to a member of a probe set (`infra.probes`) is on neither side.
 """
 
 import hmac
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from infra.probes import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
 from infra.sketches import Sketches
 from infra.windows import Window
-from models.clusters import Sketch, join, sketch
+from models.clusters import Sketch, join, join_groups, sketch
 from models.hidden import Sample
 from models.tokens import first_turn, turn_marks
 
@@ -39,7 +39,7 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
         database: the log's file. Rows without a sketch get one there.
         secret: of the home.
         target_dir: whose tokenizer wrote the prompts.
-        first: the first samples.
+        first: the first samples; what they were said to belong to is their cluster so far.
         last_seq: rows after it don't count.
     """
     marks, log = turn_marks(AutoTokenizer.from_pretrained(target_dir)), Sketches(database)
@@ -54,10 +54,12 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
     rows = [row for row in log.read(secret) if row.seq <= last_seq]
     sketches = [sketched(sample.prompt_ids) for sample in first]
     sketches += [Sketch(row.turn, np.frombuffer(row.grams, dtype=np.uint64)) for row in rows]
-    names = join(sketches, [sample.domain for sample in first] + [row.domain for row in rows])
-    of_rows = zip(rows, names[len(first) :], strict=True)
+    domains = [sample.domain for sample in first] + [row.domain for row in rows]
+    alike = join(sketches, domains)
+    names = join_groups(alike, domains, [sample.cluster or None for sample in first] + [row.group for row in rows])
+    of_rows = zip(rows, names[len(first) :], alike[len(first) :], strict=True)
     return Clustered(
-        rows=[Conversation(row.seq, row.domain, row.key, row.time_ms, name) for row, name in of_rows],
+        rows=[Conversation(row.seq, row.domain, row.key, row.time_ms, name, wording) for row, name, wording in of_rows],
         first={sample.id: name for sample, name in zip(first, names, strict=False)},
     )
 
@@ -90,12 +92,12 @@ def held_out_by(
 
 
 def drawn_by(secret: bytes) -> Callable[[str], bytes]:
-    """Return the function from a cluster to its place in a draw that no client can foresee."""
-    return lambda cluster: hmac.digest(secret, b"draw " + cluster.encode(), "sha256")
+    """Return the function from a cluster, or a row, to its place in a draw that no client can foresee."""
+    return lambda name: hmac.digest(secret, b"draw " + name.encode(), "sha256")
 
 
 def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Collection[str]) -> set[str]:
-    """Return the clusters that are above 5% of a domain in their first window: they are scored before they train.
+    """Return the clusters that are scored before they train: above 5% of a domain in their first window is alike.
 
     Args:
         rows: the log's, up to the window's last one.
@@ -104,9 +106,27 @@ def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Coll
     """
     seen = {row.cluster for row in rows if row.seq < window.first_seq} | set(trained)
     new = [row for row in rows if row.seq >= window.first_seq]
-    sizes, in_cluster = Counter(row.domain for row in new), Counter((row.domain, row.cluster) for row in new)
+    sizes, alike = Counter(row.domain for row in new), Counter((row.domain, row.alike) for row in new)
     return {
-        cluster
-        for (domain, cluster), number in in_cluster.items()
-        if cluster not in seen and number > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[domain])
+        row.cluster
+        for row in new
+        if row.cluster not in seen
+        and alike[row.domain, row.alike] > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[row.domain])
     }
+
+
+def counted(rows: Iterable[Conversation], draw: Callable[[str], bytes]) -> set[int]:
+    """Return which of the rows that a window tests with count: of what groups join, one that a keyed hash draws.
+
+    Near copies all count, and weigh as much as they are asked. A few large groups would outweigh all others and tell
+    little more than one conversation each does: on the demo's functions, by module, the gate could show no gain.
+    """
+    of_cluster: dict[str, list[Conversation]] = defaultdict(list)
+    for row in rows:
+        of_cluster[row.cluster].append(row)
+    found: set[int] = set()
+    for members in of_cluster.values():
+        joined = len({row.alike for row in members}) > 1
+        seqs = [row.seq for row in members]
+        found.update([min(seqs, key=lambda seq: draw(f"counted {seq}"))] if joined else seqs)
+    return found

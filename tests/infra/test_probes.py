@@ -21,7 +21,7 @@ def rows(
 ) -> list[Conversation]:
     keys = list(keys)
     return [
-        Conversation(seq, domain, keys[seq % len(keys)], day * DAY_MS, cluster or f"c{seq}")
+        Conversation(seq, domain, keys[seq % len(keys)], day * DAY_MS, cluster or f"c{seq}", alike=f"c{seq}")
         for seq in range(start, start + number)
     ]
 

@@ -7,13 +7,15 @@ from infra.sketches import Sketches
 from tests.infra.rows import row
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
+GROUP = "9" * 64
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> QueryLog:
     log = QueryLog(tmp_path / "queries.db")
     rows = [row(f"a{number}", subject=f"s{number}") for number in range(3)]
-    log.append([one.model_copy(update={"prompt_ids": [number, 7]}) for number, one in enumerate(rows)])
+    added = [{"prompt_ids": [0, 7], "group": GROUP}, {"prompt_ids": [1, 7]}, {"prompt_ids": [2, 7]}]
+    log.append([one.model_copy(update=change) for one, change in zip(rows, added, strict=True)])
     log.append([row("b1"), row("b2", consent="metadata")])  # neither has tokens
     return log
 
@@ -23,9 +25,9 @@ def test_each_row_with_tokens_is_sketched_once(log: QueryLog) -> None:
     assert list(sketches.missing(SECRET)) == [(1, [0, 7]), (2, [1, 7]), (3, [2, 7])]
     sketches.keep(SECRET, [(1, b"turn", b"grams"), (3, b"other", b"")])
     assert [seq for seq, _ in sketches.missing(SECRET)] == [2]
-    assert [(one.seq, one.domain, one.turn, one.grams) for one in sketches.read(SECRET)] == [
-        (1, "chat", b"turn", b"grams"),
-        (3, "chat", b"other", b""),
+    assert [(one.seq, one.domain, one.group, one.turn, one.grams) for one in sketches.read(SECRET)] == [
+        (1, "chat", GROUP, b"turn", b"grams"),
+        (3, "chat", None, b"other", b""),
     ]
 
 
@@ -45,4 +47,6 @@ def test_a_sketch_goes_with_its_row_and_none_is_made_of_an_erased_one(log: Query
     sketches.keep(SECRET, [(1, b"a secret turn", b"grams")])
     assert [one.seq for one in sketches.read(SECRET)] == [2]
     log.erase("s0")
-    assert b"a secret turn" not in b"".join(path.read_bytes() for path in log.path.parent.iterdir())
+    left = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
+    assert b"a secret turn" not in left
+    assert GROUP.encode() not in left

@@ -2,11 +2,14 @@
 
 import random
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from models.clusters import SKETCH_SIZE, join, sketch
+from models.clusters import MAX_GROUP_SHARE, MOST_OF_FEW, SKETCH_SIZE, join, join_groups, sketch
 
 SECRET = b"s" * 32
 
@@ -16,8 +19,15 @@ def words(number: int, length: int = 40) -> list[int]:
     return [rng.randrange(50_000) for _ in range(length)]
 
 
-def names(turns: list[list[int]], domains: list[str] | None = None, secret: bytes = SECRET) -> list[str]:
-    return join([sketch(turn, secret) for turn in turns], domains or ["code"] * len(turns))
+def names(
+    turns: list[list[int]],
+    domains: list[str] | None = None,
+    secret: bytes = SECRET,
+    groups: list[str | None] | None = None,
+) -> list[str]:
+    domains = domains or ["code"] * len(turns)
+    alike = join([sketch(turn, secret) for turn in turns], domains)
+    return join_groups(alike, domains, groups or [None] * len(turns))
 
 
 def test_equal_turns_and_near_copies_are_one_cluster_and_others_are_not():
@@ -59,7 +69,7 @@ def test_nobody_without_the_secret_can_tell_names_or_sketches():
 def test_a_sketch_is_small_however_long_the_turn_and_there_is_one_of_the_shortest():
     assert len(sketch(words(0, 5000), SECRET).grams) == SKETCH_SIZE
     assert len(sketch([1], SECRET).grams) == len(sketch([], SECRET).grams) == 1
-    assert join([], []) == []
+    assert join([], []) == join_groups([], [], []) == []
 
 
 @pytest.mark.parametrize(("kept", "joined"), [(30, True), (5, False)])
@@ -97,3 +107,54 @@ def test_copies_with_a_token_changed_are_one_cluster_however_many_they_are():
     named = names(turns)
     assert len(set(named[50:])) == 1
     assert len(set(named)) == 51
+
+
+def test_a_group_is_one_cluster_with_all_that_its_members_resemble_and_others_are_not():
+    turns = [words(n) for n in range(6)]
+    turns.append([*turns[0][:20], 7, *turns[0][20:]])  # a near copy that nobody put into the group
+    named = names(turns, groups=["a", None, "a", "b", "b", None, None])
+    assert named[0] == named[2] == named[6]
+    assert named[3] == named[4]
+    assert len(set(named)) == 4
+
+
+@pytest.mark.parametrize(("held", "asked"), [(MOST_OF_FEW, MOST_OF_FEW), (50, 200)])
+def test_a_group_of_more_than_a_quarter_of_its_domain_joins_nothing(held, asked):
+    assert held <= max(MOST_OF_FEW, MAX_GROUP_SHARE * asked)
+    turns = [words(n) for n in range(asked)]
+    inside = ["all" if n < held else None for n in range(asked)]
+    assert len(set(names(turns, groups=inside)[:held])) == 1
+    turns, inside = [*turns, words(asked)], ["all", *inside]
+    assert names(turns, groups=inside) == names(turns)
+
+
+def test_a_group_of_several_domains_joins_those_of_which_it_is_a_small_part():
+    turns = [words(n) for n in range(130)]
+    domains, groups = ["code"] * 100 + ["mine"] * 30, [None] * 90 + ["one"] * 40
+    named = names(turns, domains, groups=groups)
+    assert len(set(named[90:100])) == 1
+    assert len(set(named)) == 121
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.none() | st.sampled_from(["x", "y", "z"])), max_size=30
+    ),
+    secret=st.binary(min_size=32, max_size=32),
+)
+def test_what_is_alike_or_grouped_is_together_and_groups_only_ever_join(rows, secret):
+    turns, domains = [words(number) for number, _, _ in rows], [domain for _, domain, _ in rows]
+    groups = [group for _, _, group in rows]
+    named, alone = names(turns, domains, secret, groups), names(turns, domains, secret)
+    held, sizes = Counter(zip(domains, groups, strict=True)), Counter(domains)
+    small = {key for key, number in held.items() if number <= max(MOST_OF_FEW, MAX_GROUP_SHARE * sizes[key[0]])}
+    for one in range(len(rows)):
+        for other in range(one):
+            same_text = turns[one] == turns[other]
+            members = groups[one] is not None and groups[one] == groups[other]
+            if same_text or (members and {(domains[n], groups[n]) for n in (one, other)} <= small):
+                assert named[one] == named[other]
+            if alone[one] == alone[other]:
+                assert named[one] == named[other]
+    if not any(groups):
+        assert named == alone

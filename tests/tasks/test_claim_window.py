@@ -51,12 +51,15 @@ def pair(tiny_target) -> Pair:
     return Pair(target=version, draft=version, target_files=files, draft_files=files)
 
 
-def row(number: int, second_id: int = 0, prompt_ids: list[int] | None = None, domain: str = "code", key="") -> QueryRow:
+def row(
+    number: int, second_id: int = 0, prompt_ids: list[int] | None = None, domain: str = "code", key="", group=""
+) -> QueryRow:
     return QueryRow(
         id=f"{domain if domain != 'code' else 'row'}{number}",
         time_ms=0,
         domain=domain,
         key=key or None,
+        group=group or None,
         consent="full",
         scrubber_revision=1,
         target_version=1,
@@ -336,6 +339,31 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
     last = held(log, pair, first_samples, [*copies, *others(1100, 1300)], refresh)
     assert sizes(last)[1] == 100
     assert sizes(last)[0] > 0.6 * sizes(before)[0]
+
+
+def test_a_client_that_puts_all_it_asks_into_one_group_stops_nobody(log, first_samples, pair):
+    refresh = REFRESH.model_copy(update={"max_rows": 2000})
+    names = itertools.count()
+
+    def asked(number: int, key: str, group: str = "") -> list[QueryRow]:
+        return [row(n, key=key, group=group, prompt_ids=words(n)) for n in itertools.islice(names, number)]
+
+    def of(key: str, samples: list[Sample]) -> list[Sample]:
+        keys = {one.id: one.key for one in log.rows(1, 9999)}
+        return [one for one in samples if keys.get(one.id) == key]
+
+    before = held(log, pair, first_samples, asked(400, "team") + asked(200, "client"), refresh)
+    share = len(of("team", before["held_out"])) / 400
+    windows = [
+        held(log, pair, first_samples, asked(100, "team") + asked(100, "client", "9" * 64), refresh) for _ in range(4)
+    ]
+    for parts in windows:
+        assert len(of("team", parts["held_out"])) > 0.6 * share * 100
+        assert len(of("team", parts["train"])) > 50
+        assert not clusters_of(parts["train"]) & clusters_of(parts["held_out"])
+    judged_by = [len(of("client", parts["held_out"])) for parts in windows]
+    assert all(number <= 1 for number in judged_by[:3])  # on one side, and where it is held out it counts once
+    assert judged_by[3] > 10  # more than a quarter of the domain: no group any more
 
 
 def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_has_not_seen(log, first_samples, pair):

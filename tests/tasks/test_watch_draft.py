@@ -47,13 +47,22 @@ class Scene(NamedTuple):
         self.registry.promote("draft", number)
         return number
 
-    def serve(self, first: int, last: int, draft: int = 2, consent: Consent = "full", domain: str = "chat") -> None:
+    def serve(
+        self,
+        first: int,
+        last: int,
+        draft: int = 2,
+        consent: Consent = "full",
+        domain: str = "chat",
+        group: str | None = None,
+    ) -> None:
         content = {"prompt_ids", "completion_ids"} if consent == "full" else set()
         self.log.append(
             [
                 QueryRow(
                     id=f"{consent}-{draft}-{number}",
                     time_ms=0,
+                    group=group,
                     domain=domain,
                     consent=consent,
                     scrubber_revision=1,
@@ -191,6 +200,14 @@ def test_of_requests_that_are_alike_one_counts_however_often_they_are_asked(scen
     alike = [{"seq": None, "id": f"alike-{token}", "prompt_ids": [*text, token]} for token in range(70, 74)]
     scene.log.append([asked[0].model_copy(update=one) for one in alike])
     assert len(looked().compared) == 11
+
+
+def test_of_requests_that_a_client_says_belong_together_one_counts(scene: Scene, drafts: Path) -> None:
+    scene.promote(drafts, "same")
+    scene.serve(0, 6, group="a" * 64)
+    scene.serve(6, 12, group="b" * 64)
+    scene.serve(12, 24)
+    assert len(looked().compared) == 14
 
 
 def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scene, drafts: Path) -> None:

@@ -1,0 +1,120 @@
+"""Sides of a window: what a client says belongs together is on one, whatever the home's secret."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from infra.consent import group_of
+from infra.probes import Conversation, plan
+from infra.querylog import QueryLog
+from infra.windows import Window
+from models.hidden import Sample
+from models.sources import Prompt
+from models.sources.stdlib_code import Params, prompts
+from models.tokens import encode_chat
+from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, unseen_and_large
+from tests.infra.rows import row
+
+NUM_MODULES, PER_MODULE = 20, 5
+HELD_OUT_FRACTION = 0.25
+
+
+class Asked(NamedTuple):
+    """A query log of functions of the standard library, the module of each row, and the target's directory."""
+
+    log: Path
+    modules: dict[int, str]
+    target: Path
+
+    def sides(self, secret: bytes) -> dict[str, set[str]]:
+        """Return, for each module, the sides that its functions are on in a window of the whole log."""
+        rows = cluster_log(self.log, secret, self.target, [], len(self.modules)).rows
+        window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner="")
+        change = plan(rows, (), 1, self.modules.keys(), (), drawn_by(secret))
+        reserved = {one.cluster for one in rows if one.seq in change.reserved}
+        is_held_out = held_out_by(secret, rows, window, HELD_OUT_FRACTION, ())
+        found: dict[str, set[str]] = {module: set() for module in self.modules.values()}
+        for one in rows:
+            side = "probe" if one.cluster in reserved else "held out" if is_held_out(one.cluster) else "train"
+            found[self.modules[one.seq]].add(side)
+        return found
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Asked]:
+    tokenizer, folder = AutoTokenizer.from_pretrained(tiny_target), tmp_path_factory.mktemp("split")
+    mined = prompts(Params(max_chars=120))
+    sizes = Counter(one.group for one in mined)
+    large = [group for group, size in sizes.items() if size >= PER_MODULE][:NUM_MODULES]
+    chosen = [one for group in large for one in [one for one in mined if one.group == group][:PER_MODULE]]
+
+    def make(grouped: bool) -> Asked:
+        def logged(number: int, prompt: Prompt) -> object:
+            ids = encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+            group = group_of(bytes(32), "a key", prompt.group) if grouped else None
+            return row(f"a{number}", "code").model_copy(update={"prompt_ids": ids, "group": group})
+
+        log = QueryLog(folder / f"{'grouped' if grouped else 'alone'}.db")
+        log.append([logged(number, prompt) for number, prompt in enumerate(chosen)])
+        log.close()
+        return Asked(log.path, {seq: one.group for seq, one in enumerate(chosen, start=1)}, tiny_target)
+
+    return make
+
+
+def test_functions_of_one_module_are_on_one_side_whatever_the_secret(asked: Callable[[bool], Asked]) -> None:
+    grouped, seen = asked(True), Counter[str]()
+
+    @given(secret=st.binary(min_size=32, max_size=32))
+    def holds(secret: bytes) -> None:
+        sides = grouped.sides(secret)
+        assert {module: len(found) for module, found in sides.items() if len(found) > 1} == {}
+        seen.update(side for found in sides.values() for side in found)
+
+    holds()
+    assert seen.keys() == {"train", "held out", "probe"}
+
+
+def test_where_nobody_says_what_belongs_together_modules_straddle(asked: Callable[[bool], Asked]) -> None:
+    straddling = sum(len(found) > 1 for found in asked(False).sides(bytes(32)).values())
+    assert straddling > NUM_MODULES / 2
+
+
+def test_of_what_groups_join_one_counts_and_of_copies_all() -> None:
+    copies = [Conversation(seq, "code", "k", 0, "copies", "copies") for seq in range(5)]
+    grouped = [Conversation(seq, "code", "k", 0, "group", f"c{seq}") for seq in range(5, 25)]
+    alone = [Conversation(seq, "code", "k", 0, f"c{seq}", f"c{seq}") for seq in range(25, 30)]
+    drawn = set()
+    for number in range(50):
+        found = counted([*copies, *grouped, *alone], drawn_by(bytes([number] * 32)))
+        assert found >= {one.seq for one in copies + alone}
+        [one] = found & {one.seq for one in grouped}
+        drawn.add(one)
+    assert len(drawn) > 10
+
+
+@pytest.mark.parametrize(("wording", "large"), [("", {"ten"}), ("c{}", set())])
+def test_what_is_alike_in_too_many_rows_is_scored_first_and_a_large_group_of_different_ones_is_not(
+    wording: str, large: set[str]
+) -> None:
+    rows = [Conversation(seq, "code", "k", 0, f"c{seq}", f"c{seq}") for seq in range(90)]
+    rows += [Conversation(seq, "code", "k", 0, "ten", wording.format(seq)) for seq in range(90, 100)]
+    window = Window(first_seq=0, last_seq=99, num_rows=100, sha256="", owner="")
+    assert unseen_and_large(rows, window, ()) == large
+    assert unseen_and_large(rows, window, {"ten"}) == set()
+
+
+def test_what_the_first_samples_were_said_to_belong_to_is_one_cluster(asked: Callable[[bool], Asked]) -> None:
+    grouped = asked(True)
+    first = [Sample(f"s{n}", "chat", [n, n + 1, n + 2], [1, 2, 3], cluster="ab"[n % 2]) for n in range(6)]
+    named = cluster_log(grouped.log, bytes(32), grouped.target, first, 0).first
+    assert len(set(named.values())) == 2
+    assert named["s0"] == named["s2"] == named["s4"]
+    alone = cluster_log(grouped.log, bytes(32), grouped.target, [one._replace(cluster="") for one in first], 0).first
+    assert len(set(alone.values())) == 6
