@@ -20,9 +20,9 @@ from models import catalog
 from models.batches import hidden_states, pack
 from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
-from models.drafts import Draft, Unrolled
+from models.drafts import Draft, Procedure, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
-from models.losses import Drafted, forward_kl
+from models.losses import Drafted
 from models.params import BaseParams
 from models.resume import load_progress, load_state, save_progress, save_state
 
@@ -43,9 +43,10 @@ class Params(BaseParams):
         min_steps: where these are fewer optimizer steps, as with a small window, passes go on until so many are done.
         max_grad_norm: gradients are clipped to this norm.
         num_threads: of the processor; 0 leaves it to torch.
-        loss: what is minimised.
-        step_decay: weight of unroll j is step_decay ** j.
-        follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one.
+        loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
+        step_decay: weight of unroll j is step_decay ** j; by default the family's.
+        follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one; by
+            default the family's.
         batch_tokens: tokens, padding included, of one optimizer step.
         max_minutes: training ends then at the latest, the learning rate's schedule with it.
         checkpoint_s: seconds between checkpoints.
@@ -60,13 +61,18 @@ class Params(BaseParams):
     num_epochs: int = Field(6, ge=1)
     min_steps: int = Field(0, ge=0)
     batch_tokens: int = Field(512, ge=2)
-    step_decay: float = Field(0.8, gt=0, le=1)
-    follow: Literal["accepted", "all"] = "accepted"
+    step_decay: float | None = Field(None, gt=0, le=1)
+    follow: Literal["accepted", "all"] | None = None
     max_grad_norm: float = Field(1.0, gt=0)
     max_minutes: float | None = Field(None, gt=0)
     checkpoint_s: float = Field(30.0, ge=0)
     num_threads: int = Field(0, ge=0)
-    loss: Annotated[BaseParams, catalog.Method("losses")] = forward_kl.Params()
+    loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
+
+    def over(self, procedure: Procedure) -> Procedure:
+        """Return how a family is trained, with what is said here in its place."""
+        said = {name: value for name in Procedure._fields if (value := getattr(self, name)) is not None}
+        return procedure._replace(**said)
 
 
 class Progress(NamedTuple):
@@ -137,8 +143,7 @@ def train(
         target_dir: the target that the answers came from.
         samples: prompts with the target's answers of two tokens and more.
         params: the loop's settings.
-        num_draft_tokens: K as served: so many tokens a row is unrolled for; families whose steps are all alike take
-            one.
+        num_draft_tokens: K as served; for how many tokens a row is unrolled then is for the draft to say.
         work_dir: holds the hidden states and the checkpoint; a run that finds one there goes on exactly where it was.
         seed: of the order of batches.
         on_progress: called a few times a second at most.
@@ -188,10 +193,11 @@ class _Loop:
     ) -> None:
         self.draft, self.states, self.params, self.seed = draft, states, params, seed
         self.work_dir = work_dir
-        self.loss = catalog.load("losses", params.loss.name)
+        self.procedure = params.over(draft.procedure)
+        self.loss = catalog.load("losses", self.procedure.loss.name)
         self.teacher = _Teacher.read(draft, target_dir)
         self.draft_ids = _draft_ids(draft, target_dir)
-        self.num_unroll = min(num_draft_tokens, draft.max_unroll or num_draft_tokens)
+        self.num_unroll = draft.num_unrolled(num_draft_tokens)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
@@ -293,7 +299,7 @@ class _Loop:
 
         def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
             going = rows.index[running] + 3 + step <= last[running]
-            if self.params.follow == "accepted":
+            if self.procedure.follow == "accepted":
                 going &= self._choice(logits) == came(step, running)
             return going
 
@@ -306,8 +312,8 @@ class _Loop:
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
             target = final[sequence, position], log_sums[sequence, position]
             drafted = self._drafted(step, unrolled, came(step, running), own[running], *target)
-            values = self.loss.loss(drafted, self.params.loss)
-            total = total + self.params.step_decay**step * values.sum()
+            values = self.loss.loss(drafted, self.procedure.loss)
+            total = total + self.procedure.step_decay**step * values.sum()
             if step == 0:
                 first = float(values.detach().mean())
             if "on_policy" in self.loss.NEEDS:
@@ -340,7 +346,7 @@ class _Loop:
                 columns["token"] = self.draft_ids[came]
         if "draft_hidden" in needs:
             if unrolled.hidden is None:
-                raise ValueError(f'loss "{self.params.loss.name}" reads draft_hidden, and this draft has none')
+                raise ValueError(f'loss "{self.procedure.loss.name}" reads draft_hidden, and this draft has none')
             columns["draft_hidden"] = unrolled.hidden
         return Drafted(step, unrolled.logits, **{name: columns[name] for name in self.loss.NEEDS})
 
@@ -373,7 +379,9 @@ class _Loop:
 
     def _key(self) -> str:
         """What must be equal for a checkpoint to be this run's."""
-        settings = self.params.model_dump(exclude={"num_threads", "checkpoint_s"})
+        settings = self.params.model_copy(update=self.procedure._asdict()).model_dump(
+            exclude={"num_threads", "checkpoint_s"}
+        )
         ids = [[s.id for s in bucket] for bucket in self.buckets]
         return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)
 

@@ -99,7 +99,7 @@ def trace(
         Trace(
             request_id=s.id,
             token_ids=tuple(s.completion_ids),
-            drafted=(num_draft_tokens,) * len(steps[s.id]),
+            drafted=(min(num_draft_tokens, draft.max_depth or num_draft_tokens),) * len(steps[s.id]),
             accepted=tuple(steps[s.id]),
             domain=s.domain,
         )

@@ -93,7 +93,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
         "num_draft_tokens": recipe.num_draft_tokens,
         "seed": recipe.seed,
     }
-    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", f"models.losses.{params.loss.name}")
+    said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
+    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", *said)
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:

@@ -11,7 +11,7 @@ it, made by others or before the key was written, is of the one family that has 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from models import catalog
 from models.draft_files import own, read_json
 from models.layers.decoder import Begun, Cache, Decoder
+from models.losses import forward_kl
 from models.params import BaseParams, did_you_mean
 from models.proposal import Proposal
 from models.targets import TargetCard
@@ -30,6 +31,20 @@ Draw = Callable[[Tensor], tuple[int, Tensor | None]]
 GoOn = Callable[[float], bool]
 # (step, row numbers [n], logits [n, D]) → [n] whether the row is unrolled further.
 KeepRows = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Procedure(NamedTuple):
+    """How a family is trained by its paper; a recipe that says otherwise goes before.
+
+    Attributes:
+        loss: what is minimised.
+        follow: which rows are unrolled further, "accepted" those whose tokens were right so far, "all" every one.
+        step_decay: weight of unroll j is step_decay ** j.
+    """
+
+    loss: BaseParams = forward_kl.Params()
+    follow: Literal["accepted", "all"] = "accepted"
+    step_decay: float = 0.8
 
 
 class UnknownFamily(ValueError):
@@ -118,7 +133,7 @@ class Expander(Protocol):
             nodes: which ones, -1 too.
 
         Returns:
-            [n, V] log-probabilities.
+            [n, V] log-probabilities, −∞ of what can't be drafted.
         """
 
 
@@ -148,6 +163,8 @@ class Draft(nn.Module, ABC):
     Attributes:
         taps: residual streams of the target that it reads, counted as layers done, ascending; may be empty.
         vocabulary: [D] target ids of its tokens, ascending.
+        procedure: how it is trained.
+        max_depth: tokens after the last certain one that it can draft, None for any number.
         max_unroll: steps that differ in training, None for all; 1 where a drafted token that was right is like one that
             was read.
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
@@ -155,6 +172,8 @@ class Draft(nn.Module, ABC):
         expands: whether its drafters are `Expander`s, so that trees can be grown.
     """
 
+    procedure: ClassVar[Procedure] = Procedure()
+    max_depth: int | None = None
     max_unroll: int | None = None
     replayable: bool = True
     expands: bool = False
@@ -167,6 +186,10 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def vocabulary(self) -> Tensor: ...
 
+    def num_unrolled(self, num_draft_tokens: int) -> int:
+        """Return how many steps training unrolls where `num_draft_tokens` are served: as many that differ."""
+        return min(num_draft_tokens, self.max_unroll or num_draft_tokens)
+
     @abstractmethod
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """Draft `num_steps` tokens from every row, fed with the tokens that really came.
@@ -177,7 +200,10 @@ class Draft(nn.Module, ABC):
             keep: says after each step which rows go on; all of them if None.
 
         Returns:
-            what each step drafted.
+            what each step drafted; fewer than `num_steps` where it can draft no further.
+
+        Raises:
+            ValueError: the rows' states are not as wide as what it reads.
         """
 
     @abstractmethod
@@ -264,7 +290,7 @@ class Family(Protocol):
         """Return what vLLM's speculative_config says of this draft; ValueError in a family that is not `SERVED`."""
 
     def vllm_weights(self, directory: Path) -> EngineWeights | None:
-        """Return what vLLM loads in a swap, None where there is nothing to load; ValueError if it can't be read."""
+        """Return what vLLM loads in a swap, None where it loads nothing; ValueError if it can't be read."""
 
 
 class Collector(Family, Protocol):

@@ -13,6 +13,7 @@ Tokens of a tree are a draft's likeliest ones and not drawn, so their q is certa
 from the text alone, and a rule that keeps the target's distribution for any certain draft keeps it here.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from models.proposal import Proposal
 
-# (token ids of the tree so far, parent of each, nodes to go on from) → [n, V] log-probabilities of what follows each.
+# (token ids of the tree so far, parent of each, nodes to go on from) → [n, V] log-probabilities of what follows each,
+# −∞ of what the draft can't say there.
 Expand = Callable[[Sequence[int], Sequence[int], Sequence[int]], Tensor]
 
 
@@ -46,17 +48,41 @@ class Shape(NamedTuple):
 
 
 def fill(shape: Shape, expand: Expand) -> Proposal:
-    """Give each node of a shape its token: the one of its rank in the draft's distribution after its parent."""
+    """Give each node of a shape its token: the one of its rank in the draft's distribution after its parent.
+
+    A node for which there is no token that can be drafted is left out, and so is what follows it.
+    """
     tokens: list[int] = []
+    parents: list[int] = []
+    numbers = {-1: -1}  # nodes of the shape that are filled
     device = torch.device("cpu")
     for level in shape.levels:
-        parents = sorted({shape.parents[node] for node in level})
-        log_probs = expand(tokens, shape.parents[: len(tokens)], parents)
+        nodes = [node for node in level if shape.parents[node] in numbers]
+        if not nodes:
+            break
+        above = sorted({numbers[shape.parents[node]] for node in nodes})
+        log_probs = expand(tokens, parents, above)
         device = log_probs.device
-        widest = 1 + max(shape.ranks[node] for node in level)
-        best = log_probs.topk(min(widest, log_probs.shape[-1])).indices.tolist()
-        tokens += [best[parents.index(shape.parents[node])][shape.ranks[node]] for node in level]
-    return Proposal(torch.tensor([tokens], dtype=torch.int64, device=device), shape.parents)
+        widest = 1 + max(shape.ranks[node] for node in nodes)
+        best = log_probs.topk(min(widest, log_probs.shape[-1]))
+        values, token_ids = best.values.tolist(), best.indices.tolist()
+        for node in nodes:
+            parent, rank = numbers[shape.parents[node]], shape.ranks[node]
+            place = above.index(parent)
+            if rank < len(values[place]) and values[place][rank] > -math.inf:
+                numbers[node] = len(tokens)
+                tokens.append(token_ids[place][rank])
+                parents.append(parent)
+    return Proposal(torch.tensor([tokens], dtype=torch.int64, device=device), tuple(parents))
+
+
+def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens from the root to a node, its own the last; of -1 none."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(token_ids[node])
+        node = parents[node]
+    return tuple(path[::-1])
 
 
 def merge(continuations: Sequence[Sequence[int]], num_tokens: int) -> tuple[list[int], tuple[int, ...]]:

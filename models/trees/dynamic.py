@@ -43,7 +43,7 @@ def grow(expand: Expand, num_tokens: int, params: Params) -> Proposal:
     least = math.log(params.threshold) if params.threshold else -math.inf
 
     def best() -> list[int]:
-        worth = [node for node in range(len(tokens)) if values[node] >= least]
+        worth = [node for node in range(len(tokens)) if values[node] >= least and values[node] > -math.inf]
         return sorted(worth, key=lambda node: (-values[node], node))[:num_tokens]
 
     device, open_nodes = torch.device("cpu"), [-1]

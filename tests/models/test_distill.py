@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from models import distill, scoring
 from models.batches import hidden_states
-from models.drafts import eagle3
+from models.drafts import Procedure, eagle3
 from models.hidden import HiddenStates, Sample, length_buckets
+from models.losses import cross_entropy, forward_kl
 from models.precision import fast_dtype
 
 pytestmark = pytest.mark.slow
@@ -163,6 +164,14 @@ def test_a_draft_is_unrolled_as_far_as_it_is_served(
     assert set(asked) == {num_draft_tokens}
     with pytest.raises(ValueError, match="num_draft_tokens from 1; got 0"):
         distill.train(head, tiny_target, samples, params(), 0, tmp_path)
+
+
+def test_a_family_is_trained_as_it_says_unless_the_recipe_says_otherwise() -> None:
+    own = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=0.5)
+    assert distill.Params().over(own) == own
+    said = distill.Params(step_decay=0.9, follow="accepted")
+    assert said.over(own) == (cross_entropy.Params(), "accepted", 0.9)
+    assert distill.Params(loss={"name": "forward_kl"}).over(own).loss == forward_kl.Params()
 
 
 def run(head: eagle3.Eagle3, target: Path, samples: list[Sample], work: Path, **changes: object) -> distill.Report:

@@ -61,6 +61,25 @@ def test_children_are_the_likeliest_tokens_after_their_path(tree: ModuleType) ->
         assert children == likeliest[: len(children)]
 
 
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_what_a_draft_can_not_say_is_not_proposed(tree: ModuleType, depth: int) -> None:
+    """It can say two tokens after each node, and nothing from a depth on."""
+
+    def expand(token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        said = torch.full((len(nodes), V), float("-inf"))
+        for row, node in enumerate(nodes):
+            if len(path_to(node, parents)) < depth:
+                said[row, 4], said[row, 9] = -0.2, -1.7
+        return said
+
+    proposal = tree.grow(expand, 12, tree.Params())
+    assert proposal.depth == depth
+    assert set(proposal.token_ids[0].tolist()) <= {4, 9}
+    if tree.BRANCHES and depth:
+        assert proposal.token_ids[0].tolist()[:2] == [4, 9]
+
+
 @pytest.mark.parametrize("tree", [tree for tree in TREES if hasattr(tree, "shape")], ids=lambda tree: tree.__name__)
 def test_a_fixed_tree_has_the_shape_that_it_says(tree: ModuleType) -> None:
     shape = tree.shape(9, tree.Params())
