@@ -17,9 +17,9 @@ from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 FAMILIES = catalog.names("drafts")
-EXPANDING = ["early_exit", "lm", "self_skip"]
+EXPANDING = ["early_exit", "hydra", "lm", "medusa", "self_skip"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
-FROM_TARGET = ["early_exit", "jacobi", "kangaroo", "self_skip", "token_recycling"]
+SAMPLED = ["early_exit", "hydra", "jacobi", "kangaroo", "medusa", "self_skip", "token_recycling"]
 ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
 
 
@@ -64,7 +64,7 @@ def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
     assert sum(sum(one.accepted) for one in answers) > 0
 
 
-@pytest.mark.parametrize("name", FROM_TARGET)
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_target(tiny_target: Path, name: str) -> None:
     assert sampled_p_value(tiny_target, make(name, tiny_target), num_draft_tokens=6) > P_VALUE

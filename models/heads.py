@@ -1,0 +1,336 @@
+"""Draft families of K heads on the target's last hidden state: head k drafts the k-th token after the last certain one.
+
+All heads of a step read one state, that of the token before the last certain one, so a draft has no cache. Head k is
+residual layers, x + SiLU(W x + b), and an output matrix over the draft's vocabulary; what goes into it is all that
+families differ in. A new head's layers pass the state through and its output matrix is the target's, so that it begins
+by saying what the target said.
+
+The output matrices are learnt, and a refresh goes on with the optimizer's moments of their rows: the vocabulary of a
+draft stays what it was made with.
+
+Letters beyond those of `models.drafts`: n rows of a pass.
+"""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig
+
+from models.checkpoint import output_embedding, read_stored, read_tensor
+from models.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
+from models.layers.decoder import MODEL_TYPES
+from models.layers.vocabulary import choose_vocabulary
+from models.params import BaseParams
+from models.proposal import Proposal
+from models.targets import TargetCard, describe
+from models.trees import path_to
+
+WEIGHTS = "model.safetensors"
+SIZES = ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers")
+
+
+class HeadsParams(BaseParams):
+    """Shape of new heads.
+
+    Attributes:
+        num_heads: K, the most tokens that are drafted one after the other.
+        num_layers: residual layers of each head.
+        vocab_size: D, at most the target's.
+    """
+
+    num_heads: int = Field(4, ge=1)
+    num_layers: int = Field(1, ge=1)
+    vocab_size: int = Field(4096, ge=1)
+
+
+class Heads(Draft):
+    """The heads; parameters carry the names of the checkpoint. The target's last norm is borrowed."""
+
+    expands = True
+    token_map: Tensor
+    norm: Tensor
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Make the modules, without weights; see `borrow`.
+
+        Args:
+            config: as in config.json.
+        """
+        super().__init__()
+        self.config, self.num_target_layers, self.eps = config, 0, 0.0
+        hidden, size = config["hidden_size"], config["truncated_vocab_size"]
+        numbers = range(config["num_heads"])
+        self.blocks = nn.ModuleList(
+            Block(self.num_inputs(head) * hidden, hidden, config["num_hidden_layers"]) for head in numbers
+        )
+        self.lm_heads = nn.ModuleList(nn.Linear(hidden, size, bias=False) for _ in numbers)
+        self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
+        self.register_buffer("norm", torch.ones(hidden), persistent=False)
+
+    @abstractmethod
+    def num_inputs(self, head: int) -> int:
+        """Return how many vectors of width H a head reads, the state first; heads count from 0."""
+
+    @abstractmethod
+    def inputs(self, head: int, state: Tensor, token_ids: Tensor) -> Tensor:
+        """Return what a head reads.
+
+        Args:
+            head: from 0.
+            state: [n, H] the target's last hidden state, normed.
+            token_ids: [n, head + 1] the last certain token and those that the heads before have drafted.
+
+        Returns:
+            [n, num_inputs · H].
+        """
+
+    def borrow(self, target_dir: Path) -> Self:
+        """Take over what is the target's and never trained or saved; return the draft."""
+        config = AutoConfig.from_pretrained(target_dir)
+        self.num_target_layers, self.eps = config.num_hidden_layers, config.rms_norm_eps
+        self.norm = read_tensor(target_dir, "model.norm.weight").float()
+        return self
+
+    @property
+    def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
+        """One token for each head."""
+        return len(self.blocks)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's last residual stream."""
+        return (self.num_target_layers,)
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[D] target ids, ascending."""
+        return self.token_map
+
+    def num_unrolled(self, num_draft_tokens: int) -> int:
+        """Return K: a tree may have more nodes than heads, so how many are served does not tell which heads are."""
+        return self.max_depth
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """[n, H] the target's last residual stream → [n, H] what its output matrix multiplies.
+
+        Raises:
+            ValueError: the states are of another width.
+        """
+        if hidden.shape[-1] != len(self.norm):
+            raise ValueError(
+                f"{type(self).__name__} reads the target's last hidden state, {len(self.norm)} wide; got states of "
+                f"width {hidden.shape[-1]}"
+            )
+        return functional.rms_norm(hidden.float(), self.norm.shape, self.norm, self.eps)
+
+    def say(self, head: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a head's output matrix multiplies [n, H], and its logits [n, D]; arguments as of `inputs`."""
+        hidden = self.blocks[head](self.inputs(head, state, token_ids))
+        return hidden, self.lm_heads[head](hidden)
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        """See `models.drafts.Draft`."""
+        state = self.normed(rows.hidden[rows.sequence, rows.index])
+        running = torch.arange(len(rows.index), device=rows.index.device)
+        num_steps = min(num_steps, self.max_depth)
+        drafted = []
+        for step in range(num_steps):
+            places = rows.index[running, None] + torch.arange(1, step + 2, device=running.device)
+            token_ids = rows.token_ids[rows.sequence[running, None], places]
+            hidden, logits = self.say(step, state[running], token_ids)
+            drafted.append(Unrolled(running, logits, hidden))
+            if step + 1 < num_steps and keep is not None:
+                running = running[keep(step, running, logits)]
+        return drafted
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self)
+
+
+class Block(nn.Module):
+    """Residual layers, x + SiLU(W x + b); where the input is wider than the output, the first one narrows it by R x."""
+
+    def __init__(self, num_inputs: int, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width if number else num_inputs, width) for number in range(num_layers))
+        self.residual = nn.Linear(num_inputs, width, bias=False) if num_inputs > width else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, num_inputs] → [n, width]."""
+        for number, layer in enumerate(self.layers):
+            x = (x if number else self.residual(x)) + functional.silu(layer(x))
+        return x
+
+    @torch.no_grad()
+    def pass_through(self) -> None:
+        """Let the first inputs through as they are, and nothing else."""
+        for parameter in self.parameters():
+            parameter.zero_()
+        if isinstance(self.residual, nn.Linear):
+            width = self.residual.out_features
+            self.residual.weight[:, :width] = torch.eye(width)
+
+
+class _Drafter:
+    """See `models.drafts.Drafter`."""
+
+    def __init__(self, draft: Heads) -> None:
+        self.draft = draft
+        self._hidden = self._last = torch.empty(0)
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        self._hidden, self._last = hidden[-1:], token_ids[-1:]
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """See the base; each head is a pass."""
+        draft, token_ids = self.draft, self._last
+        state, num_tokens = draft.normed(self._hidden), min(num_tokens, draft.max_depth)
+        proposed, drawn_from = [], []
+        for head in range(num_tokens):
+            logits = draft.say(head, state, token_ids[None])[1][0]
+            token, q = draw(logits)
+            token_ids = functional.pad(token_ids, (0, 1), value=token)
+            proposed.append(token)
+            drawn_from.append(q)
+            if head + 1 < num_tokens and go_on is not None and not go_on(confidence(logits)):
+                break
+        return Proposal.chain(proposed, drawn_from, token_ids.device)
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.drafts.Expander`; nothing follows a node that is as deep as there are heads."""
+        draft = self.draft
+        state, last = draft.normed(self._hidden), int(self._last)
+        places: dict[int, list[int]] = defaultdict(list)
+        paths = [(last, *path_to(node, token_ids, parents)) for node in nodes]
+        for place, path in enumerate(paths):
+            places[len(path) - 1].append(place)
+        found = state.new_full((len(nodes), draft.config["vocab_size"]), float("-inf"))
+        for head, of_head in places.items():
+            if head < draft.max_depth:
+                read = torch.tensor([paths[place] for place in of_head], device=state.device)
+                log_probs = draft.say(head, state.expand(len(read), -1), read)[1].log_softmax(-1)
+                found[torch.tensor(of_head, device=state.device)[:, None], draft.vocabulary] = log_probs
+        return found
+
+
+class Format:
+    """The directory of a family of heads: those functions of `models.drafts.Family` that all of them share.
+
+    The names in config.json and of the tensors are those of vLLM's Medusa.
+    """
+
+    def __init__(
+        self, family: str, architectures: tuple[str, ...], model_type: str, draft: Callable[[dict[str, Any]], Heads]
+    ) -> None:
+        self._family, self._architectures, self._model_type, self._draft = family, architectures, model_type, draft
+
+    def create(self, params: HeadsParams, target_dir: Path, token_counts: np.ndarray) -> Heads:
+        """Make heads that say what the target's last state says.
+
+        Args:
+            params: their shape.
+            target_dir: the target's directory (Llama layout).
+            token_counts: [V] how often each target token occurs in the traffic.
+
+        Raises:
+            ValueError: the target is not of the Llama layout, or has fewer tokens than the heads.
+        """
+        source = AutoConfig.from_pretrained(target_dir)
+        if source.model_type not in MODEL_TYPES:
+            raise ValueError(f"{self._family} reads targets of the Llama layout; got model_type {source.model_type!r}")
+        card = describe(target_dir)
+        if params.vocab_size > card.vocab_size:
+            raise ValueError(f"draft vocab_size must be 1 to {card.vocab_size}, the target's; got {params.vocab_size}")
+        draft = self._draft(
+            {
+                "architectures": list(self._architectures),
+                "model_type": self._model_type,
+                "hidden_size": card.hidden_size,
+                "num_heads": params.num_heads,
+                "num_hidden_layers": params.num_layers,
+                "vocab_size": card.vocab_size,
+                "truncated_vocab_size": params.vocab_size,
+                "medusa_fc_bias": True,
+                "dtype": "bfloat16",
+                "redraft": made_for(card),
+            }
+        ).borrow(target_dir)
+        vocabulary = choose_vocabulary(token_counts, params.vocab_size)
+        rows = output_embedding(target_dir)[vocabulary]
+        with torch.no_grad():
+            draft.token_map.copy_(vocabulary)
+            for block, matrix in zip(draft.blocks, draft.lm_heads, strict=True):
+                block.pass_through()  # type: ignore[operator]  # of a list of modules no more is known
+                matrix.weight.copy_(rows)  # type: ignore[operator]
+        return draft
+
+    def renew(self, draft: Heads, target_dir: Path, token_counts: np.ndarray) -> Heads:
+        """Return the draft as it is; its vocabulary stays."""
+        return draft
+
+    def save(self, draft: Heads, directory: Path) -> None:
+        """Write config.json and bfloat16 safetensors into `directory`."""
+        tensors = {
+            name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
+            for name, tensor in draft.state_dict().items()
+        }
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        write_config(draft.config, self._family, directory)
+
+    def load(self, directory: Path, target_dir: Path) -> Heads:
+        """Read heads back, in float32; ValueError as `check`."""
+        self.check(directory, like=None, target=describe(target_dir))
+        draft = self._draft(read_config(directory, self._family, self._architectures))
+        draft.load_state_dict(load_file(directory / WEIGHTS))
+        return draft.float().borrow(target_dir)
+
+    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
+        """See `models.drafts.Family`; a vocabulary that is no ascending part of the target's is refused as well."""
+        config = read_config(directory, self._family, self._architectures)
+        for key in SIZES:
+            if not isinstance(config.get(key), int) or config[key] < 1:
+                raise ValueError(f"draft {directory.name} has {key} {config.get(key)!r}; wanted a number from 1")
+        if config["hidden_size"] != target.hidden_size:
+            raise ValueError(
+                f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
+            )
+        served = None if like is None else read_config(like, self._family, self._architectures)
+        check_config(config, directory, served, target)
+        tensors = read_stored(directory)
+        require_tensors(tensors, self.expected_shapes(config))
+        tokens = tensors.get("token_map")
+        if tokens is None:
+            return
+        if int(tokens[0]) < 0 or int(tokens[-1]) >= config["vocab_size"] or not bool((tokens.diff() > 0).all()):
+            raise ValueError(
+                f"token_map must name ascending tokens of 0 to {config['vocab_size'] - 1}; "
+                f"got {int(tokens.min())} to {int(tokens.max())}"
+            )
+
+    def expected_shapes(self, config: dict[str, Any]) -> Shapes:
+        """Return shape and dtype of every tensor of a checkpoint."""
+        with torch.device("meta"):
+            draft = self._draft(config)
+        return {
+            name: (tuple(tensor.shape), torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in draft.state_dict().items()
+        }
+
+    def vllm_config(self, directory: Path) -> dict[str, Any]:
+        """Raise a ValueError: the engine that serves can't draft with it."""
+        raise ValueError(f'vLLM can\'t draft with family {self._family}; engine "torch" can')
+
+    def vllm_weights(self, directory: Path) -> None:
+        """Return None: nothing is swapped."""

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.checkpoint import output_embedding
+from models.drafts import medusa
+from models.losses import cross_entropy
+
+TINY = {"vocab_size": 64, "num_heads": 4}
+
+
+def test_a_head_by_hand() -> None:
+    """h = [3, 4] / √12.5 = [0.8485, 1.1314], W₁ = [[1, 0], [0, 0]], b = [0, 1]; SiLU(x) = x / (1 + e⁻ˣ)."""
+    config = {"hidden_size": 2, "vocab_size": 3, "truncated_vocab_size": 3, "num_heads": 1, "num_hidden_layers": 1}
+    draft = medusa.Medusa(config)
+    with torch.no_grad():
+        draft.blocks[0].layers[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        draft.blocks[0].layers[0].bias.copy_(torch.tensor([0.0, 1.0]))
+        draft.lm_heads[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+        hidden, logits = draft.say(0, draft.normed(torch.tensor([[3.0, 4.0]])), torch.tensor([[1]]))
+    first = 0.848528 + 0.848528 / (1 + np.exp(-0.848528))
+    second = 1.131371 + 1 / (1 + np.exp(-1.0))
+    torch.testing.assert_close(hidden, torch.tensor([[first, second]], dtype=torch.float32))
+    torch.testing.assert_close(logits, torch.tensor([[first, second, first + second]], dtype=torch.float32))
+
+
+def test_new_heads_say_what_the_target_said_at_their_state(tiny_target: Path) -> None:
+    draft = medusa.create(medusa.Params(**TINY), tiny_target, np.arange(259))
+    state = draft.normed(torch.randn(3, 128, generator=torch.Generator().manual_seed(0)))
+    wanted = state @ output_embedding(tiny_target)[195:].T
+    for head in range(4):
+        torch.testing.assert_close(draft.say(head, state, torch.zeros(3, head + 1))[1], wanted)
+
+
+def test_siblings_have_equal_children_because_no_head_reads_what_was_drafted(tiny_target: Path) -> None:
+    drafter = medusa.create(medusa.Params(**TINY), tiny_target, np.arange(259)).drafter(20)
+    drafter.extend(torch.arange(3, 8), torch.randn(4, 128))
+    one, other = drafter.expand([200, 201], [-1, -1], [0, 1])
+    assert torch.equal(one, other)
+
+
+def test_every_head_learns_from_every_row_the_tokens_that_came() -> None:
+    assert medusa.Medusa.procedure == (cross_entropy.Params(), "all", 0.8)
+
+
+def test_no_heads_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads"):
+        medusa.Params(num_heads=0)
+
+
+def test_a_vocabulary_that_the_target_does_not_have_is_refused(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="draft vocab_size must be 1 to 259, the target's; got 4096"):
+        medusa.create(medusa.Params(), tiny_target, np.arange(259))
+
+
+def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="medusa reads targets of the Llama layout; got model_type 'gpt2'"):
+        medusa.create(medusa.Params(), tmp_path, np.arange(259))
