@@ -209,7 +209,7 @@ class _Drafter:
         return Proposal.chain(proposed, drawn_from, token_ids.device)
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafts.Expander`; nothing follows a node that is as deep as there are heads."""
+        """See `models.drafters.Expander`; nothing follows a node that is as deep as there are heads."""
         draft = self.draft
         state, last = draft.normed(self._hidden), int(self._last)
         places: dict[int, list[int]] = defaultdict(list)

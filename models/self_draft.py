@@ -97,11 +97,11 @@ class Drafter:
         self._begun: list[Begun] = []
 
     def share(self, target: Decoder, cache: Cache) -> None:
-        """See `models.drafts.SelfDrafter`."""
+        """See `models.drafters.SelfDrafter`."""
         self._shared = target, cache
 
     def begun(self) -> Begun | None:
-        """See `models.drafts.SelfDrafter`."""
+        """See `models.drafters.SelfDrafter`."""
         whole = {begun.num_layers for begun in self._begun}
         return Begun(whole.pop(), torch.cat([one.states for one in self._begun])) if whole - {0} else None
 
@@ -150,7 +150,7 @@ class TreeDrafter(Drafter):
     """One that is an `Expander` too."""
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafts.Expander`; reads the nodes' paths anew."""
+        """See `models.drafters.Expander`; reads the nodes' paths anew."""
         target, cache = self.target_and_cache()
         start = cache.length
         tokens, above, rows = lay_out(self.known[-1:], token_ids, parents, nodes)

@@ -11,14 +11,13 @@ it, made by others or before the key was written, is of the one family that has 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from torch import Tensor, nn
 
 from models import catalog
 from models.draft_files import own, read_json
-from models.layers.decoder import Begun, Cache, Decoder
 from models.losses import forward_kl
 from models.params import BaseParams, did_you_mean
 from models.proposal import Proposal
@@ -69,7 +68,7 @@ class Unrolled(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One sequence's drafting, with its cache.
+    """One sequence's drafting, with its cache; what some of them can do besides is in `models.drafters`.
 
     Attributes:
         draft: whose weights are used; may be set to another of the same shape between two calls.
@@ -99,64 +98,6 @@ class Drafter(Protocol):
         """
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """A drafter that learns from all that the target says, also after tokens that it rejected."""
-
-    def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """Take in a pass of the target; `extend` follows with what came of it.
-
-        Args:
-            token_ids: [n] int64, the last certain token and those that were proposed, of a prompt its last token alone.
-            logits: [n, V] of what follows each.
-        """
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """A drafter from whose request later ones may draft."""
-
-    def end(self) -> None:
-        """Take in that the request has ended; called once."""
-
-
-@runtime_checkable
-class Expander(Protocol):
-    """A drafter that can go on from any node of a tree; see `models.trees.Expand`."""
-
-    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """Say what follows some nodes of a tree after the last certain token.
-
-        Args:
-            token_ids: target ids of the tree so far.
-            parents: of each; -1 is the last certain token.
-            nodes: which ones, -1 too.
-
-        Returns:
-            [n, V] log-probabilities, −∞ of what can't be drafted.
-        """
-
-
-@runtime_checkable
-class SelfDrafter(Protocol):
-    """A drafter that runs layers of the target itself; see `models.self_draft`."""
-
-    def share(self, target: Decoder, cache: Cache) -> None:
-        """Draft with an engine's own target.
-
-        Args:
-            target: the weights; a swap does not change them.
-            cache: of the sequence. Where it is asked to propose, it holds all certain tokens but the last; what is
-                written behind them is lost, `length` is as before afterwards.
-        """
-
-    def begun(self) -> Begun | None:
-        """Return how far the last certain token and the first drafted ones are on their way through the target.
-
-        None if they have not begun, or something was extended since they were proposed.
-        """
-
-
 class Draft(nn.Module, ABC):
     """What training, scoring and the reference engine ask of a draft.
 
@@ -169,7 +110,7 @@ class Draft(nn.Module, ABC):
             was read.
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
             afterwards; if it does not, `unroll` raises a ValueError.
-        expands: whether its drafters are `Expander`s, so that trees can be grown.
+        expands: whether its drafters are `models.drafters.Expander`s, so that trees can be grown.
     """
 
     procedure: ClassVar[Procedure] = Procedure()

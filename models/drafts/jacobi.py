@@ -47,7 +47,7 @@ class _Drafter:
         self._num_certain = 0  # of its rows
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.drafts.Observer`."""
+        """See `models.drafters.Observer`."""
         self._said = logits
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:

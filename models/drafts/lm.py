@@ -113,7 +113,7 @@ class _Drafter:
         self._known += token_ids.tolist()[1 if self._known else 0 :]
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafts.Expander`; reads the nodes' paths anew."""
+        """See `models.drafters.Expander`; reads the nodes' paths anew."""
         decoder = self.draft.decoder()
         tokens, above, rows = lay_out(self._unread(), token_ids, parents, nodes)
         states, _ = decoder.forward(torch.tensor(tokens, device=decoder.device), self._cache, parents=above)

@@ -96,7 +96,7 @@ class _Drafter:
         return Proposal.chain(look_up(self._sequence, num_tokens, self.draft.params), device=self._device)
 
     def end(self) -> None:
-        """See `models.drafts.Remembering`; the answer comes with the prompt's end, by which it is found."""
+        """See `models.drafters.Remembering`; the answer comes with the prompt's end, by which it is found."""
         start = max(0, self._num_prompt_tokens - self.draft.params.shortest)
         self.draft.answers.add(self._sequence.since(start))
 

@@ -74,7 +74,7 @@ class _Drafter:
         self._last, self._device = UNKNOWN, torch.device("cpu")
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.drafts.Observer`; of a token that stands in several rows the last one counts."""
+        """See `models.drafters.Observer`; of a token that stands in several rows the last one counts."""
         candidates = self.draft.candidates
         likeliest = logits.topk(min(candidates.shape[1], logits.shape[1])).indices.cpu().numpy()
         candidates[token_ids.cpu().numpy(), : likeliest.shape[1]] = likeliest

@@ -23,7 +23,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
 from models.cost import Cost, Time
-from models.drafts import Draft, Drafter, Expander, GoOn, Observer, Remembering, SelfDrafter, family_of, open_draft
+from models.drafters import Expander, Observer, Remembering, SelfDrafter
+from models.drafts import Draft, Drafter, GoOn, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
 from models.layers.decoder import Cache, Decoder
 from models.lengths import View, fixed

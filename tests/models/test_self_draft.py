@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.drafts import SelfDrafter, early_exit
+from models.drafters import SelfDrafter
+from models.drafts import early_exit
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Begun, Cache, Decoder, Sublayers
 from models.self_draft import read_aside, require_part

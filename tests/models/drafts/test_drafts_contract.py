@@ -12,14 +12,13 @@ from torch import Tensor
 
 from infra.manifest import write_manifest
 from models import catalog
+from models.drafters import Expander, Observer
 from models.drafts import (
     Adopter,
     Draft,
     Drafter,
     Draw,
-    Expander,
     Family,
-    Observer,
     Rows,
     UnknownFamily,
     adopter_of,

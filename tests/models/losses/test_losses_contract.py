@@ -1,6 +1,6 @@
 """Every loss: least where it says it is, reached by descent, finite, and each row by itself.
 
-The losses in `examples` are of the kinds that ship later (hidden states, steps, sets). They pass the same
+The losses in `examples` are of the kinds that ship later (hard labels, hidden states, steps, sets). They pass the same
 tests, and train a draft in the one loop.
 """
 

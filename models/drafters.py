@@ -1,0 +1,69 @@
+"""What a drafter may be able to do besides drafting; the reference engine asks which of these it is.
+
+Letters: n tokens or nodes, V target vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from models.layers.decoder import Begun, Cache, Decoder
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that learns from all that the target says, also after tokens that it rejected."""
+
+    def observe(self, token_ids: Tensor, logits: Tensor) -> None:
+        """Take in a pass of the target; `extend` follows with what came of it.
+
+        Args:
+            token_ids: [n] int64, the last certain token and those that were proposed, of a prompt its last token alone.
+            logits: [n, V] of what follows each.
+        """
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A drafter from whose request later ones may draft."""
+
+    def end(self) -> None:
+        """Take in that the request has ended; called once."""
+
+
+@runtime_checkable
+class Expander(Protocol):
+    """A drafter that can go on from any node of a tree; see `models.trees.Expand`."""
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """Say what follows some nodes of a tree after the last certain token.
+
+        Args:
+            token_ids: target ids of the tree so far.
+            parents: of each; -1 is the last certain token.
+            nodes: which ones, -1 too.
+
+        Returns:
+            [n, V] log-probabilities, −∞ of what can't be drafted.
+        """
+
+
+@runtime_checkable
+class SelfDrafter(Protocol):
+    """A drafter that runs layers of the target itself; see `models.self_draft`."""
+
+    def share(self, target: Decoder, cache: Cache) -> None:
+        """Draft with an engine's own target.
+
+        Args:
+            target: the weights; a swap does not change them.
+            cache: of the sequence. Where it is asked to propose, it holds all certain tokens but the last; what is
+                written behind them is lost, `length` is as before afterwards.
+        """
+
+    def begun(self) -> Begun | None:
+        """Return how far the last certain token and the first drafted ones are on their way through the target.
+
+        None if they have not begun, or something was extended since they were proposed.
+        """
