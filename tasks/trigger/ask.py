@@ -13,6 +13,7 @@ from collections.abc import Callable
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -181,7 +182,8 @@ def prefect_server(deployment: str) -> Orchestrator:
 
     def ask(wish: Wish) -> bool:
         try:
-            with get_client(sync_client=True) as client:
+            # The next look asks again. A client that tries again itself takes a minute over a server that is gone.
+            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
                 found = client.read_deployment_by_name(deployment)
                 run = client.create_flow_run_from_deployment(found.id, idempotency_key=wish.key)
         except ObjectNotFound as error:

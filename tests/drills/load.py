@@ -117,12 +117,14 @@ class Load:
     """Greedy requests from several clients, every other one streamed, each held against the answer of a quiet time.
 
     Attributes:
+        num_clients: how many ask, each one request at a time.
         outcomes: how often a request ended as
             "ok": with a finish reason and the wanted text;
             "near tie": whole, and another text from where the two best tokens were nearly tied;
             "error frame": a stream that said that it was broken;
             "429", "503": refused in OpenAI's shape; any other status likewise;
-            "broken": a connection that broke before the end;
+            "broken": an answer that broke off before its end;
+            "no answer": a connection that was taken, and ended before an answer began;
             "cut": a body that ended as a whole one does, and was none;
             "wrong": another text;
             "shapeless": an error that is not in OpenAI's shape;
@@ -149,6 +151,7 @@ class Load:
         self._tell = tell
         self._ended, self._begun = threading.Event(), threading.Event()
         self._clients = [threading.Thread(target=self._work, args=one) for one in enumerate(askers)]
+        self.num_clients = len(self._clients)
 
     def __enter__(self) -> Self:
         for client in self._clients:
@@ -191,13 +194,13 @@ class Load:
         body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": stream}
         body |= {"max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {asker.key}"} | ({"X-Redraft-Log": asker.log} if asker.log else {})
-        received, request_id = bytearray(), ""
+        received, request_id, begun = bytearray(), "", False
         try:
             with (
                 httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
                 client.stream("POST", self._url, json=body, headers=headers) as answer,
             ):
-                request_id = answer.headers.get("x-redraft-request", "")
+                request_id, begun = answer.headers.get("x-redraft-request", ""), True
                 for part in answer.iter_bytes():
                     if stream and not received and answer.is_success:
                         self._begun.set()
@@ -205,7 +208,7 @@ class Load:
         except httpx.ConnectError:
             return request_id, "no connection"
         except httpx.TransportError:
-            return request_id, "broken"
+            return request_id, "broken" if begun else "no answer"
         if answer.status_code != httpx.codes.OK:
             return request_id, str(answer.status_code) if _is_error(received) else "shapeless"
         reply = _of_stream(received) if stream else _of_body(received)

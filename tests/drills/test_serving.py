@@ -264,8 +264,8 @@ def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene
         before = load.outcomes["ok"]
         wait_until(lambda: load.outcomes["ok"] > before + 4, 60, None, "answers through the next proxy")
         assert scene.replica() == replica
-    assert load.ended_well("broken", "no connection", "503"), load.outcomes
-    assert load.outcomes["broken"] <= 2, load.outcomes  # what each client had open
+    assert load.ended_well("broken", "no answer", "no connection", "503"), load.outcomes
+    assert load.outcomes["broken"] + load.outcomes["no answer"] <= load.num_clients, load.outcomes
 
 
 def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
@@ -366,7 +366,9 @@ def test_f3_f22_streams_drain_before_the_service_ends_and_a_flapping_alias_swaps
         load.wait_for_stream()
         scene.restart(min_swap_interval_s=interval_s)
         assert b"drained, 0 requests were cut off" in (world.home / "service.log").read_bytes()
-    assert load.ended_well("503", "no connection"), load.outcomes
+    # Serve kills its proxy at the end: a request that came in that moment gets no answer, but none that began breaks.
+    assert load.ended_well("503", "no connection", "no answer"), load.outcomes
+    assert load.outcomes["no answer"] <= load.num_clients, load.outcomes
     world.wait_for("its proof", lambda status: status["proof"] is not None)
     with scene.load(num_clients=2) as load:
         before, began_s = world.status()["swaps"], time.monotonic()

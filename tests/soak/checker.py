@@ -17,7 +17,7 @@ from models.params import Frozen
 MAX_NEAR_TIES = 0.05
 GOOD = ("ok", "near tie")
 # How requests may end while what answers them is killed and comes back.
-EXCUSED = (*GOOD, "error frame", "429", "503", "no connection", "broken")
+EXCUSED = (*GOOD, "error frame", "429", "503", "no connection", "no answer", "broken")
 # Ray, Serve, the engine and its proof, on a busy machine.
 RECOVERY_S = 240.0
 # Rows lie in the memory of the service for so long, at most; a kill loses them, and who counts them too.

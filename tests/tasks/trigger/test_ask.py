@@ -1,11 +1,14 @@
 """Six simulated hours of bad acceptance, and whoever starts refreshes being down, busy or forgetful."""
 
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.querylog import QueryLog
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, Wish
@@ -13,7 +16,7 @@ from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.waiting import Queue
 from models.gate import Evidence
 from models.recipe import Recipe, load_recipe
-from tasks.trigger.ask import Asker, is_enough
+from tasks.trigger.ask import Asker, is_enough, prefect_server
 from tests.infra.rows import row
 
 MINUTE_MS = 60_000
@@ -265,3 +268,26 @@ def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
     home.serve(240)
     home.pass_minutes(1)
     assert home.asked == 1
+
+
+def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None:
+    taken = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drop() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:  # shut down below
+                    return
+                taken.append(connection.recv(100))
+                connection.close()
+
+        server = threading.Thread(target=drop)
+        server.start()
+        api = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: api}), pytest.raises(ConnectionError):
+            prefect_server("refresh/online")(Wish(log="a log"))
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+    assert len(taken) == 1, taken
