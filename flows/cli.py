@@ -20,6 +20,7 @@ from flows.bench import bench
 from flows.command import RecipeName, command_of, open_settings, out, prepare
 from flows.home_commands import backup, clean, restore
 from flows.key_commands import KEYS, keys
+from flows.key_commands import add as add_key
 from flows.privacy_commands import erase, retain
 from flows.service_commands import down, logs, serve, status, traffic, up
 from infra.memory import go_first
@@ -297,9 +298,8 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
 for panel, functions in PANELS.items():
     for function in functions:
         command_of(app, panel)(function)
-app.info.epilog = "\n".join(
-    ["Examples; each command's --help has its own:", *(_example(functions[0]) for functions in PANELS.values())]
-)
+first = [*(functions[0] for functions in PANELS.values()), add_key]
+app.info.epilog = "\n".join(["Examples; each command's --help has its own:", *map(_example, first)])
 app.add_typer(bench, rich_help_panel=MEASURE)
 app.add_typer(keys, rich_help_panel=KEYS)
 

@@ -5,6 +5,7 @@ came here (services/edge.py). Each request gets an id of ours: one chosen by a c
 mix up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
+import base64
 import hmac
 import ipaddress
 import json
@@ -28,10 +29,12 @@ OPEN_PATHS = ("/healthz",)
 # Whose keys reach a path, by its start; the others are the operators'.
 ROLES_OF: dict[str, tuple[Role, ...]] = {"/v1/": ("client", "operator"), "/metrics": ("scraper", "operator")}
 OPERATORS: tuple[Role, ...] = ("operator",)
+# A page is opened by a browser, which asks its user for a password and sends that on this path alone.
+PAGE_PATH = "/redraft/dashboard"
 # What of a request's headers reaches the service (services/edge.py), and what an answer has beyond HTTP's own.
 REQUEST_HEADERS = {
     "Authorization": "`Bearer KEY`, on every path but `/healthz`. On loopback `/v1` needs none until a client's key is "
-    "made.",
+    "made. `/redraft/dashboard` also takes a browser's `Basic`, with any name and the key as password.",
     "Content-Type": "`application/json`, required with a body.",
     "Host": "As in HTTP. Without a key it must be a name of this machine.",
     "X-Redraft-Detail": "`steps` adds what was drafted and accepted in each step to `usage.redraft`; operators only.",
@@ -48,7 +51,7 @@ REQUEST_HEADERS = {
 }
 RESPONSE_HEADERS = {
     "X-Redraft-Request": "Id of the request, as in the service's log.",
-    "WWW-Authenticate": "With a 401: `Bearer`.",
+    "WWW-Authenticate": "With a 401: `Bearer`, of `/redraft/dashboard` `Basic`.",
     "Retry-After": "With a 429 or 503: seconds to wait.",
 }
 # On every answer that a replica gave, so that one which Serve made up is told apart.
@@ -68,14 +71,21 @@ log = logging.getLogger(__name__)
 class Refusal(Exception):
     """A request that is answered with an error; the message is meant for the client."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        challenge: str = "Bearer",
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self._challenge = status, message, param, code, challenge
 
     def response(self) -> JSONResponse:
         """Return the answer in OpenAI's error shape."""
         headers = {
-            401: {"WWW-Authenticate": "Bearer"},
+            401: {"WWW-Authenticate": self._challenge},
             408: {"Connection": "close"},  # the rest of the body may never come
             429: {"Retry-After": "1"},
             503: {"Retry-After": "5"},
@@ -143,17 +153,23 @@ class Keys:
         """
         self._refresh()
         scheme, _, sent = headers.get("authorization", "").partition(" ")
-        digest, found = sha256_of(sent.strip()), None
+        scheme, sent, challenge = scheme.lower(), sent.strip(), "Bearer"
+        if path == PAGE_PATH:
+            challenge = 'Basic realm="redraft", charset="UTF-8"'
+            if scheme == "basic":
+                scheme, sent = "bearer", _password(sent)
+        digest, found = sha256_of(sent), None
         for key in self._keys:
             if hmac.compare_digest(key.sha256, digest) and key.accepted:
                 found = key
         roles = next((roles for start, roles in ROLES_OF.items() if path.startswith(start)), OPERATORS)
-        if found is not None and scheme.lower() == "bearer":
+        if found is not None and scheme == "bearer":
             if found.role not in roles:
                 raise Refusal(403, f"this path is not for {found.role}s' keys", code="wrong_role")
             return Caller(found.sha256, found.role, found.log)
         if "client" not in roles or not self._loopback or any(key.role == "client" for key in self._keys):
-            raise Refusal(401, "a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
+            message = "a valid API key is required: Authorization: Bearer <key>"
+            raise Refusal(401, message, code="invalid_api_key", challenge=challenge)
         if not _is_own_name(headers.get("host", "")):
             raise Refusal(403, "without a key this machine is asked by its own name", "Host", "foreign_host")
         return None
@@ -343,6 +359,14 @@ def wants_steps(headers: Headers, caller: Caller | None) -> bool:
     if caller is None or caller.role != "operator":
         raise Refusal(403, "the figures of each step are for operators", "X-Redraft-Detail", "wrong_role")
     return True
+
+
+def _password(sent: str) -> str:
+    """Return the password of HTTP's basic scheme (RFC 7617), "" for what is not of its form."""
+    try:
+        return base64.b64decode(sent, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def _speculation(headers: Headers) -> str:

@@ -6,17 +6,19 @@ anyone looked at the key.
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from infra.views.dashboard import dashboard
 from models.engines.vllm.openai import Answer
 from services import metrics
-from services.access import INTERNAL_ERROR, Refusal, check_limits, describe_origin, parse_body, wants_steps
+from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal, check_limits, describe_origin, parse_body, wants_steps
 from services.handlers import answered, from_error
 from services.service import Service
 from services.stream import opened
@@ -60,6 +62,12 @@ def routes(service: Service) -> FastAPI:
     async def status() -> JSONResponse:
         """What serves and why: acceptance by domain, counts of requests, swaps, log rows. Needs an operator's key."""
         return JSONResponse(service.status().model_dump(mode="json"))
+
+    @app.get(PAGE_PATH)
+    async def show_dashboard() -> Response:
+        """The same as a page for a browser, which loads itself again. Needs an operator's key, as password."""
+        page = dashboard(service.status(), datetime.now(UTC))
+        return HTMLResponse(page, headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"})
 
     @app.post("/redraft/speculation")
     async def speculation(raw: Request) -> JSONResponse:

@@ -22,6 +22,7 @@ def test_every_folder_says_what_lives_there_and_how_to_add_one(room: str) -> Non
     text = (ROOT / room / "README.md").read_text(encoding="utf-8")
     assert text.startswith(f"# {room}/\n")
     assert "- **Add" in text
+    assert len(text.split()) <= 500  # a page: what is longer has a file of its own
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))

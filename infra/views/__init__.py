@@ -9,6 +9,9 @@ from typing import Protocol, Self
 from pydantic import BaseModel, ConfigDict
 
 
+MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verification steps"
+
+
 class Shown(BaseModel):
     """The base of what views are given: can't be changed, takes no unknown key."""
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from infra.views import Interval, Shown
+from infra.views import MEANING, Interval, Shown
 from infra.views.figures import draw_gate
 
 Outcome = Literal["passed", "undecided", "refused", "unjudged"]
@@ -25,7 +25,6 @@ TITLES = {
     REFUSED: "Gate refused",
     UNJUDGED: "No gate: the first draft of its line",
 }
-MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verification steps"
 
 
 class DomainEvidence(Shown):

@@ -1,26 +1,23 @@
 """One page about a home folder: what serves, what is accepted, how fast, which drafts there are and why.
 
-The page loads nothing and runs no script. All text in it is escaped by the template; the charts are made of numbers and
-escaped labels. What is not there is said.
+What is not there is said.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from infra.overview import Overview
 from infra.querylog import LogStats
 from infra.supervisor import Running
 from infra.versions import Version
-from infra.views import Interval
+from infra.views import MEANING, Interval
 from infra.views.acceptance import Acceptance, Group, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, interval_chart, line_chart
-from infra.views.gate import MEANING, GateReport, evidence_table, explain, thresholds
+from infra.views.dashboard import told_of
+from infra.views.gate import GateReport, evidence_table, explain, thresholds
+from infra.views.page import Card, Figure, Table, render
 
 TEMPLATE = "report.html"
 WINDOW = 20
@@ -98,37 +95,13 @@ class Findings:
     commit: str
 
 
-@dataclass(frozen=True)
-class Table:
-    """A caption, the columns, which of them hold figures, and rows of text."""
-
-    caption: str
-    columns: Sequence[str]
-    numeric: frozenset[int]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart and the sentence below it."""
-
-    chart: Markup
-    caption: str
-
-
 def page(found: Findings) -> str:
     """Return the page as HTML."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
+    return render(
+        TEMPLATE,
         written=_when(found.written),
         commit=found.commit[:12],
-        cards=_cards(found),
+        shown_cards=_cards(found),
         serving=_serving(found),
         programs=_programs(found.state.programs),
         acceptance=_acceptance("log", found.acceptance),
@@ -146,19 +119,19 @@ def page(found: Findings) -> str:
     )
 
 
-def _cards(found: Findings) -> list[tuple[str, str, str]]:
+def _cards(found: Findings) -> list[Card]:
     champion = next((draft for draft in found.state.drafts if draft.champion), None)
     service, log = found.state.service, found.state.log
     number, note = ("none", "nothing built yet") if champion is None else (champion.version, f"τ {_taus(champion.tau)}")
     return [
-        ("Champion draft", str(number), note),
-        (
+        Card("Champion draft", str(number), note),
+        Card(
             "Service",
             "not running" if service is None else f"draft {service.draft_version or 'none'}",
             "" if service is None else "speculating" if service.speculating else "speculation is off",
         ),
-        ("Rows waiting", f"{log.depth:,}", f"of {log.total:,} in the query log"),
-        ("Rows dropped", f"{log.dropped:,}", f"{log.duplicates:,} were duplicates"),
+        Card("Rows waiting", f"{log.depth:,}", f"of {log.total:,} in the query log"),
+        Card("Rows dropped", f"{log.dropped:,}", f"{log.duplicates:,} were duplicates"),
     ]
 
 
@@ -172,23 +145,7 @@ def _serving(found: Findings) -> Table:
     if service is None:
         rows.append(("service", "not running; start it with redraft serve or redraft up"))
     else:
-        refused, postponed = (
-            "; ".join(f"{name}: {reason}" for name, reason in drafts.items())
-            for drafts in (service.refused, service.postponed)
-        )
-        requests = ", ".join(f"{number:,} with {status}" for status, number in service.requests.items())
-        silent = f"off: {service.fallback or 'switched off by an operator'}"
-        rows += [
-            ("service", f"answers on {service.url}/v1"),
-            ("draft in the engine", f"version {service.draft_version}" if service.draft_version else "none"),
-            ("speculation", "on" if service.speculating else silent),
-            ("requests answered", requests or "none yet"),
-            *((f"speed, {domain}", speed.told()) for domain, speed in service.speed.items()),
-            ("swaps of the draft", f"{service.swaps} since its start"),
-            ("replica", service.replacement or "needs no replacement"),
-            ("drafts it refused", refused or "none"),
-            ("drafts to be retried", postponed or "none"),
-        ]
+        rows += [("service", f"answers on {service.url}/v1"), *told_of(service)]
     return Table("What should serve, and what does", ("what", "now"), frozenset(), rows)
 
 

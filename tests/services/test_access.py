@@ -1,4 +1,5 @@
 import asyncio
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -108,6 +109,25 @@ def test_each_role_reaches_its_own_paths_and_what_is_not_named_is_the_operators(
                 assert identify(known, keys[role], path, "redraft.example").role == role
             else:
                 assert refusal_of(known, keys[role], path) == (403, "wrong_role")
+
+
+def test_a_browser_opens_the_dashboard_with_an_operators_key_as_password_and_nothing_else(file: Path) -> None:
+    operator = add_key(file, "me", "operator")
+    admission, page = Admission(Keys(file, loopback=True)), "/redraft/dashboard"
+
+    def basic(sent: str) -> list[tuple[str, str]]:
+        return [("Authorization", f"Basic {base64.b64encode(sent.encode()).decode()}")]
+
+    assert ask(admission, page, basic(f"me:{operator}"))[0] == 200
+    assert ask(admission, page, basic(f":{operator}"))[0] == 200
+    assert ask(admission, page, [bearer(operator)])[0] == 200
+    assert ask(admission, page, basic(f"me:{FIRST}"))[0] == 403
+    for sent in ([], basic(operator), basic(f"{operator}:me"), [("Authorization", "Basic \u00e9")], [bearer("x")]):
+        status, _, headers = ask(admission, page, sent)
+        assert (status, headers["www-authenticate"]) == (401, 'Basic realm="redraft", charset="UTF-8"')
+    for path in ("/redraft/status", "/redraft/speculation", "/v1/models", f"{page}/"):
+        status, _, headers = ask(admission, path, basic(f"me:{operator}"))
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
 
 
 def test_keys_that_are_made_and_revoked_count_at_the_next_request(file: Path) -> None:

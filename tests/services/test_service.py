@@ -197,7 +197,7 @@ def test_metrics_count_requests_and_swaps(world: World) -> None:
 def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the_service_runs(world: World) -> None:
     file = world.home / "keys.json"
     made = {role: add_key(file, f"a-{role}", role) for role in ROLES}
-    paths = ("/v1/models", "/metrics", "/redraft/status")
+    paths = ("/v1/models", "/metrics", "/redraft/status", "/redraft/dashboard")
 
     def asked(key: str, steps: bool = False) -> list[int]:
         detail = {"X-Redraft-Detail": "steps"} if steps else {}
@@ -208,13 +208,16 @@ def test_each_role_reaches_its_own_paths_and_a_key_is_made_and_revoked_while_the
         answer = httpx.post(f"{world.url}/v1/chat/completions", json=chat, headers=headers, trust_env=False)
         return [answer.status_code]
 
-    assert asked(made["client"]) == [200, 403, 403]
-    assert asked(made["scraper"]) == [403, 200, 403]
-    assert asked(made["operator"]) == [200, 200, 200]
+    assert asked(made["client"]) == [200, 403, 403, 403]
+    assert asked(made["scraper"]) == [403, 200, 403, 403]
+    assert asked(made["operator"]) == [200, 200, 200, 200]
+    page = httpx.get(world.url + paths[-1], auth=("me", made["operator"]), trust_env=False)
+    assert page.headers["content-type"].startswith("text/html")
+    assert f"<title>target: draft {world.status()['draft_version']}</title>" in page.text
     assert [asked(made["client"], steps=True), asked(made["operator"], steps=True)] == [[403], [200]]
     for role in ROLES:
         revoke_key(file, f"a-{role}")
-        assert asked(made[role]) == [401, 401, 401]
+        assert asked(made[role]) == [401, 401, 401, 401]
     kept = [entry.read_bytes() for entry in world.home.rglob("*") if entry.is_file() and entry.suffix != ".safetensors"]
     assert not [key for key in (*made.values(), KEY) if any(key.encode() in content for content in kept)]
 

@@ -1,0 +1,145 @@
+"""One page about one replica, as it serves: what it drafts with and why, what that gives, and what became of requests."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+
+from infra.status import ServiceStatus
+from infra.views import MEANING
+from infra.views.charts import bar_chart
+from infra.views.page import Card, Figure, Table, render
+
+TEMPLATE = "dashboard.html"
+RELOAD_S = 5
+
+
+def dashboard(status: ServiceStatus, now: datetime) -> str:
+    """Return the page as HTML; it loads itself again every RELOAD_S seconds.
+
+    Args:
+        status: what the replica says of itself.
+        now: when it said so.
+    """
+    return render(
+        TEMPLATE,
+        reload_s=RELOAD_S,
+        name=status.served_name,
+        draft=_draft(status),
+        uptime=str(timedelta(seconds=round(status.uptime_s))),
+        seen=now.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        meaning=MEANING,
+        shown_cards=_cards(status),
+        serving=Table("What serves, and why", ("what", "now"), frozenset(), told_of(status)),
+        speed=_speed(status),
+        acceptance=_acceptance(status),
+        counts=Table("Counts", ("what", "since the start"), frozenset(), _counts(status)),
+    )
+
+
+def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
+    """Return in words what a replica drafts with, what it does not, and why: rows of a table."""
+    return [
+        ("draft in the engine", f"version {status.draft_version}" if status.draft_version else "none"),
+        ("speculation", _speculation(status)),
+        ("requests answered", _listed(status.requests, "with status") or "none yet"),
+        *((f"speed, {domain}", speed.told()) for domain, speed in status.speed.items()),
+        ("swaps of the draft", f"{status.swaps} since its start"),
+        ("canary prompts", status.fault or "found nothing"),
+        ("replica", status.replacement or "needs no replacement"),
+        ("drafts it refused", _reasons(status.refused) or "none"),
+        ("drafts to be retried", _reasons(status.postponed) or "none"),
+    ]
+
+
+def _cards(status: ServiceStatus) -> list[Card]:
+    pace = status.pace
+    drafts = "nothing planned yet" if pace is None else f"{pace.num_draft_tokens} tokens a step: {pace.why}"
+    return [
+        Card("Draft", _draft(status), f"{status.phase}, the registry names {status.champion or 'none'}"),
+        Card("Speculation", "on" if status.speculating else "off", drafts if status.speculating else _why_off(status)),
+        Card("In flight", f"{status.in_flight:,}", f"{sum(status.requests.values()):,} answered"),
+        Card("Rows logged", f"{status.log.written:,}", f"{status.log.dropped:,} lost"),
+    ]
+
+
+def _draft(status: ServiceStatus) -> str:
+    return "none" if status.draft_version is None else str(status.draft_version)
+
+
+def _speculation(status: ServiceStatus) -> str:
+    return "on" if status.speculating else f"off: {_why_off(status)}"
+
+
+def _why_off(status: ServiceStatus) -> str:
+    return status.fallback or "switched off by an operator"
+
+
+def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
+    """Return a chart of the domains' speeds, and the same in figures; None before there are any."""
+    if not status.speed:
+        return None
+    chart = bar_chart(
+        "speed",
+        "Speed of one request, by domain",
+        "Tokens a second of one request without a draft and as it is drafted, for each domain. The table has the same.",
+        {
+            domain: {"without a draft": speed.plain_tokens_per_s, "as drafted": speed.tokens_per_s}
+            for domain, speed in status.speed.items()
+        },
+        "tokens a second",
+    )
+    table = Table(
+        "Speed of one request, tokens a second",
+        ("domain", "without a draft", "as drafted", "gain"),
+        frozenset({1, 2, 3}),
+        [
+            (
+                domain,
+                f"{speed.plain_tokens_per_s:.1f}",
+                f"{speed.tokens_per_s:.1f}",
+                f"{speed.tokens_per_s / speed.plain_tokens_per_s:.2f}×",
+            )
+            for domain, speed in status.speed.items()
+        ],
+    )
+    return Figure(chart, "From the times of steps that read no prompt; without a draft, from what plain steps take."), table
+
+
+def _acceptance(status: ServiceStatus) -> Table:
+    return Table(
+        "The last requests that the present draft drafted alone, by domain",
+        ("domain", "requests", "τ", "acceptance rate"),
+        frozenset({1, 2, 3}),
+        [
+            (
+                domain,
+                f"{figures.requests:,}",
+                f"{figures.mean_accepted_length:.2f}",
+                "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.1%}",
+            )
+            for domain, figures in status.acceptance.items()
+        ],
+    )
+
+
+def _counts(status: ServiceStatus) -> list[tuple[str, str]]:
+    log, events = status.log, status.events
+    return [
+        ("tokens served", f"{status.tokens:,}"),
+        ("last swap of the draft", "none yet" if status.swap_ms is None else f"{status.swap_ms:.0f} ms"),
+        ("rows of the query log", f"{log.written:,} written, {log.dropped:,} lost{_because(log.last_error)}"),
+        ("events for the orchestrator", f"{events.sent:,} sent, {events.dropped:,} lost{_because(events.last_error)}"),
+        ("requests whose states were kept", _listed(status.captured) or "none"),
+        ("the loop that follows the registry", _listed(status.reconciler) or "nothing yet"),
+    ]
+
+
+def _because(error: str | None) -> str:
+    return "" if error is None else f": {error}"
+
+
+def _listed(numbers: Mapping[str, int], joint: str = "") -> str:
+    return ", ".join(f"{number:,} {f'{joint} {name}'.strip()}" for name, number in numbers.items())
+
+
+def _reasons(drafts: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in drafts.items())

@@ -1,0 +1,58 @@
+"""What pages are made of: cards, tables, figures, and the template that shows them.
+
+A page loads nothing and runs no script. All text in it is escaped by its template; charts are made of numbers and
+escaped labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+
+class Card(NamedTuple):
+    """A figure at the head of a page, with its name and what belongs to it."""
+
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, the columns, which of them hold figures, and rows of text."""
+
+    caption: str
+    columns: Sequence[str]
+    numeric: frozenset[int]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart and the sentence below it."""
+
+    chart: Markup
+    caption: str
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(template: str, **shown: Any) -> str:
+    """Return a page as HTML.
+
+    Args:
+        template: file beside this one.
+        shown: what it names.
+    """
+    return TEMPLATES.get_template(template).render(**shown)
