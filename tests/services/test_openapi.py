@@ -76,7 +76,8 @@ def document() -> dict[str, Any]:
     refused = {"description": "a refusal", "content": {"application/json": {"schema": ERROR}}}
     for path, operations in told["paths"].items():
         for operation in operations.values():
-            kinds = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}, "text/plain": {}}
+            kinds: dict[str, Any] = {kind: {} for kind in ("text/event-stream", "text/plain", "text/html")}
+            kinds["application/json"] = {"schema": {"type": "object"}}
             operation["responses"] = {"200": {"description": "an answer", "content": kinds}, "4XX": refused}
             operation["parameters"] = sent
         if path in BODIES:
@@ -95,7 +96,7 @@ def document() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", [*BODIES, "/v1/models", "/redraft/status", "/metrics", "/healthz"])
+@pytest.mark.parametrize("path", [*BODIES, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz"])
 def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     world: World, path: str, mode: GenerationMode
 ) -> None:
