@@ -110,10 +110,9 @@ def accepted(
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError(f"prompts must be of one length; got {sorted({len(prompt) for prompt in prompts})}")
     asked = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-    answers = _greedy(model, asked, num_tokens)
     samples = [
         Sample(f"{place:04d}", "text", list(prompt), answer)
-        for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for place, (prompt, answer) in enumerate(zip(prompts, answers(model, asked, num_tokens), strict=True))
     ]
     layers = sorted({*draft.taps, model.config.num_hidden_layers})
     states = HiddenStates(work_dir, samples, layers, model.config.hidden_size)
@@ -122,12 +121,23 @@ def accepted(
     return [scores[sample.id] for sample in samples]
 
 
-def _greedy(model: PreTrainedModel, token_ids: Tensor, num_tokens: int) -> list[list[int]]:
-    """[B, T] prompts to B answers."""
+@torch.inference_mode()
+def answers(
+    model: PreTrainedModel, token_ids: Tensor, num_tokens: int, rng: torch.Generator | None = None
+) -> list[list[int]]:
+    """Return what a model goes on with, past the end of its answer too.
+
+    Args:
+        model: any causal one.
+        token_ids: [B, T] prompts of one length.
+        num_tokens: of each answer.
+        rng: draws each token at temperature 1; None takes the likeliest.
+    """
     said, cache, read = [], None, token_ids
     for _ in range(num_tokens):
         output = model(input_ids=read, past_key_values=cache, use_cache=True)
-        cache, read = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        cache, logits = output.past_key_values, output.logits[:, -1]
+        read = logits.argmax(-1)[:, None] if rng is None else torch.multinomial(logits.softmax(-1), 1, generator=rng)
         said.append(read)
-    answers: list[list[int]] = torch.cat(said, 1).tolist()
-    return answers
+    found: list[list[int]] = torch.cat(said, 1).tolist()
+    return found
