@@ -29,6 +29,7 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Pace, Wishes
 from models.engines.vllm.interrupts import interruptible
 from models.engines.vllm.mode import Mode, Times, mode_of
+from models.engines.vllm.parent import WithParent
 from models.engines.vllm.planning import Setup, measured_for
 from models.engines.vllm.proposer import METHODS
 from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
@@ -136,8 +137,7 @@ class VllmEngine:
             }
         )
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        if setup is not None:
-            config.additional_config = setup
+        config.additional_config = setup or config.additional_config or WithParent()
         with _worker_inside(config), interruptible():
             # Annotated with the base class; it makes one of the class it is called on.
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))

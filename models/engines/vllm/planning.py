@@ -17,6 +17,7 @@ from models import catalog, costfile
 from models.cost import Cost, Time
 from models.engines.vllm import LookUp
 from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
+from models.engines.vllm.parent import WithParent
 from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.running import Acceptance, Source
@@ -59,6 +60,7 @@ class Setup:
         lengths: the policy.
         costs: where the table of what steps take is kept; None keeps it in memory.
         measured_for: what its times hold for.
+        guard: ends the engine's process with its parent.
     """
 
     num_draft_tokens: int
@@ -66,6 +68,7 @@ class Setup:
     lengths: BaseParams
     costs: Path | None = None
     measured_for: str = ""
+    guard: WithParent = WithParent()
 
     def compute_hash(self) -> str:
         """Return what vLLM names compiled code by: nothing of this is compiled."""

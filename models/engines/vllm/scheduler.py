@@ -9,9 +9,6 @@ How many tokens are drafted is decided here and not in the worker, so that all w
 plan (models/engines/vllm/proposer.py) goes to them with the step.
 """
 
-import ctypes
-import multiprocessing
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.engines.vllm.draft_keys import DraftKeys, Written
 from models.engines.vllm.drafting import NOTHING, Row, Wishes
+from models.engines.vllm.parent import end_with_parent
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
 from models.speeds import Part
 
@@ -29,7 +27,6 @@ PACE = "redraft_pace"
 SPEED = "redraft_speed"
 ROW = "redraft_row"
 GAPS = "redraft_gaps"
-PR_SET_PDEATHSIG = 1
 
 
 class TracingScheduler(Scheduler):
@@ -41,10 +38,9 @@ class TracingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See the base class; made in the engine's process, which no one could stop after the parent's kill -9."""
+        """See the base class; made in the engine's process, also in one that was forked and unpickled nothing."""
         super().__init__(*args, **options)
-        if multiprocessing.parent_process() is not None:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # its workers follow it by themselves
+        end_with_parent()  # its workers follow it by themselves
         speculation: Any = self.vllm_config.speculative_config
         self.draft_keys: DraftKeys | None = None
         self._drafted = False  # whether the runner handed over what it drafted after the last step

@@ -1,6 +1,8 @@
-"""An interrupt while an engine starts ends it, and what it started."""
+"""An interrupt or a kill while an engine starts ends it, and what it started."""
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import psutil
 import pytest
 
 from models.engines.vllm.interrupts import interruptible
+from models.engines.vllm.parent import WithParent, end_with_parent
 
 STARTS = """
 import asyncio, signal, sys
@@ -86,23 +89,47 @@ def test_a_block_that_ends_by_itself_leaves_handlers_as_they_were_in_any_thread(
     assert signal.getsignal(signal.SIGTERM) is interrupt
 
 
+@contextmanager
+def starting(target: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A process that starts an engine, as soon as it has started the engine's."""
+    script = folder / "starts.py"
+    script.write_text(STARTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with (folder / "log").open("w+") as log:
+        parent = subprocess.Popen([sys.executable, script, target], env=environment, stdout=log, stderr=log)
+        started: list[psutil.Process] = []
+        while not started:
+            assert parent.poll() is None, (folder / "log").read_text()
+            started = engines(psutil.Process(parent.pid))
+            time.sleep(0.1)
+        time.sleep(1)
+        yield parent, started
+    assert "started" not in (folder / "log").read_text()
+
+
 @pytest.mark.engine
 def test_a_terminated_start_of_an_engine_ends_soon_and_leaves_nothing_running(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "starts.py"
-    script.write_text(STARTS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with (tmp_path / "log").open("w+") as log:
-        starting = subprocess.Popen([sys.executable, script, tiny_target], env=environment, stdout=log, stderr=log)
-        started: list[psutil.Process] = []
-        while not started:  # vLLM waits for these
-            assert starting.poll() is None, (tmp_path / "log").read_text()
-            started = engines(psutil.Process(starting.pid))
-            time.sleep(0.1)
-        time.sleep(1)
-        starting.terminate()
-        assert starting.wait(30) != 0
-    assert "started" not in (tmp_path / "log").read_text()
+    with starting(tiny_target, tmp_path) as (parent, started):
+        parent.terminate()
+        assert parent.wait(30) != 0
     psutil.wait_procs(started, timeout=10)
     assert not any(child.is_running() for child in started)
+
+
+@pytest.mark.engine
+def test_an_engine_whose_parent_is_killed_while_it_starts_ends_soon_too(tiny_target: Path, tmp_path: Path) -> None:
+    with starting(tiny_target, tmp_path) as (parent, started):
+        parent.kill()
+        parent.wait()
+    # It reads vLLM first, which takes seconds; without a guard it waits five minutes for its parent.
+    psutil.wait_procs(started, timeout=90)
+    assert not any(child.is_running() for child in started)
+
+
+def test_a_process_that_is_nobodys_child_is_left_alone_and_copies_stay_where_they_are() -> None:
+    end_with_parent()
+    guard = WithParent()
+    assert copy.deepcopy(guard) is guard
+    assert isinstance(pickle.loads(pickle.dumps(guard)), WithParent)
