@@ -1,4 +1,4 @@
-"""Commands `redraft bench …`. Finished cells are reused, so an interrupted benchmark continues."""
+"""Commands `redraft bench …` and `redraft advise`. Finished cells are reused, so an interrupted one continues."""
 
 import sys
 from importlib import import_module
@@ -47,7 +47,7 @@ def speed(
 
     Example: redraft bench speed --prompts 16 --rounds 1 --peer "vLLM with ngram"
     """
-    _run("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds, peers=peers)
+    run_benchmark("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds, peers=peers)
 
 
 @command
@@ -71,7 +71,7 @@ def load(
     Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2
     """
     options = {"num_prompts": num_prompts, "streams": sorted(set(streams)), "drafts": drafts, "num_pairs": num_pairs}
-    _run("load", recipe, output, **options, stock=stock)
+    run_benchmark("load", recipe, output, **options, stock=stock)
 
 
 @command
@@ -88,7 +88,7 @@ def swap(
     Example: redraft bench swap --swaps 10
     """
     options = {"num_prompts": num_prompts, "num_swaps": num_swaps, "per_cell": per_cell, "concurrency": concurrency}
-    _run("swap", recipe, output, **options)
+    run_benchmark("swap", recipe, output, **options)
 
 
 @command
@@ -107,7 +107,7 @@ def logging(
     Example: redraft bench logging --prompts 100 --rounds 1
     """
     options = {"num_prompts": num_prompts, "num_rounds": num_rounds, "concurrency": concurrency, "num_rows": num_rows}
-    _run("logging", recipe, output, **options)
+    run_benchmark("logging", recipe, output, **options)
 
 
 @command
@@ -116,7 +116,7 @@ def demo(recipe: RecipeName = DEFAULT_RECIPE, output: Output = None) -> None:
 
     Example: redraft bench demo
     """
-    _run("demo", recipe, output)
+    run_benchmark("demo", recipe, output)
 
 
 @command
@@ -137,7 +137,7 @@ def trainer(
     Example: redraft bench trainer --prompts 12 --rounds 1
     """
     options = {"num_prompts": num_prompts, "num_rounds": num_rounds, "concurrency": concurrency}
-    _run("trainer", recipe, output, **options, pause_s=pause_s, quiet_s=quiet_s, most_s=most_s)
+    run_benchmark("trainer", recipe, output, **options, pause_s=pause_s, quiet_s=quiet_s, most_s=most_s)
 
 
 @command
@@ -153,7 +153,7 @@ def gate(
 
     Example: redraft bench gate --runs 200
     """
-    _run("gate", recipe, output, num_runs=num_runs, num_windows=num_windows)
+    run_benchmark("gate", recipe, output, num_runs=num_runs, num_windows=num_windows)
 
 
 @command
@@ -171,7 +171,7 @@ def coverage(
 
     Example: redraft bench coverage --splits 20 --prompts 100
     """
-    _run("coverage", recipe, output, num_splits=num_splits, num_prompts=num_prompts)
+    run_benchmark("coverage", recipe, output, num_splits=num_splits, num_prompts=num_prompts)
 
 
 @command
@@ -193,7 +193,7 @@ def refreshes(
     Example: redraft bench refreshes --data math=gsm8k.jsonl
     """
     options = {"num_refreshes": num_refreshes, "num_requests": num_requests, "num_prompts": num_prompts}
-    _run("refreshes", recipe, output, **options, data=data)
+    run_benchmark("refreshes", recipe, output, **options, data=data)
 
 
 @command
@@ -230,7 +230,7 @@ def learning(
         "num_seeds": num_seeds,
         "num_prompts": num_prompts,
     }
-    _run("learning", recipe, output, **options, data=data)
+    run_benchmark("learning", recipe, output, **options, data=data)
 
 
 @command
@@ -252,7 +252,7 @@ def drift(
     Example: redraft bench drift --data math=gsm8k.jsonl
     """
     options = {"num_requests": num_requests, "num_windows": num_windows, "num_back": num_back}
-    _run("drift", recipe, output, **options, num_prompts=num_prompts, data=data)
+    run_benchmark("drift", recipe, output, **options, num_prompts=num_prompts, data=data)
 
 
 @command
@@ -273,10 +273,30 @@ def specbench(
     Example: redraft bench specbench --data spec_bench.jsonl --per-task 10
     """
     files = {"data": str(data.absolute()), "configurations": str(configurations.absolute()) if configurations else None}
-    _run("specbench", recipe, output, **files, per_task=per_task, per_cell=per_cell, max_tokens=max_tokens)
+    run_benchmark("specbench", recipe, output, **files, per_task=per_task, per_cell=per_cell, max_tokens=max_tokens)
 
 
-def _run(name: str, recipe: str, output: Path | None, **options: Any) -> None:
+def advise(
+    recipe: RecipeName = DEFAULT_RECIPE,
+    output: Output = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="A sample of your traffic, as Spec-Bench's questions: id, domain, messages.")
+    ] = None,
+    per_domain: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 64,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", help="Times of another machine, such as a GPU's, as costs.json has them.")
+    ] = None,
+) -> None:
+    """Say which way of drafting fits the target, the traffic and this machine, and measure the best three.
+
+    Example: redraft advise --prompts 8
+    """
+    files = {"data": str(data.absolute()) if data else None, "costs": str(costs.absolute()) if costs else None}
+    run_benchmark("advise", recipe, output, **files, per_domain=per_domain, max_tokens=max_tokens)
+
+
+def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -> None:
     """Measure and report; RuntimeError if the report says that something is wrong."""
     settings = load_settings()
     open_home(settings)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.table import Table
 
-from flows.bench import bench
+from flows.bench import advise, bench
 from flows.command import RecipeName, command_of, open_settings, out, prepare
 from flows.home_commands import backup, clean, restore
 from flows.key_commands import KEYS, keys
@@ -293,7 +293,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Drafts": (promote, rollback, diff, import_draft, import_logs),
     "Privacy": (erase, retain),
     "Home": (backup, restore, clean),
-    MEASURE: (demo, traffic, compare),
+    MEASURE: (demo, traffic, advise, compare),
 }
 for panel, functions in PANELS.items():
     for function in functions:

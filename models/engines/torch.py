@@ -39,6 +39,7 @@ PAPER = "arXiv:2211.17192, algorithm 1"
 FACTORS = True  # layers of low rank may be stored as two matrices
 
 OnFinish = Callable[[Completion, Sampling], None]
+OnStep = Callable[[float, float], None]
 
 
 class Params(EngineParams):
@@ -99,6 +100,7 @@ class TorchEngine:
         draft_version: what it is called in outputs.
         speculating: whether steps are drafted.
         on_finish: called once for every request that ended, aborted ones too; must not block.
+        on_step: called after every step with seconds that drafting took and that the target's pass took; must not block.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class TorchEngine:
         self.draft, self.draft_version = directory, ""
         self.speculating = draft is not None and params.num_draft_tokens > 0
         self.on_finish: OnFinish | None = None
+        self.on_step: OnStep | None = None
 
     @classmethod
     async def start(
@@ -236,6 +239,8 @@ class TorchEngine:
         self._cost = self._cost.after(Time(1, num_rows, 0, 1000 * verify_s))
         if num_passes:
             self._cost = self._cost.after(Time(1, num_rows, num_passes, 1000 * (draft_s + verify_s)))
+        if self.on_step is not None:
+            self.on_step(draft_s, verify_s)
 
     def _open_like_served(self, directory: Path) -> Draft:
         assert self.draft is not None

@@ -7,12 +7,14 @@
 Without a file they are the served draft, and each family that needs neither training nor a store, as it comes.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from models import catalog
@@ -22,6 +24,9 @@ from models.engines.torch import TorchEngine
 from models.layers.decoder import Decoder
 from models.params import BaseParams, Frozen, validate
 from models.targets import describe
+from tasks.measure.peers import engine_dtype
+from tasks.measure.run import Run
+from tasks.promote import open_champions
 
 SERVED = "served"
 NUM_DRAFT_TOKENS = 8
@@ -81,6 +86,16 @@ class Target(NamedTuple):
         assert isinstance(configuration.draft, BaseParams)
         counts = np.zeros(describe(self.directory).vocab_size, np.int64)
         return family_named(configuration.draft.name).create(configuration.draft, self.directory, counts)
+
+
+def open_target(run: Run) -> Target:
+    """Load the served target for engines that use all cores of this machine."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    pair, device = open_champions.fn(), run.settings.device
+    dtype = engine_dtype(run.recipe.engine, device)
+    directory = pair.target_files.path
+    shared = {"dtype": dtype, "device": device, "max_model_len": run.recipe.engine.max_model_len}
+    return Target(directory, Decoder.load(directory, getattr(torch, dtype), device), pair.draft_files.path, shared)
 
 
 def read_configurations(file: Path | None, served_k: int) -> dict[str, Configuration]:

@@ -10,14 +10,12 @@ interrupted run goes on with the same figures.
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from infra.views.figures import draw_speeds
@@ -25,12 +23,10 @@ from infra.views.results import Grid, Report, interval
 from models.acceptance import Trace, summarise
 from models.engines import Sampling
 from models.engines.torch import TorchEngine
-from models.layers.decoder import Decoder
 from models.tokens import encode_chat
 from tasks.measure.compare_traffic import judge_outputs
-from tasks.measure.configurations import Configuration, Target, read_configurations
+from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.latency import Decoded, compare_speed, spread
-from tasks.measure.peers import engine_dtype
 from tasks.measure.questions import Question, chat_before, fingerprint, read_questions
 from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
@@ -75,7 +71,7 @@ def measure(run: Run, data: str, configurations: str | None, per_task: int, per_
         for start in range(0, len(questions), per_cell):
             cell, share = f"{task}-{start}".replace("/", "_"), questions[start : start + per_cell]
             if not run.cells.has(cell):
-                target = target or _open_target(run, ways)
+                target = target or _warm(open_target(run), ways)
                 total = (1 + len(ways)) * sum(question.num_turns for question in share)
                 with run.bar(f"{task}, {start + 1} to {start + len(share)} of {len(questions)}", total) as bar:
                     content = _answer(target, ways, share, max_tokens, bar)
@@ -84,15 +80,8 @@ def measure(run: Run, data: str, configurations: str | None, per_task: int, per_
     return make_report(rows, [*ways], open_champions.fn().target_files.path, run.folder, run.recipe.seed)
 
 
-def _open_target(run: Run, ways: Mapping[str, Configuration]) -> Target:
-    """Load what is decoded, and let each way answer once, so that no first pass is timed."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    pair, device = open_champions.fn(), run.settings.device
-    dtype = engine_dtype(run.recipe.engine, device)
-    directory = pair.target_files.path
-    shared = {"dtype": dtype, "device": device, "max_model_len": run.recipe.engine.max_model_len}
-    decoder = Decoder.load(directory, getattr(torch, dtype), device)
-    target = Target(directory, decoder, pair.draft_files.path, shared)
+def _warm(target: Target, ways: Mapping[str, Configuration]) -> Target:
+    """Let each way answer once, so that no first pass is timed."""
     sampling = Sampling(max_tokens=WARM_TOKENS, ignore_eos=True)
     for way in (None, *ways.values()):
         asyncio.run(target.engine(way).generate([1] * WARM_TOKENS, sampling, "warm"))

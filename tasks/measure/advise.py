@@ -1,0 +1,299 @@
+"""Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
+
+Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
+fewer would give follows from that and from what rows of the target take here (`tasks.measure.expected`). The best are
+then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
+
+With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from infra.machine import describe_machine
+from infra.views.results import Grid, Report, interval
+from models.engines import Completion, Sampling
+from models.engines.torch import TorchEngine
+from models.layers.decoder import Cache
+from models.params import BaseParams
+from models.tokens import encode_chat
+from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
+from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
+from tasks.measure.fit import toml
+from tasks.measure.latency import Decoded, compare_speed
+from tasks.measure.questions import read_questions
+from tasks.measure.run import Bar, Run
+
+TITLE, QUESTION = "advise", "which way of drafting does this target want, on this traffic and this machine?"
+PLAIN, COSTS_FILE = "plain decoding", "costs.json"
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
+REPEATS, WARM_TOKENS = 9, 8
+NUM_MEASURED = 3
+AIM = 0.15  # share of a measured speed that the expected one may miss it by
+# A tree, and a chain that ends where the draft is unsure: they are seen as they are and not cut.
+TREE = {"num_draft_tokens": max(SIZES), "trees": {"name": "sequoia"}}
+UNSURE = {"num_draft_tokens": 8, "lengths": {"name": "confidence"}}
+
+Row = dict[str, Any]
+
+
+def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs: str | None) -> Report:
+    """See, expect, measure and advise.
+
+    Args:
+        run: in a home of its own.
+        data: file of questions in place of the recipe's held-out prompts.
+        per_domain: how many prompts of each domain.
+        max_tokens: of an answer.
+        costs: file of another machine's times; None measures this one's.
+
+    Raises:
+        ValueError: a file is wrong, nothing was built, or no prompt fits the context.
+    """
+    brought = None if costs is None else read_costs(Path(costs))
+    run.served()
+    target, ways = open_target(run), ways_of(run.recipe.num_draft_tokens)
+    prompts = _prompts(run, data, per_domain, target, max_tokens)
+    with run.bar("see what is accepted", (1 + len(ways)) * len(prompts)) as bar:
+        rows = run.cells.keep("seen", lambda: _see(target, ways, prompts, max_tokens, bar))
+    found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, rows[PLAIN], prompts)))
+    (run.folder / COSTS_FILE).write_text(found.model_dump_json(indent=2) + "\n")
+    seen = {
+        name: Seen([Step(*step) for step in rows[name]["steps"]], Drafting(*rows[name]["drafting"]), is_cut(way))
+        for name, way in ways.items()
+    }
+    options = ranked(seen, SIZES, found)
+    measured: dict[str, Row] = {}
+    if brought is None:
+        best = {option.way: sized(ways[option.way], option) for option in options[:NUM_MEASURED]}
+        with run.bar("measure the best", (1 + len(best)) * len(prompts)) as bar:
+            measured = run.cells.keep(
+                "measured", lambda: _measure(target, best, prompts, max_tokens, run.recipe.seed, bar)
+            )
+    return make_report(run.recipe.name, options, seen, ways, found, measured)
+
+
+def ways_of(served_k: int) -> dict[str, Configuration]:
+    """Return the ways to see: each draft that there is without training, as long a chain as it may be, and two more."""
+    ways = {
+        name: way.model_copy(update={"engine": {"num_draft_tokens": max(SIZES)}})
+        for name, way in read_configurations(None, served_k).items()
+    }
+    unsure = ways["served draft"].model_copy(update={"engine": UNSURE})
+    recycled = Configuration.model_validate({"draft": {"name": "token_recycling"}, "engine": TREE})
+    return {**ways, "served draft, while sure": unsure, "token_recycling, tree": recycled}
+
+
+def is_cut(way: Configuration) -> bool:
+    """Whether fewer tokens would be the first of those that it proposes."""
+    return not {"trees", "lengths"} & way.engine.keys()
+
+
+def sized(way: Configuration, option: Option) -> Configuration:
+    """Return a way with the number of tokens that is best for it."""
+    if not is_cut(way):
+        return way
+    return way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": option.num_draft_tokens}})
+
+
+def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_tokens: int) -> list[list[int]]:
+    """Return the token ids of what is asked, as far as it fits the context."""
+    if data is None:
+        chats = [prompt.messages for prompt in run.prompts("held_out", per_domain)]
+    else:
+        questions = [one for of_task in read_questions(Path(data), per_domain).values() for one in of_task]
+        chats = [question.messages[: next(question.turns())] for question in questions]
+    tokenizer = AutoTokenizer.from_pretrained(target.directory)
+    asked = [encode_chat(tokenizer, [message.model_dump() for message in chat]) for chat in chats]
+    limit = target.shared["max_model_len"] - max_tokens
+    fitting = [prompt for prompt in asked if len(prompt) <= limit]
+    if not fitting:
+        raise ValueError(f"none of the {len(asked)} prompts fits the context; raise [engine] max_model_len")
+    return fitting
+
+
+def _see(
+    target: Target, ways: Mapping[str, Configuration], prompts: Sequence[list[int]], max_tokens: int, bar: Bar
+) -> dict[str, Row]:
+    """Return what plain decoding took, and the steps of each way with what drafting took."""
+    plain = target.engine(None)
+    _answer(plain, prompts[0], WARM_TOKENS)
+    answers = []
+    for prompt in prompts:
+        answers.append(_answer(plain, prompt, max_tokens))
+        bar.advance()
+    decoded = list(map(_decoded, answers))
+    rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
+    for name, way in ways.items():
+        steps, whole_ms = _steps(target.engine(way), prompts, max_tokens, bar)
+        drafting = Drafting(whole_ms)
+        if is_cut(way) and (longest := max(step.proposed for step in steps)) > 1:
+            _, first_ms = _steps(target.engine(sized(way, Option(name, 1, 0.0))), prompts[:1], max_tokens, None)
+            drafting = Drafting(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
+        rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
+    return rows
+
+
+def _steps(
+    engine: TorchEngine, prompts: Sequence[list[int]], max_tokens: int, bar: Bar | None
+) -> tuple[list[Step], float]:
+    """Return the steps of all answers, and the median ms that drafting a proposal of the longest took."""
+    steps: list[Step] = []
+    draft_ms: list[float] = []
+    _answer(engine, prompts[0], WARM_TOKENS)
+    engine.on_step = lambda draft_s, _: draft_ms.append(1000 * draft_s)
+    for prompt in prompts:
+        answer = _answer(engine, prompt, max_tokens)
+        steps += map(Step, answer.drafted, answer.accepted)
+        if bar is not None:
+            bar.advance()
+    longest = max((step.proposed for step in steps), default=0)
+    of_longest = [ms for ms, step in zip(draft_ms, steps, strict=True) if step.proposed == longest]
+    return steps, median(of_longest) if of_longest else 0.0
+
+
+@torch.inference_mode()
+def _costs(target: Target, plain: Row, prompts: Sequence[list[int]]) -> Row:
+    """Return a `Costs` of this machine: rows of the target behind a prompt of the usual length, in turns."""
+    decoder = target.decoder
+    prompt = sorted(prompts, key=len)[len(prompts) // 2]
+    cache = Cache(decoder, len(prompt) + max(ROWS))
+    ids = torch.tensor(prompt, device=decoder.device)
+    decoder.forward(ids, cache, ())
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for number in range(REPEATS + 1):
+        for rows, took in times.items():
+            block = ids[-1:].repeat(rows)
+            started = time.perf_counter()
+            states, _ = decoder.forward(block, cache, ())
+            decoder.logits(states).argmax(-1).tolist()
+            if number:  # the first time warms up
+                took.append(1000 * (time.perf_counter() - started))
+            cache.keep(len(prompt), [])
+    rows_ms = {rows: median(took) for rows, took in times.items()}
+    device = describe_machine()
+    return {
+        "device": f"{device['processor']}, {device['cores']} cores",
+        "rows_ms": rows_ms,
+        "rest_ms": max(0.0, plain["ms"] - rows_ms[1]),
+    }
+
+
+def _measure(
+    target: Target,
+    ways: Mapping[str, Configuration],
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    seed: int,
+    bar: Bar,
+) -> dict[str, Row]:
+    """Return way to what it gives, in times plain decoding; all answer a prompt before the next one is asked."""
+    sides = {PLAIN: target.engine(None)} | {name: target.engine(way) for name, way in ways.items()}
+    for engine in sides.values():
+        _answer(engine, prompts[0], WARM_TOKENS)
+    took: dict[str, dict[str, Decoded]] = {name: {} for name in sides}
+    same: Counter[str] = Counter()
+    for number, prompt in enumerate(prompts):
+        answers = {name: _answer(sides[name], prompt, max_tokens) for name in [*sides][:: -1 if number % 2 else 1]}
+        for name, answer in answers.items():
+            took[name][str(number)] = _decoded(answer)
+            same[name] += answer.token_ids == answers[PLAIN].token_ids
+            bar.advance()
+    rows = {}
+    for name in ways:
+        speed = compare_speed(took[name], took[PLAIN], seed)
+        rows[name] = {"speedup": None if speed is None else speed.overall.model_dump(), "num_equal": same[name]}
+    return rows
+
+
+def _answer(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Completion:
+    return asyncio.run(engine.generate(prompt, Sampling(max_tokens=max_tokens, ignore_eos=True), "sample"))
+
+
+def _decoded(answer: Completion) -> Decoded:
+    """Return what the tokens after the first took; answers go on past their end, so that there are some."""
+    num_tokens = len(answer.token_ids) - 1
+    return Decoded(num_tokens, answer.per_token_ms * num_tokens / 1000)
+
+
+def make_report(
+    recipe: str,
+    options: Sequence[Option],
+    seen: Mapping[str, Seen],
+    ways: Mapping[str, Configuration],
+    costs: Costs,
+    measured: Mapping[str, Row],
+) -> Report:
+    """Put expectation and measurement side by side, and end with the best as tables of a recipe.
+
+    Args:
+        recipe: its name.
+        options: the best of each way, the fastest first.
+        seen: way to its steps.
+        ways: how they draft.
+        costs: what was expected with.
+        measured: way to what was measured; empty where nothing was.
+    """
+    speeds = {name: row["speedup"] for name, row in measured.items() if row["speedup"]}
+    rows = []
+    for option in options:
+        places = acceptance_by_place(seen[option.way].steps)
+        shown = interval(speeds[option.way]) if option.way in speeds else "–"
+        tokens = " ".join(f"{place:.2f}" for place in places[:8]) or "–"
+        rows.append([option.way, str(option.num_draft_tokens), f"{option.speedup:.2f}", shown, tokens])
+    columns = ["way", "K", "expected, × plain", "measured, × plain", "accepted by place"]
+    table = [[str(number), f"{ms:.2f}", f"{ms / costs.target_ms(1):.2f}"] for number, ms in costs.rows_ms.items()]
+    grids = [Grid("ways of drafting", columns, rows), Grid("the target", ["rows", "ms", "× one row"], table)]
+    misses = {
+        option.way: option.speedup / speeds[option.way]["value"] - 1 for option in options if option.way in speeds
+    }
+    first = max(speeds, key=lambda way: float(speeds[way]["value"])) if speeds else options[0].way
+    best = next(option for option in options if option.way == first)
+    gain = speeds[best.way]["value"] if speeds else best.speedup
+    notes = [
+        "One stream, greedy, decoding alone; in brackets 95% intervals over prompts.",
+        f"Times are of {costs.device or 'the table that was given'}.",
+    ]
+    if gain > 1:
+        notes += [f"To be pasted into recipe {recipe}:", "", "```toml", toml(recipe_tables(ways[best.way], best)), "```"]
+    return Report(
+        figures={
+            "options": [option._asdict() for option in options],
+            "costs": costs.model_dump(mode="json"),
+            "measured": dict(measured),
+            "missed_by": misses,
+        },
+        grids=grids,
+        notes=notes,
+        verdict=judge(best, gain, misses, bool(speeds)),
+    )
+
+
+def recipe_tables(way: Configuration, option: Option) -> dict[str, dict[str, Any]]:
+    """Return the tables of a recipe that drafts so; the served draft is the recipe's own."""
+    engine = {"name": "torch", **sized(way, option).engine}
+    draft = way.draft.model_dump(mode="json", exclude_none=True) if isinstance(way.draft, BaseParams) else None
+    return ({} if draft is None or way.draft == SERVED else {"draft": draft}) | {"engine": engine}
+
+
+def judge(best: Option, gain: float, misses: Mapping[str, float], measured: bool) -> str:
+    """Say what to take, and how far expectation and measurement are apart."""
+    how = "measured" if measured else "expected"
+    if gain <= 1:
+        said = f"Don't speculate: the best, {best.way} with K = {best.num_draft_tokens}, is {how} at {gain:.2f}× plain."
+    else:
+        said = f"{best.way} with K = {best.num_draft_tokens}: {how} at {gain:.2f}× plain decoding."
+    if misses:
+        worst = max(misses, key=lambda way: abs(misses[way]))
+        kept = "within" if abs(misses[worst]) <= AIM else "not within"
+        said += f" Expected speeds are {kept} {AIM:.0%} of the measured ones; {worst} misses by {misses[worst]:+.0%}."
+    return said

@@ -1,0 +1,123 @@
+"""Advice on the two-layer target: what is seen, what is expected of it, and the recipe that comes of it."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from models.layers.decoder import Decoder
+from tasks.measure.advise import (
+    AIM,
+    PLAIN,
+    ROWS,
+    SIZES,
+    Row,
+    _costs,
+    _measure,
+    _see,
+    is_cut,
+    make_report,
+    recipe_tables,
+    sized,
+    ways_of,
+)
+from tasks.measure.configurations import Target
+from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, ranked
+from tasks.measure.fit import toml
+from tasks.measure.run import Bar
+
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 10, 11, 12], [20, 21, 20, 21, 20]]
+MAX_TOKENS = 12
+WAYS = ways_of(3)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path, tiny_draft: Path) -> Target:
+    shared = {"dtype": "float32", "max_model_len": 96}
+    return Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
+
+
+@pytest.fixture(scope="module")
+def bar() -> Bar:
+    progress = Progress(disable=True)
+    return Bar(progress, progress.add_task("", total=1))
+
+
+@pytest.fixture(scope="module")
+def rows(target: Target, bar: Bar) -> dict[str, Row]:
+    return _see(target, WAYS, PROMPTS, MAX_TOKENS, bar)
+
+
+def test_every_way_is_seen_with_all_its_steps(rows: dict[str, Row]) -> None:
+    assert rows.keys() == {PLAIN, *WAYS}
+    assert rows[PLAIN]["ms"] > 0
+    for name in WAYS:
+        steps = [Step(*step) for step in rows[name]["steps"]]
+        # The first token of an answer comes with its prompt; the last step may be told short of what it emitted.
+        assert sum(1 + step.accepted for step in steps) == len(PROMPTS) * (MAX_TOKENS - 1), name
+        assert all(0 <= step.accepted <= step.proposed <= max(SIZES) for step in steps)
+        assert min(rows[name]["drafting"]) >= 0
+
+
+def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
+    target: Target, rows: dict[str, Row], bar: Bar
+) -> None:
+    costs = Costs.model_validate(_costs(target, rows[PLAIN], PROMPTS))
+    assert costs.rows_ms.keys() == {*ROWS}
+    seen = {
+        name: Seen([Step(*step) for step in rows[name]["steps"]], Drafting(*rows[name]["drafting"]), is_cut(way))
+        for name, way in WAYS.items()
+    }
+    options = ranked(seen, SIZES, costs)
+    assert {option.way for option in options} == {*WAYS}
+    best = {option.way: sized(WAYS[option.way], option) for option in options[:2]}
+    measured = _measure(target, best, PROMPTS, MAX_TOKENS, 0, bar)
+    assert measured.keys() == best.keys()
+    assert all(row["num_equal"] == len(PROMPTS) and row["speedup"]["value"] > 0 for row in measured.values())
+    report = make_report("tiny", options, seen, WAYS, costs, measured)
+    assert report.figures["missed_by"].keys() == best.keys()
+    assert len(report.grids[0].rows) == len(WAYS)
+
+
+def report_of(measured: dict[str, Row], speedup: float = 1.5) -> tuple[str, list[str]]:
+    seen = {"suffix": Seen([Step(4, 2)], Drafting(0.1)), "ngram": Seen([Step(4, 1)], Drafting(0.1))}
+    options = [Option("suffix", 4, speedup), Option("ngram", 2, 1.2)]
+    report = make_report("tiny", options, seen, WAYS, Costs(rows_ms={1: 1.0}), measured)
+    return report.verdict, report.notes
+
+
+def measured_as(suffix: float, ngram: float) -> dict[str, Row]:
+    return {
+        name: {"speedup": {"value": value, "low": value, "high": value}, "num_equal": 1}
+        for name, value in (("suffix", suffix), ("ngram", ngram))
+    }
+
+
+def test_what_is_measured_decides_and_a_miss_is_told() -> None:
+    verdict, notes = report_of(measured_as(1.2, 1.3))
+    assert verdict.startswith("ngram with K = 2: measured at 1.30× plain decoding.")
+    assert "not within 15%" in verdict and "suffix misses by +25%" in verdict
+    assert 'name = "ngram"' in "\n".join(notes)
+    assert f"within {AIM:.0%}" in report_of(measured_as(1.45, 1.2))[0]
+
+
+def test_with_times_of_another_machine_the_expected_best_is_told() -> None:
+    verdict, notes = report_of({})
+    assert verdict == "suffix with K = 4: expected at 1.50× plain decoding."
+    assert "```toml" in notes
+
+
+def test_where_nothing_pays_nothing_is_to_be_pasted() -> None:
+    verdict, notes = report_of({}, speedup=0.9)
+    assert verdict.startswith("Don't speculate")
+    assert "```toml" not in notes
+
+
+def test_every_way_comes_as_tables_of_a_recipe() -> None:
+    for name, way in WAYS.items():
+        tables = tomllib.loads(toml(recipe_tables(way, Option(name, 3, 1.0))))
+        assert tables["engine"]["name"] == "torch"
+        assert tables["engine"]["num_draft_tokens"] == (3 if is_cut(way) else way.engine["num_draft_tokens"])
+        assert ("draft" in tables) == (not name.startswith("served"))
