@@ -280,7 +280,7 @@ def advise(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="A sample of your traffic, as Spec-Bench's questions: id, domain, messages.")
+        Path | None, typer.Option("--data", help="Your traffic, as Spec-Bench's questions: id, domain, messages.")
     ] = None,
     per_domain: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each domain.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens of an answer.")] = 64,

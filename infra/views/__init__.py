@@ -8,7 +8,6 @@ from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
-
 MEANING = "τ is the mean accepted length, 1 + accepted draft tokens / verification steps"
 
 

@@ -1,4 +1,4 @@
-"""One page about one replica, as it serves: what it drafts with and why, what that gives, and what became of requests."""
+"""One page about one replica: what it drafts with and why, what that gives, and what became of requests."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -101,7 +101,8 @@ def _speed(status: ServiceStatus) -> tuple[Figure, Table] | None:
             for domain, speed in status.speed.items()
         ],
     )
-    return Figure(chart, "From the times of steps that read no prompt; without a draft, from what plain steps take."), table
+    caption = "From the times of steps that read no prompt; without a draft, from what plain steps take."
+    return Figure(chart, caption), table
 
 
 def _acceptance(status: ServiceStatus) -> Table:

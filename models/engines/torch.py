@@ -100,7 +100,7 @@ class TorchEngine:
         draft_version: what it is called in outputs.
         speculating: whether steps are drafted.
         on_finish: called once for every request that ended, aborted ones too; must not block.
-        on_step: called after every step with seconds that drafting took and that the target's pass took; must not block.
+        on_step: called after every step with the seconds that drafting and the target's pass took; must not block.
     """
 
     def __init__(

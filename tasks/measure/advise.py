@@ -264,7 +264,13 @@ def make_report(
         f"Times are of {costs.device or 'the table that was given'}.",
     ]
     if gain > 1:
-        notes += [f"To be pasted into recipe {recipe}:", "", "```toml", toml(recipe_tables(ways[best.way], best)), "```"]
+        notes += [
+            f"To be pasted into recipe {recipe}:",
+            "",
+            "```toml",
+            toml(recipe_tables(ways[best.way], best)),
+            "```",
+        ]
     return Report(
         figures={
             "options": [option._asdict() for option in options],

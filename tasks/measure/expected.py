@@ -81,7 +81,7 @@ class Seen(NamedTuple):
     Attributes:
         steps: of all answers.
         drafting: what it took here.
-        cut: whether fewer tokens would have been the first of these; not so of a tree, nor where confidence ends a step.
+        cut: whether fewer tokens would have been the first of these: not so of a tree, nor where confidence ends it.
     """
 
     steps: Sequence[Step]
@@ -131,9 +131,7 @@ def ranked(seen: Mapping[str, Seen], sizes: Iterable[int], costs: Costs) -> list
     found = []
     for way, one in seen.items():
         choices = [size for size in sizes if size <= one.most] if one.cut else []
-        options = [
-            Option(way, size, expected_speedup(one, size, costs, way)) for size in choices or [max(1, one.most)]
-        ]
+        options = [Option(way, size, expected_speedup(one, size, costs, way)) for size in choices or [max(1, one.most)]]
         found.append(max(options, key=lambda option: option.speedup))
     return sorted(found, key=lambda option: -option.speedup)
 

@@ -96,7 +96,9 @@ def document() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", [*BODIES, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz"])
+@pytest.mark.parametrize(
+    "path", [*BODIES, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz"]
+)
 def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     world: World, path: str, mode: GenerationMode
 ) -> None:

@@ -1,7 +1,7 @@
 """Lets an engine's process end when the one that started it does.
 
-vLLM's own ends with its parent once it serves. While it starts, up to the compiled models, it notices nothing, and waits
-five minutes for a parent that was killed before it first answered.
+vLLM's own ends with its parent once it serves. While it starts, it notices nothing, and waits five minutes for a parent
+that was killed before it first answered.
 """
 
 import ctypes

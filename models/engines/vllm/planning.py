@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -68,7 +68,7 @@ class Setup:
     lengths: BaseParams
     costs: Path | None = None
     measured_for: str = ""
-    guard: WithParent = WithParent()
+    guard: WithParent = field(default_factory=WithParent)
 
     def compute_hash(self) -> str:
         """Return what vLLM names compiled code by: nothing of this is compiled."""

@@ -19,7 +19,9 @@ def test_two_tokens_by_hand() -> None:
 
 
 def test_a_token_that_the_target_never_says_costs_by_the_least_probability() -> None:
-    assert value([1.0, 0.0], [0.5, 0.5], least_prob=1e-3) == pytest.approx(-math.log(2) - 0.5 * math.log(1e-3), abs=1e-5)
+    assert value([1.0, 0.0], [0.5, 0.5], least_prob=1e-3) == pytest.approx(
+        -math.log(2) - 0.5 * math.log(1e-3), abs=1e-5
+    )
 
 
 def test_a_place_whose_target_can_not_be_drafted_weighs_nothing() -> None:
