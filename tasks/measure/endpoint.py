@@ -174,3 +174,14 @@ class Load:
 def dump(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return answers as JSON, without their text."""
     return [answer.model_dump(mode="json", exclude={"text"}) for answer in answers]
+
+
+def forgetful(recipe: Recipe) -> Recipe:
+    """Return a recipe whose engine looks up no earlier answers, for a benchmark that asks the same prompts over again.
+
+    They would be found there whole, and every speed but a first one would be that of copying.
+    """
+    if not hasattr(recipe.engine, "lookup"):
+        return recipe
+    lookup = recipe.engine.lookup.model_copy(update={"remembered": 0})
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"lookup": lookup})})

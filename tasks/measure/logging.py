@@ -17,7 +17,7 @@ from infra.status import LogCounts
 from infra.views.results import Grid, Report, interval, spread
 from models.sources import Prompt
 from tasks.measure.child import run_program
-from tasks.measure.endpoint import Endpoint, dump
+from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.latency import compare_seconds, inter_token_spans, percentile
 from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
 from tasks.measure.run import Run
@@ -54,7 +54,7 @@ def measure(run: Run, num_prompts: int, num_rounds: int, concurrency: int, num_r
     prompts = run.prompts("held_out", num_prompts)
     cells = {f"{streams}-{number}": (streams, number) for streams in (1, concurrency) for number in range(num_rounds)}
     if not all(run.cells.has(name) for name in ("reference", *cells)):
-        with Endpoint(run.recipe, run.settings) as endpoint:
+        with Endpoint(forgetful(run.recipe), run.settings) as endpoint:
             endpoint.wait_for_draft(run.served().champion)
             for name, (streams, number) in cells.items():
                 run.cells.keep(name, lambda: _round(run, endpoint, prompts, streams, number))  # noqa: B023

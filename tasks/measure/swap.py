@@ -16,7 +16,7 @@ from infra.status import ServiceStatus
 from infra.views.figures import draw_latency
 from infra.views.results import Grid, Report, interval, spread
 from models.sources import Prompt
-from tasks.measure.endpoint import Endpoint, Load, dump
+from tasks.measure.endpoint import Endpoint, Load, dump, forgetful
 from tasks.measure.home import register_again
 from tasks.measure.latency import Span, compare_percentiles, inter_token_spans, longest_silence, percentile, touching
 from tasks.measure.latency import spread as spread_of
@@ -57,7 +57,7 @@ def measure(run: Run, num_prompts: int, num_swaps: int, per_cell: int, concurren
         registry = open_registry(run.settings)
         versions = _same_twice(run, registry) if same_files else (served.champion - 1, served.champion)
         registry.promote("draft", versions[1])
-        with Endpoint(run.recipe, run.settings) as endpoint:
+        with Endpoint(forgetful(run.recipe), run.settings) as endpoint:
             endpoint.wait_for_draft(versions[1])
             load = _Load(run, endpoint, prompts, concurrency)
             for name, size in sizes.items():

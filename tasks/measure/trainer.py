@@ -21,7 +21,7 @@ from infra.settings import Settings
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report, interval
 from models.sources import Prompt
-from tasks.measure.endpoint import Endpoint, dump
+from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served
 from tasks.measure.latency import Decoded, Span, compare_percentiles, decoded, inter_token_spans, percentile, touching
 from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
@@ -59,7 +59,7 @@ def measure(
     prompts = run.prompts("held_out", num_prompts)
     names = [f"round-{number}" for number in range(num_rounds)]
     if not all(run.cells.has(name) for name in ("filled", "reference", *names)):
-        with Endpoint(run.recipe, run.settings) as endpoint:
+        with Endpoint(forgetful(run.recipe), run.settings) as endpoint:
             endpoint.wait_for_draft(run.served().champion)
             run.cells.keep("filled", lambda: _fill(run, endpoint))
             plan = _Plan(run, endpoint, prompts, concurrency, pause_s, quiet_s, most_s)

@@ -53,7 +53,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     del target
     family = family_named(FAMILY)
     counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
-    draft = family.create(family.Params(), bench.target_dir, counts)
+    draft = family.create(catalog.parse("drafts", {"name": FAMILY}), bench.target_dir, counts)
     params = distill.Params.model_validate(row.settings)
     started = time.perf_counter()
     distill.train(draft, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, bench.work_dir / "train", seed)

@@ -5,7 +5,7 @@ from pathlib import Path
 from infra.keys import keys_path, read_keys
 from infra.settings import Settings
 from models.recipe import load_recipe
-from tasks.measure.endpoint import Endpoint
+from tasks.measure.endpoint import Endpoint, forgetful
 
 
 def test_whoever_asks_as_another_has_a_key_of_its_own_and_the_one_before_is_revoked(tmp_path: Path) -> None:
@@ -21,3 +21,11 @@ def test_whoever_asks_as_another_has_a_key_of_its_own_and_the_one_before_is_revo
     assert len(set(sent)) == 3
     endpoint.__exit__()
     assert not any(key.accepted for key in read_keys(keys_path(settings)) if key.name.startswith("bench-"))
+
+
+def test_a_forgetful_recipe_looks_up_what_a_request_says_itself_and_nothing_else() -> None:
+    recipe = load_recipe("smollm2-cpu")
+    assert recipe.engine.lookup.remembered > 0
+    changed = forgetful(recipe)
+    assert changed.engine.lookup == recipe.engine.lookup.model_copy(update={"remembered": 0})
+    assert changed.model_copy(update={"engine": recipe.engine}) == recipe
