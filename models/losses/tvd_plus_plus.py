@@ -18,6 +18,7 @@ PAPER = "arXiv:2403.00858, section 2.2"
 NEEDS = ("target_probs",)
 # Its value says nothing: only its gradient is meant.
 MINIMUM: tuple[Minimum, ...] = ()
+AGREED = 1e-6  # probabilities that differ by less do so for rounding
 
 
 class Params(BaseParams):
@@ -31,7 +32,7 @@ def loss(drafted: Drafted, params: Params) -> Tensor:
     """Return [N] float32."""
     p, q = drafted.target_probs.float(), drafted.draft_logits.float().softmax(-1)
     policy = q.detach()
-    reward = (p > policy).float()
+    reward = (p - policy > AGREED).float()
     mean = (policy * reward).sum(-1, keepdim=True)
     deviation = (policy * (reward - mean).square()).sum(-1, keepdim=True).sqrt()
     advantage = (reward - mean) / deviation.clamp(min=params.least_deviation)

@@ -39,8 +39,8 @@ ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
 REPEATS, WARM_TOKENS = 9, 8
 NUM_MEASURED = 3
 AIM = 0.15  # share of a measured speed that the expected one may miss it by
-# A tree, and a chain that ends where the draft is unsure: they are seen as they are and not cut.
-TREE = {"num_draft_tokens": max(SIZES), "trees": {"name": "sequoia"}}
+TREE_SIZES = (4, 8, 16)
+# A chain that ends where the draft is unsure: it is seen as it is and not cut, as trees are.
 UNSURE = {"num_draft_tokens": 8, "lengths": {"name": "confidence"}}
 
 Row = dict[str, Any]
@@ -83,19 +83,22 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
 
 
 def ways_of(served_k: int) -> dict[str, Configuration]:
-    """Return the ways to see: each draft that there is without training, as long a chain as it may be, and two more."""
-    ways = {
-        name: way.model_copy(update={"engine": {"num_draft_tokens": max(SIZES)}})
-        for name, way in read_configurations(None, served_k).items()
-    }
-    unsure = ways["served draft"].model_copy(update={"engine": UNSURE})
-    recycled = Configuration.model_validate({"draft": {"name": "token_recycling"}, "engine": TREE})
-    return {**ways, "served draft, while sure": unsure, "token_recycling, tree": recycled}
+    """Return the ways to see: each draft that there is without training, and the served one also while it is sure.
+
+    A chain has as many tokens as it may have; a tree is another one for each number of tokens, so there are several.
+    """
+    ways: dict[str, Configuration] = {}
+    for name, way in read_configurations(None, served_k).items():
+        sizes = SIZES[-1:] if is_cut(way) else TREE_SIZES
+        for size in sizes:
+            sized_name = name if is_cut(way) else f"{name}, {size} tokens"
+            ways[sized_name] = way.model_copy(update={"engine": {"num_draft_tokens": size}})
+    return {**ways, "served draft, while sure": ways["served draft"].model_copy(update={"engine": UNSURE})}
 
 
 def is_cut(way: Configuration) -> bool:
     """Whether fewer tokens would be the first of those that it proposes."""
-    return not {"trees", "lengths"} & way.engine.keys()
+    return "lengths" not in way.engine and not hasattr(way.draft, "tree")
 
 
 def sized(way: Configuration, option: Option) -> Configuration:

@@ -31,7 +31,7 @@ COLUMNS = {
     "tau_sampled": "τ at temperature 1, tokens a step ↑",
     "train_s": "training, s ↓",
 }
-FAMILY, NUM_DRAFT_TOKENS = "eagle3", 3
+FAMILY, NUM_DRAFT_TOKENS, MOST_TOKENS = "eagle3", 3, 4096
 PROMPT_LENGTH, ANSWER_LENGTH, NUM_ANSWERS, NUM_HELD_OUT = 16, 48, 96, 24
 TRAINING = {"num_epochs": 6, "batch_tokens": 256, "follow": "all"}
 
@@ -53,7 +53,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     del target
     family = family_named(FAMILY)
     counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
-    draft = family.create(catalog.parse("drafts", {"name": FAMILY}), bench.target_dir, counts)
+    settings = {"name": FAMILY, "vocab_size": min(MOST_TOKENS, vocab_size)}
+    draft = family.create(catalog.parse("drafts", settings), bench.target_dir, counts)
     params = distill.Params.model_validate(row.settings)
     started = time.perf_counter()
     distill.train(draft, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, bench.work_dir / "train", seed)

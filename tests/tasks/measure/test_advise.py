@@ -55,8 +55,9 @@ def test_every_way_is_seen_with_all_its_steps(rows: dict[str, Row]) -> None:
     assert rows[PLAIN]["ms"] > 0
     for name in WAYS:
         steps = [Step(*step) for step in rows[name]["steps"]]
-        # The first token of an answer comes with its prompt; the last step may be told short of what it emitted.
-        assert sum(1 + step.accepted for step in steps) == len(PROMPTS) * (MAX_TOKENS - 1), name
+        # The first token of an answer comes with its prompt; its last step may have accepted a token too many.
+        beyond = sum(1 + step.accepted for step in steps) - len(PROMPTS) * (MAX_TOKENS - 1)
+        assert 0 <= beyond <= len(PROMPTS), name
         assert all(0 <= step.accepted <= step.proposed <= max(SIZES) for step in steps)
         assert min(rows[name]["drafting"]) >= 0
 
