@@ -19,7 +19,11 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """The target's share β of the mixture."""
+    """What the two are held against.
+
+    Attributes:
+        beta: the target's share β of the mixture.
+    """
 
     name: Literal["jsd"] = "jsd"
     beta: float = Field(0.5, gt=0, lt=1)

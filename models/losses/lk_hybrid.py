@@ -19,7 +19,11 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """How soon acceptance takes over: 0 is KL alone."""
+    """How the two are weighed.
+
+    Attributes:
+        eta: how soon acceptance takes over; 0 is KL alone.
+    """
 
     name: Literal["lk_hybrid"] = "lk_hybrid"
     eta: float = Field(3.0, ge=0)

@@ -19,7 +19,11 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """What is added to the acceptance, so that 0 has a logarithm."""
+    """Where the logarithm ends.
+
+    Attributes:
+        floor: what is added to the acceptance, so that 0 has one.
+    """
 
     name: Literal["log_acceptance"] = "log_acceptance"
     floor: float = Field(1e-6, gt=0, lt=1)

@@ -18,7 +18,11 @@ MINIMUM: tuple[Minimum, ...] = ("distribution",)
 
 
 class Params(BaseParams):
-    """How unlikely the target is taken to find a token at the least: log p has no bound of its own."""
+    """Where the logarithm ends.
+
+    Attributes:
+        least_prob: the least that p counts as: log p has no bound of its own.
+    """
 
     name: Literal["reverse_kl"] = "reverse_kl"
     least_prob: float = Field(1e-6, gt=0, lt=1)

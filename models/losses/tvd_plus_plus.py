@@ -22,7 +22,11 @@ AGREED = 1e-6  # probabilities that differ by less do so for rounding
 
 
 class Params(BaseParams):
-    """The least deviation that a row is divided by: where draft and target agree there is next to none."""
+    """How far standardising goes.
+
+    Attributes:
+        least_deviation: what a row is divided by at the least: where draft and target agree there is next to none.
+    """
 
     name: Literal["tvd_plus_plus"] = "tvd_plus_plus"
     least_deviation: float = Field(1e-2, gt=0)
