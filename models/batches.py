@@ -51,5 +51,6 @@ def pack(
     device = draft.vocabulary.device
     hidden = hidden.to(device)
     width = len(draft.taps) * states.hidden_size
-    rows = Rows(hidden[..., :width], *(t.to(device) for t in (tokens, torch.cat(sequence), torch.cat(index))))
+    tokens, sequences, places = (one.to(device) for one in (tokens, torch.cat(sequence), torch.cat(index)))
+    rows = Rows(hidden[..., :width], tokens, sequences, places)
     return rows, hidden[..., -states.hidden_size :], log_sums.to(device), lengths.to(device)

@@ -292,6 +292,8 @@ class _Loop:
         More rows go on as the draft gets better, so only the latter falls.
         """
         rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
+        # By the step, so that a resumed run draws what the unbroken one would.
+        rows = rows._replace(rng=torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step))
         last = lengths[rows.sequence] - 1
 
         def came(step: int, running: Tensor) -> Tensor:

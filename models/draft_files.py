@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.layers.decoder import MODEL_TYPES
 from models.targets import TargetCard
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -88,6 +89,12 @@ def require_tensors(tensors: dict[str, Tensor], wanted: Shapes) -> None:
             raise ValueError(f"tensor {name} is {got.dtype} {list(got.shape)}; wanted {dtype} {list(shape)}")
         if got.is_floating_point() and not bool(torch.isfinite(got).all()):
             raise ValueError(f"tensor {name} holds NaN or infinite values")
+
+
+def require_llama_layout(model_type: str, family: str) -> None:
+    """Raise ValueError if a family can't read a target's layers and norms."""
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"{family} reads targets of the Llama layout; got model_type {model_type!r}")
 
 
 def made_for(target: TargetCard) -> dict[str, str]:

@@ -26,9 +26,16 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from models.checkpoint import output_embedding, read_stored, read_tensor
-from models.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
+from models.draft_files import (
+    Shapes,
+    check_config,
+    made_for,
+    read_config,
+    require_llama_layout,
+    require_tensors,
+    write_config,
+)
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
-from models.layers.decoder import MODEL_TYPES
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.proposal import Proposal
@@ -248,8 +255,7 @@ class Format:
             ValueError: the target is not of the Llama layout, or has fewer tokens than the heads.
         """
         source = AutoConfig.from_pretrained(target_dir)
-        if source.model_type not in MODEL_TYPES:
-            raise ValueError(f"{self._family} reads targets of the Llama layout; got model_type {source.model_type!r}")
+        require_llama_layout(source.model_type, self._family)
         card = describe(target_dir)
         if params.vocab_size > card.vocab_size:
             raise ValueError(f"draft vocab_size must be 1 to {card.vocab_size}, the target's; got {params.vocab_size}")

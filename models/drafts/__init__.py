@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from models import catalog
@@ -57,6 +58,7 @@ class Rows(NamedTuple):
     token_ids: Tensor  # [B, T+K] padded
     sequence: Tensor
     index: Tensor  # type: ignore[assignment]  # it hides tuple.index, which nobody asks of rows
+    rng: torch.Generator | None = None  # what training draws noise from, on the states' device; None outside of it
 
 
 class Unrolled(NamedTuple):

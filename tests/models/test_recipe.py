@@ -63,7 +63,7 @@ def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tab
     [
         ("refresh", "min_rowz", 1, r'r: \[refresh\]: refresh: unknown key "min_rowz" \(did you mean "min_rows"\?\)'),
         ("target", "name", "rand", r'r: \[target\]: no method "rand" in targets'),
-        ("draft", "name", "eagle", r'no method "eagle" in drafts \(did you mean "eagle3"\?\)'),
+        ("draft", "name", "eagel", r'no method "eagel" in drafts \(did you mean "eagle"\?\)'),
         ("engine", "num_draft_tokens", 0, r"engine.num_draft_tokens is 0; a draft is trained, gated and served at 1"),
         ("distill", "num_unroll", 2, r'unknown key "num_unroll"'),
         ("engine", "num_drafts", 2, r'unknown key "num_drafts"'),

@@ -25,12 +25,14 @@ from models.draft_files import (
     made_for,
     read_config,
     read_json,
+    require_llama_layout,
     require_tensors,
     write_config,
 )
 from models.drafts import EngineWeights
 from models.drafts.eagle3.head import Eagle3, is_subset
 from models.drafts.eagle3.layouts import LAYER_NAMES, is_published, read_published
+from models.features import layer_config
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -72,8 +74,7 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle3
         ValueError: the target is not of the Llama layout, or `params` don't fit it.
     """
     source = AutoConfig.from_pretrained(target_dir)
-    if source.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
-        raise ValueError(f"eagle3 reads targets of the Llama layout; got model_type {source.model_type!r}")
+    require_llama_layout(source.model_type, FAMILY)
     if not 1 <= params.vocab_size <= source.vocab_size:
         raise ValueError(f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {params.vocab_size}")
     layers = params.aux_layers or _default_layers(source.num_hidden_layers)
@@ -243,27 +244,10 @@ def _default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _config(source: Any, vocab_size: int, layers: tuple[int, ...], card: TargetCard) -> dict[str, Any]:
-    width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
-    config = {
+    config = layer_config(source) | {
         "architectures": list(ARCHITECTURES),
-        "model_type": "llama",
-        "hidden_size": source.hidden_size,
-        "intermediate_size": source.intermediate_size,
-        "num_attention_heads": source.num_attention_heads,
-        "num_key_value_heads": source.num_key_value_heads,
-        "head_dim": width,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": source.rms_norm_eps,
-        "rope_parameters": dict(source.rope_parameters),
-        "max_position_embeddings": source.max_position_embeddings,
-        "vocab_size": source.vocab_size,
         "draft_vocab_size": vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(layers),
-        "bos_token_id": source.bos_token_id,
-        "eos_token_id": source.eos_token_id,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
         "redraft": made_for(card),
     }
     if len(layers) != 3:

@@ -32,25 +32,25 @@ def draft_one_by_one(
     keys, values, logits = [], [], []
     for t in range(index + 1):
         combined = head.fc(hidden[t])
-        joined = head._joined(combined, token_ids[t + 1])
-        key, value = head._keys_values(joined, torch.tensor(t))
+        joined = head.join(combined, token_ids[t + 1])
+        key, value = head.keys_values(joined, torch.tensor(t))
         keys.append(key)
         values.append(value)
     state = combined
     for step in range(num_steps):
-        joined = head._joined(state, token_ids[index + 1 + step])
+        joined = head.join(state, token_ids[index + 1 + step])
         if step > 0:
-            key, value = head._keys_values(joined, torch.tensor(index + step))
+            key, value = head.keys_values(joined, torch.tensor(index + step))
             keys.append(key)
             values.append(value)
-        query = head._rotated(head.midlayer["self_attn"]["q_proj"](joined), head.num_heads, torch.tensor(index + step))
+        query = head.rotated(head.midlayer["self_attn"]["q_proj"](joined), head.num_heads, torch.tensor(index + step))
         groups = head.num_heads // head.num_kv_heads
         k = torch.stack(keys).repeat_interleave(groups, 1)
         v = torch.stack(values).repeat_interleave(groups, 1)
         weights = (torch.einsum("hw,thw->ht", query, k) * head.head_dim**-0.5).softmax(-1)
         attended = torch.einsum("ht,thw->hw", weights, v).flatten()
-        state = head._feed_forward(state + head.midlayer["self_attn"]["o_proj"](attended))
-        logits.append(head.lm_head(head._normed(state, head.norm)))
+        state = head.feed_forward(state + head.midlayer["self_attn"]["o_proj"](attended))
+        logits.append(head.lm_head(head.normed(state, head.norm)))
     return logits
 
 

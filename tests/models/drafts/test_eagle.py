@@ -1,0 +1,76 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from models.checkpoint import read_tensor
+from models.drafts import Rows, eagle
+from models.losses import feature_regression
+from tests.models.drafts.tiny import make_tiny
+
+
+def test_a_feature_is_what_the_targets_output_matrix_reads(tiny_target: Path) -> None:
+    draft = eagle.create(eagle.Params(), tiny_target, np.empty(0))
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    kept: list[torch.Tensor] = []
+    model.model.layers[-1].register_forward_hook(lambda module, inputs, output: kept.append(output))
+    with torch.inference_mode():
+        wanted = model(torch.arange(3, 20)[None]).logits
+        _, said = draft.say(draft.combine(kept[0]))
+    torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_step_is_the_librarys_layer_without_its_first_norm(tiny_target: Path) -> None:
+    draft = make_tiny(eagle, tiny_target)
+    rng = torch.Generator().manual_seed(0)
+    hidden, tokens = torch.randn(1, 9, 128, generator=rng), torch.randint(0, 259, (1, 11), generator=rng)
+    config = LlamaConfig(**draft.config, attn_implementation="eager")
+    layer = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = nn.Identity()
+    layer.load_state_dict(draft.layers[0].state_dict())
+    embedded = read_tensor(tiny_target, "model.embed_tokens.weight").float()[tokens[:, 1:10]]
+    with torch.inference_mode():
+        read = torch.cat([embedded, draft.combine(hidden)], dim=-1) @ draft.fc.weight.T
+        positions = torch.arange(9)[None]
+        waves = LlamaRotaryEmbedding(config)(read, positions)
+        mask = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+        wanted = layer(read, attention_mask=mask, position_ids=positions, position_embeddings=waves)
+        rows = Rows(hidden, tokens, torch.tensor([0, 0]), torch.tensor([4, 8]))
+        (drafted,) = draft.unroll(rows, 1)
+    torch.testing.assert_close(drafted.hidden, wanted[0, [4, 8]], rtol=1e-4, atol=1e-4)
+
+
+def test_training_reads_features_that_are_off_by_no_more_than_the_noise(tiny_target: Path) -> None:
+    draft = eagle.create(eagle.Params(noise=0.25), tiny_target, np.empty(0))
+    hidden, tokens = torch.randn(1, 300, 128), torch.full((1, 300), 5)
+    with torch.inference_mode():
+        plain, noisy, again = (
+            draft.context(hidden, tokens, rng=rng)[0]
+            for rng in (None, torch.Generator().manual_seed(1), torch.Generator().manual_seed(1))
+        )
+    assert torch.equal(noisy, again)
+    assert 0.24 < float((noisy - plain).abs().max()) <= 0.25 + 1e-5
+    assert float((noisy - plain).mean()) == pytest.approx(0, abs=0.005)
+
+
+def test_one_step_is_trained_by_regression(tiny_target: Path) -> None:
+    draft = make_tiny(eagle, tiny_target)
+    assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
+    assert draft.num_unrolled(5) == 1
+
+
+def test_a_draft_without_the_targets_states_is_an_error_that_says_so(tiny_target: Path) -> None:
+    rows = Rows(torch.empty(1, 9, 0), torch.full((1, 20), 5), torch.tensor([0]), torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"reads the target's last hidden state, 128 wide; got states of width 0"):
+        make_tiny(eagle, tiny_target).unroll(rows, 1)
+
+
+def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="eagle reads targets of the Llama layout; got model_type 'gpt2'"):
+        eagle.create(eagle.Params(), tmp_path, np.empty(0))

@@ -1,0 +1,100 @@
+"""Families that are trained as their papers say learn what is planted, are accepted for it, and change no output."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import catalog, distill
+from models.drafts import Draft, family_named
+from models.engines import Sampling
+from models.hidden import Sample
+from models.scoring import score
+from tests.models import planted
+from tests.models.drafts.answered import answer_all
+from tests.models.engines.sampled import P_VALUE, sampled_p_value
+
+pytestmark = pytest.mark.slow
+
+SHAPES: dict[str, dict[str, int]] = {"eagle": {}, "hydra": {"vocab_size": 70}, "medusa": {"vocab_size": 70}}
+NAMES = sorted(SHAPES)
+VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
+# The likeliest tokens of a tree are certain.
+RULES = [name for name, rule in VERIFY.items() if rule.LOSSLESS and rule.SAMPLES and "certain" in rule.SIBLINGS]
+K = 4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("planted")
+    planted.build(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def held_out(target: Path) -> dict[float, list[Sample]]:
+    """Temperature to answers that no draft learns from."""
+    return {temperature: planted.answers(target, 8, temperature, seed=1) for temperature in (0.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Draft, Draft]]:
+    """Family to a new draft and a trained one."""
+    samples = planted.answers(target, 40, 1.0, seed=0) + planted.answers(target, 24, 0.0, seed=2)
+    params = distill.Params(num_epochs=16, batch_tokens=512, learning_rate=4e-3, num_threads=1)
+    found = {}
+    for name in NAMES:
+        family = family_named(name)
+        new, draft = (family.create(family.Params(name=name, **SHAPES[name]), target, np.ones(259)) for _ in range(2))
+        distill.train(draft, target, samples, params, K, tmp_path_factory.mktemp("work"))
+        found[name] = new, draft
+    return found
+
+
+def tau(draft: Draft, target: Path, samples: list[Sample], work: Path) -> float:
+    scores = score(draft, target, samples, K, work)
+    return 1 + sum(one.accepted for one in scores) / sum(one.steps for one in scores)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_teaches_what_is_planted(
+    name: str,
+    target: Path,
+    held_out: dict[float, list[Sample]],
+    trained: dict[str, tuple[Draft, Draft]],
+    tmp_path: Path,
+) -> None:
+    new, draft = trained[name]
+    before, after = (tau(one, target, held_out[0.0], tmp_path) for one in (new, draft))
+    assert before < 1.5 < 3.0 < after, (before, after)
+
+
+def test_what_reads_the_drafted_tokens_is_accepted_more_where_the_text_forks(
+    target: Path, held_out: dict[float, list[Sample]], trained: dict[str, tuple[Draft, Draft]], tmp_path: Path
+) -> None:
+    """Given the tokens before, the next one is of two; without, head k's is of 2ᵏ⁺¹."""
+    eagle, hydra, medusa = (tau(trained[name][1], target, held_out[1.0], tmp_path) for name in NAMES)
+    assert min(eagle, hydra) > medusa + 0.8, (eagle, hydra, medusa)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tree", ["chain", "static", "sequoia", "dynamic"])
+def test_a_trained_draft_saves_steps_and_changes_no_token(
+    name: str, tree: str, target: Path, held_out: dict[float, list[Sample]], trained: dict[str, tuple[Draft, Draft]]
+) -> None:
+    asked = [sample.prompt_ids for sample in held_out[0.0]]
+    sampling = Sampling(max_tokens=24, ignore_eos=True, num_logprobs=2)
+    num_draft_tokens = K if tree == "chain" else 12
+    answers = answer_all(
+        target, trained[name][1], asked, sampling, num_draft_tokens=num_draft_tokens, trees={"name": tree}
+    )
+    for sample, answer in zip(held_out[0.0], answers, strict=True):
+        assert list(answer.token_ids) == sample.completion_ids or min(answer.gaps) < 1e-3
+    assert sum(len(answer.drafted) for answer in answers) < 23 * len(answers) / 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_lossless_rule_keeps_the_targets_distribution_with_a_grown_tree(
+    rule: str, target: Path, trained: dict[str, tuple[Draft, Draft]]
+) -> None:
+    assert sampled_p_value(target, trained["hydra"][1], num_draft_tokens=7, rule=rule, tree="static") > P_VALUE
