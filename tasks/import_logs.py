@@ -9,7 +9,7 @@ before they are written, and a row's id is the hash of its content, so that impo
 
 Texts go through the target's chat template, as a chat with the service does, and the answer gets the token that ends
 it. Optional: `domain`; `temperature`, 1 where nothing is said, as in OpenAI's API; `subject`, a name, or the hash that
-a query log has for it.
+a query log has for it; `group`, what the request belongs with, as header `X-Redraft-Group` names it, or the hash.
 """
 
 import hashlib
@@ -24,10 +24,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra import scrub
-from infra.consent import QueryRow, parse_domain, subject_of
+from infra.consent import QueryRow, group_of, parse_domain, subject_of
 from infra.manifest import canonical_json
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.secret import home_secret
 from infra.settings import load_settings
 from models.params import Frozen
 from models.rowfiles import count_rows, read_rows
@@ -41,6 +42,7 @@ BATCH_ROWS = 256
 NUM_EXAMPLES = 5
 MAX_FAULT_CHARS = 300
 DEFAULT_TEMPERATURE = 1.0
+IMPORTED = "import"  # no key's hash: no client can name a group of imported rows
 HASHED = re.compile(r"[0-9a-f]{64}")
 
 
@@ -87,6 +89,7 @@ class _Reader:
         self.skipped: Counter[str] = Counter()
         self.examples: list[str] = []
         self._domain, self._max_len, self._strict = domain, max_len, strict
+        self._secret = home_secret(load_settings().home)
         registry = open_registry()
         target = registry.champion("target")
         if target is None:
@@ -135,6 +138,7 @@ class _Reader:
             id=f"import-{hashlib.sha256(content).hexdigest()[:32]}",
             time_ms=int(time.time() * 1000),
             subject=_subject(values.get("subject")),
+            group=self._group(values.get("group")),
             domain=self._domain or _domain(values.get("domain")),
             consent="full",
             scrubber_revision=scrub.REVISION,
@@ -148,6 +152,14 @@ class _Reader:
             finish_reason="stop" if completion_ids[-1] == self._tokenizer.eos_token_id else "length",
             speculating=False,
         )
+
+    def _group(self, value: object) -> str | None:
+        if isinstance(value, str) and HASHED.fullmatch(value):
+            return value
+        try:
+            return group_of(self._secret, IMPORTED, None if value == "" else value)
+        except ValueError as error:
+            raise Unusable("with an invalid group", str(error)) from error
 
     def _token_ids(self, values: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         given = {name for name, value in values.items() if value is not None}

@@ -11,9 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from infra.artifacts import staged
-from infra.consent import subject_of
+from infra.consent import group_of, subject_of
 from infra.querylog import QueryLog
 from infra.registry import Registry
+from infra.secret import home_secret
 from infra.settings import load_settings
 from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
@@ -90,8 +91,18 @@ def test_importing_twice_adds_nothing_whatever_the_domain_and_the_file(log: Quer
     assert log.stats().per_domain == {"default": 600}
 
 
+def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Write) -> None:
+    rows = [{"prompt": f"question {name}", "completion": "answer", "group": name} for name in ("g", "h", "")]
+    import_logs.fn([write(*rows, {"prompt": "another", "completion": "answer", "group": "g"})], max_len=256)
+    first, second, without, fourth = [row.group for row in log.rows(1, 9)]
+    assert first == fourth != second
+    assert without is None
+    secret = home_secret(load_settings().home)
+    assert first not in (group_of(secret, None, "g"), group_of(secret, subject_of("a key", None), "g"))
+
+
 def test_an_exported_row_comes_back_as_it_was(log: QueryLog, write: Write) -> None:
-    import_logs.fn([write({"messages": CHAT, "subject": "ann", "temperature": 0.5})], max_len=256)
+    import_logs.fn([write({"messages": CHAT, "subject": "ann", "group": "g", "temperature": 0.5})], max_len=256)
     (row,) = log.rows(1, 9)
     exported = {**row.model_dump(), "temperature": row.sampling["temperature"]}
     report = import_logs.fn([write(exported, name="exported.jsonl")], max_len=256)
@@ -138,6 +149,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "temperature is -1, wanted a number from 0 on",
     ),
     ({"messages": CHAT, "temperature": True}, "with an invalid temperature", "temperature is True"),
+    ({"messages": CHAT, "group": "my group"}, "with an invalid group", "1 to 128 printable ASCII .*, got 8 characters"),
     ({"messages": CHAT, "subject": 7}, "with an invalid subject", "subject is a int, wanted a text"),
     ({"messages": CHAT, "temperature": 10**400}, "with wrong fields", "OverflowError: int too large"),
     ({"messages": CHAT, "subject": "a\ud800"}, "with wrong fields", "UnicodeEncodeError: .*surrogates not allowed"),
