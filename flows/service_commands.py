@@ -70,8 +70,8 @@ def traffic(
     columns = (TextColumn(f"{domain} traffic"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out) as bar:
         task = bar.add_task(domain, total=len(prompts))
-        max_tokens = parsed.generate.max_tokens
-        report = send_traffic.fn(client, prompts, max_tokens, concurrency, lambda _: bar.advance(task))
+        traffic, max_tokens = parsed.traffic, parsed.generate.max_tokens
+        report = send_traffic.fn(client, prompts, traffic, max_tokens, concurrency, lambda _: bar.advance(task))
     _show_traffic(report)
 
 

@@ -35,11 +35,13 @@ class Chat(NamedTuple):
         id: comes back with the answer.
         domain: kind of traffic.
         messages: in OpenAI's shape.
+        group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
     """
 
     id: str
     domain: str
     messages: Sequence[Mapping[str, str]]
+    group: str = ""
 
 
 class Answer(BaseModel):
@@ -257,6 +259,7 @@ async def _ask(
                 "X-Redraft-Domain": chat.domain,
                 "X-Redraft-Log": log,
                 "X-Redraft-Speculation": speculation,
+                **({"X-Redraft-Group": chat.group} if chat.group else {}),
                 **detail,
             },
             **({"logprobs": True, "top_logprobs": 2} if gaps else {}),

@@ -51,12 +51,14 @@ class Traffic(Frozen):
         num_train: prompts that the first draft is trained on; with 0 the domain is new to it.
         num_held_out: prompts that no draft is ever trained on.
         num_requests: prompts to send to a running service.
+        send_groups: whether requests name their groups to it, so that it splits none of them either.
     """
 
     source: Annotated[BaseParams, catalog.Method("sources")]
     num_train: int = Field(0, ge=0)
     num_held_out: int = Field(ge=1)
     num_requests: int = Field(ge=1)
+    send_groups: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Return part to its number of prompts, without the empty ones."""

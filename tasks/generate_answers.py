@@ -50,7 +50,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         answers = asyncio.run(_run_engine(recipe, open_artifact(target), wanted, golden_prompts, work, directory))
         gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
         for part, of_part in asked.items():
-            write_samples(directory, part, (answers[prompt.id]._replace(domain=prompt.domain) for prompt in of_part))
+            write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
 
     return produce(
         stage="samples",
@@ -58,7 +58,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         params={
             "generate": recipe.generate.model_dump(exclude={"concurrency"}),
             "engine": recipe.engine.model_dump(mode="json"),
-            "domains": recipe.first_domains,
+            "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
         },
         inputs={"target": target, "prompts": prompts},
         code=(__name__, f"models.engines.{recipe.engine.name}", "models.golden"),
@@ -79,6 +79,12 @@ async def _run_engine(
         golden, threshold = await _reference(engine, tokenizer, golden_prompts, recipe.generate)
         save_golden(directory, golden, threshold)
         return await answer_prompts(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
+
+
+def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:
+    """Return an answer under its domain's name and, where requests name their groups, with its own."""
+    group = prompt.group if recipe.traffic[prompt.domain].send_groups else ""
+    return answer._replace(domain=prompt.domain, cluster=group)
 
 
 @asynccontextmanager

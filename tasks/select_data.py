@@ -7,7 +7,7 @@ from infra.artifacts import Artifact
 from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
-from models.sources import Prompt, draw_parts, sample, split
+from models.sources import Prompt, digest, draw_parts, sample, split
 from tasks.stages import local_content, produce
 from tasks.stages.task import task
 
@@ -60,9 +60,24 @@ def choose_more(domain: str, traffic: Traffic, seed: int, part: str, count: int)
     return [prompt.model_copy(update={"domain": domain}) for prompt in sample(found, count, seed)]
 
 
-def as_chats(prompts: Iterable[Prompt]) -> list[Chat]:
-    """Return prompts as they are sent to a service."""
-    return [Chat(one.id, one.domain, [message.model_dump() for message in one.messages]) for one in prompts]
+def as_chats(prompts: Iterable[Prompt], traffic: Mapping[str, Traffic] | None = None) -> list[Chat]:
+    """Return prompts as they are sent to a service.
+
+    Args:
+        prompts: of any domains.
+        traffic: domain to its table, which says whether groups are named; a group goes by its hash, whatever it is
+            called. None names none.
+    """
+    named = {domain for domain, table in (traffic or {}).items() if table.send_groups}
+    return [
+        Chat(
+            one.id,
+            one.domain,
+            [message.model_dump() for message in one.messages],
+            digest(one.group) if one.domain in named else "",
+        )
+        for one in prompts
+    ]
 
 
 def read_prompts(directory: Path, part: str) -> list[Prompt]:

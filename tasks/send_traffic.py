@@ -3,11 +3,11 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from infra.client import Answer, Client
 from models.params import Frozen
-from models.recipe import Recipe
+from models.recipe import Recipe, Traffic
 from models.sources import Prompt
 from tasks.select_data import as_chats, choose_prompts
 from tasks.stages.task import task
@@ -51,6 +51,7 @@ def choose_requests(recipe: Recipe, domain: str, num_requests: int) -> list[Prom
 def send_traffic(
     client: Client,
     prompts: Sequence[Prompt],
+    traffic: Mapping[str, Traffic],
     max_tokens: int,
     concurrency: int,
     on_answer: Callable[[Answer], None] | None = None,
@@ -60,14 +61,14 @@ def send_traffic(
     Args:
         client: of the service.
         prompts: what to send; each carries its domain.
+        traffic: domain to its table in the recipe.
         max_tokens: of each answer.
         concurrency: requests in flight.
         on_answer: called with each answer as it ends.
     """
     started_s = time.monotonic()
-    answers = asyncio.run(
-        client.send(as_chats(prompts), concurrency=concurrency, max_tokens=max_tokens, on_answer=on_answer)
-    )
+    chats = as_chats(prompts, traffic)
+    answers = asyncio.run(client.send(chats, concurrency=concurrency, max_tokens=max_tokens, on_answer=on_answer))
     return summarise(answers, time.monotonic() - started_s)
 
 

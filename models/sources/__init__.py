@@ -52,7 +52,7 @@ class Prompt(Frozen):
     def id(self) -> str:
         """sha256 of the messages, 64 hex digits; neither domain nor group changes it."""
         content = [[message.role, message.content] for message in self.messages]
-        return _digest(json.dumps(content, ensure_ascii=True))
+        return digest(json.dumps(content, ensure_ascii=True))
 
 
 class Document(Frozen):
@@ -73,7 +73,7 @@ class Document(Frozen):
         """sha256 of the content, 64 hex digits; neither domain nor group changes it."""
         content = self.content
         listed = content if isinstance(content, str) else [[message.role, message.content] for message in content]
-        return _digest(json.dumps(listed, ensure_ascii=True))
+        return digest(json.dumps(listed, ensure_ascii=True))
 
 
 ItemT = TypeVar("ItemT", Prompt, Document)
@@ -174,7 +174,7 @@ def split(items: Sequence[ItemT], fractions: Mapping[str, float], seed: int) -> 
         raise ValueError(f"fractions must be above 0 and sum to 1, got {dict(fractions)}")
     parts: dict[str, list[ItemT]] = {part: [] for part in fractions}
     for item in items:
-        parts[_part(int(_digest(f"{seed}:{item.group}"), 16) / 2**256, fractions)].append(item)
+        parts[_part(int(digest(f"{seed}:{item.group}"), 16) / 2**256, fractions)].append(item)
     for part, members in parts.items():
         if not members:
             num_groups = len({item.group for item in items})
@@ -198,7 +198,7 @@ def sample(items: Sequence[ItemT], count: int, seed: int) -> list[ItemT]:
     """
     if not 0 <= count <= len(items):
         raise ValueError(f"count must be from 0 to {len(items)}, the number of items; got {count}")
-    return sorted(items, key=lambda item: _digest(f"{seed}:{item.id}"))[:count]
+    return sorted(items, key=lambda item: digest(f"{seed}:{item.id}"))[:count]
 
 
 def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, seed: int) -> dict[PartT, list[ItemT]]:
@@ -224,5 +224,6 @@ def draw_parts(items: Sequence[ItemT], sizes: Mapping[PartT, int], domain: str, 
     }
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """Return the sha256 of a text, 64 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -294,7 +294,7 @@ class Demonstration:
         """Send prompts, drafted by the head alone unless speed is what is measured."""
         asyncio.run(
             self._client.send(
-                as_chats(prompts),
+                as_chats(prompts, self._recipe.traffic),
                 concurrency=concurrency,
                 max_tokens=self._recipe.generate.max_tokens,
                 log=log,

@@ -137,7 +137,7 @@ def _send(
         return await asyncio.gather(
             *(
                 Client(endpoint.url, key, operates=False).send(
-                    as_chats(prompts),
+                    as_chats(prompts, run.recipe.traffic),
                     concurrency=max(1, most.concurrency // len(KEYS)),
                     max_tokens=most.max_tokens,
                     on_answer=on_answer,

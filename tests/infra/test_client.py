@@ -35,6 +35,7 @@ class Handler(BaseHTTPRequestHandler):
         said = body["messages"][-1]["content"]
         self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
         self.server.details.append(self.headers["X-Redraft-Detail"])
+        self.server.groups.append(self.headers["X-Redraft-Group"])
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -70,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     """Return a server that runs."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.seen, server.details, server.status = [], [], SERVING
+        server.seen, server.details, server.groups, server.status = [], [], [], SERVING
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -126,6 +127,14 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
 def test_domain_and_consent_go_with_each_request(server):
     ask(server, "a", "b")
     assert server.seen == [("code", "full", 0.0)] * 2
+
+
+def test_a_group_goes_with_the_chats_that_have_one(server):
+    alone, (inside,) = chats("a"), chats("b")
+    asyncio.run(
+        Client(url_of(server)).send([*alone, inside._replace(group="g")], concurrency=1, max_tokens=8),
+    )
+    assert server.groups == [None, "g"]
 
 
 def test_only_who_operates_a_service_asks_for_the_counts_of_each_step(server):

@@ -3,8 +3,9 @@
 import json
 
 from models.hidden import Sample
+from models.recipe import load_recipe
 from models.sources import Message, Prompt
-from tasks.generate_answers import _across_domains, _read_answers
+from tasks.generate_answers import _across_domains, _named, _read_answers
 
 
 def prompt(text: str, domain: str) -> Prompt:
@@ -20,6 +21,14 @@ def test_a_line_that_was_cut_short_is_removed_and_asked_for_again(tmp_path):
     file.write_text('{"id": "b", "dom')
     assert _read_answers(file) == {}
     assert file.read_text() == ""
+
+
+def test_answers_keep_the_group_of_their_prompt_where_the_recipe_names_it_to_the_service():
+    tiny, answer = load_recipe("tiny"), Sample("a", "x", [1], [2, 3, 4])
+    chat = tiny.traffic["chat"]
+    grouped = tiny.model_copy(update={"traffic": {"chat": chat.model_copy(update={"send_groups": True})}})
+    assert _named(answer, prompt("hi", "chat"), tiny) == answer._replace(domain="chat")
+    assert _named(answer, prompt("hi", "chat"), grouped) == answer._replace(domain="chat", cluster="hi")
 
 
 def test_golden_prompts_take_the_domains_in_turn():

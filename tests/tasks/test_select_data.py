@@ -1,10 +1,13 @@
 """Choosing prompts: sizes, sides and refusals."""
 
+import re
+
 import pytest
 
+from infra.consent import GROUP
 from models.recipe import Traffic
 from models.sources.synthetic import Params
-from tasks.select_data import choose_more, choose_prompts, read_prompts, select_data
+from tasks.select_data import as_chats, choose_more, choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
 
@@ -36,6 +39,17 @@ def test_more_prompts_of_a_part_begin_with_the_recipes_own_and_stay_out_of_the_o
     assert not others & {prompt.group for prompt in more}
     with pytest.raises(ValueError, match='domain "chat" has .* prompts for requests, got 300 to ask for'):
         choose_more("chat", TRAFFIC, 0, "requests", 300)
+
+
+def test_chats_have_one_group_where_prompts_have_if_the_recipe_says_so_and_a_service_takes_its_name():
+    prompts = choose_prompts("chat", TRAFFIC, seed=0)["requests"]
+    prompts.append(prompts[0].model_copy(update={"group": "Ger\u00e4te und Zubeh\u00f6r " * 40}))
+    chats = as_chats(prompts, {"chat": TRAFFIC.model_copy(update={"send_groups": True})})
+    assert len({one.group for one in prompts}) == len({chat.group for chat in chats})
+    assert len({(one.group, chat.group) for one, chat in zip(prompts, chats, strict=True)}) < len(prompts)
+    assert all(re.fullmatch(GROUP, chat.group) for chat in chats)
+    for silent in (as_chats(prompts), as_chats(prompts, {"chat": TRAFFIC})):
+        assert {chat.group for chat in silent} == {""}
 
 
 def test_the_task_writes_every_part(tmp_path, monkeypatch):
