@@ -8,7 +8,7 @@ states are handed on to the target's pass, which need not go through them again 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,24 +56,34 @@ class SelfDraft(TargetPart, Weightless):
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`; the states are those of a copy of the target, and `rows.hidden` is not read."""
-        target, index = self.decoder(), rows.index.tolist()
+        target, starts = self.decoder(), rows.index + 1
         states: dict[int, Tensor] = {}
         for sequence in rows.sequence.unique().tolist():
-            here = (rows.sequence == sequence).nonzero()[:, 0].tolist()
-            token_ids = rows.token_ids[sequence]
-            cache = Cache(target, max(index[row] for row in here) + 1 + num_steps)
-            target.forward(token_ids[: cache.max_len - num_steps], cache)
-            for row in here:
-                start = index[row] + 1
-                states[row] = read_aside(target, token_ids[start : start + num_steps], cache, start, self.skipped)
-        running, drafted = torch.arange(len(index), device=rows.index.device), []
+            here = (rows.sequence == sequence).nonzero()[:, 0]
+            drafted_from = starts[here].tolist()
+            token_ids = rows.token_ids[sequence, : max(drafted_from) + num_steps]
+            states |= zip(here.tolist(), self.states(target, token_ids, drafted_from, num_steps), strict=True)
+        running, drafted = torch.arange(len(starts), device=starts.device), []
         for step in range(num_steps):
             hidden = torch.stack([states[row][step] for row in running.tolist()]) if len(running) else None
-            logits = running.new_zeros(0, target.vocab_size).float() if hidden is None else target.logits(hidden)
+            logits = starts.new_zeros(0, target.vocab_size).float() if hidden is None else target.logits(hidden)
             drafted.append(Unrolled(running, logits))
             if keep is not None and step + 1 < num_steps:
                 running = running[keep(step, running, logits)]
         return drafted
+
+    def states(self, target: Decoder, token_ids: Tensor, starts: Sequence[int], num_tokens: int) -> Iterator[Tensor]:
+        """Yield what it makes of some tokens from each start on, [num_tokens, H], after the target's keys before it.
+
+        Args:
+            target: the target.
+            token_ids: [T] of a text that ends with the last such token.
+            starts: places in it.
+            num_tokens: of each.
+        """
+        cache = Cache(target, max(starts) + len(starts) * num_tokens)
+        target.forward(token_ids[: max(starts)], cache)
+        yield from read_ahead(target, token_ids, cache, starts, num_tokens, self.skipped)
 
     def drafter(self, max_len: int) -> "TreeDrafter":
         """See `models.drafts.Draft`."""
@@ -215,6 +225,34 @@ def read_aside(target: Decoder, token_ids: Tensor, cache: Cache, start: int, ski
     cache.keys[:, :, places], cache.values[:, :, places] = kept
     cache.length = length
     return states
+
+
+def read_ahead(
+    target: Decoder, token_ids: Tensor, cache: Cache, starts: Sequence[int], num_tokens: int, skipped: Sublayers
+) -> Tensor:
+    """Read what follows several places of a text through a part of the target, each after the target's own keys.
+
+    Args:
+        target: whose part.
+        token_ids: [T] int64, the text.
+        cache: of the target, with the text up to the last start at least, and room for what is read; it stays so long.
+        starts: places, from 0.
+        num_tokens: read from each.
+        skipped: what is left out.
+
+    Returns:
+        [starts, num_tokens, H] last hidden states, normed.
+    """
+    length = cache.length
+    parents = [
+        start - 1 - length if step == 0 else row * num_tokens + step - 1
+        for row, start in enumerate(starts)
+        for step in range(num_tokens)
+    ]
+    read = torch.stack([token_ids[start : start + num_tokens] for start in starts])
+    states, _ = target.partial(read.flatten(), cache, skipped, parents)
+    cache.length = length
+    return states.view(*read.shape, -1)
 
 
 def require_part(skipped: Sublayers, num_layers: int) -> None:

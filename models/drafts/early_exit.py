@@ -6,14 +6,16 @@ these layers then. It pays on targets whose early layers have learnt to speak: t
 `layer_dropout`. Others are accepted seldom.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
+from torch import Tensor
 from transformers import AutoConfig
 
-from models.layers.decoder import Sublayers
+from models.layers.decoder import Cache, Decoder, Sublayers
 from models.params import BaseParams
 from models.self_draft import SelfDraft, SelfFormat, require_part
 
@@ -38,7 +40,6 @@ class Params(BaseParams):
 class EarlyExit(SelfDraft):
     """The first layers."""
 
-    max_unroll = 1
     params: Params
 
     def __init__(self, params: Params, config: dict[str, Any]) -> None:
@@ -56,6 +57,11 @@ class EarlyExit(SelfDraft):
     def skipped(self) -> Sublayers:
         """All after the exit."""
         return self._skipped
+
+    def states(self, target: Decoder, token_ids: Tensor, starts: Sequence[int], num_tokens: int) -> Iterator[Tensor]:
+        """See the base; one pass makes all, because what the first layers know of a token is the target's own."""
+        made, _ = target.partial(token_ids, Cache(target, len(token_ids)), self.skipped)
+        yield from (made[start : start + num_tokens] for start in starts)
 
 
 _format = SelfFormat(FAMILY, ARCHITECTURES, Params, EarlyExit)

@@ -125,8 +125,8 @@ class Decoder:
             token_ids: [n] int64.
             cache: of this sequence.
             taps: residual streams to return, counted as layers done.
-            parents: the row, below its own, that each token follows, -1 for the cache's last token: a token sees the
-                cache and the rows on its path, and its position is the path's length. None is a chain.
+            parents: the row, below its own, that each token follows, or counted back from -1 a token of the cache: it
+                sees all on its path, and its position is the path's length. None is a chain.
             begun: layers that the first rows need not go through again.
 
         Returns:
@@ -207,15 +207,20 @@ class Decoder:
         return self._rows(start, stop, positions, mask)
 
     def _tree(self, cache: Cache, parents: Sequence[int]) -> "_Rows":
-        seen = torch.eye(len(parents), dtype=torch.bool)
+        num_rows, length = len(parents), cache.length
+        above = torch.eye(num_rows, dtype=torch.bool)
+        known: list[int] = []  # tokens of the cache that each row sees
         for row, parent in enumerate(parents):
             if parent >= 0:
-                seen[row] |= seen[parent]
-        mask = torch.zeros(len(parents), cache.length + len(parents), dtype=self.dtype)
-        mask[:, cache.length :].masked_fill_(~seen, float("-inf"))
-        positions = cache.length + seen.sum(dim=1).float() - 1
-        stop = cache.length + len(parents)
-        return self._rows(cache.length, stop, positions.to(self.device), mask.to(self.device))
+                above[row] |= above[parent]
+            known.append(known[parent] if parent >= 0 else length + 1 + parent)
+        if min(known) < 0:
+            raise ValueError(f"a row follows token {min(known) - 1}; the cache holds {length} from 0")
+        before = torch.tensor(known)
+        seen = torch.cat([torch.arange(length) < before[:, None], above], dim=1)
+        mask = torch.zeros(num_rows, length + num_rows, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+        positions = before + above.sum(dim=1) - 1
+        return self._rows(length, length + num_rows, positions.float().to(self.device), mask.to(self.device))
 
     def _rows(self, start: int, stop: int, positions: Tensor, mask: Tensor | None) -> "_Rows":
         """`mask` [n, T] is added to scores, once for every head of a group."""

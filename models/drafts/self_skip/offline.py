@@ -1,7 +1,7 @@
 """Draft & Verify's search: which set of sublayers, skipped, gives most tokens a second?
 
 The paper decodes texts with each set and times it. Here what decoding would accept is counted on answers that are there
-already, step by step with the keys and values that decoding has, and a step's time is put together from parts that are
+already, with the keys and values that decoding has, and a step's time is put together from parts that are
 measured once: K passes of the draft, by the sublayers that run, and the target's pass over K + 1 rows. So one set is
 not favoured over another by what else the machine did meanwhile.
 """
@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from models.layers.decoder import Cache, Decoder, Sublayers
-from models.self_draft import read_aside
+from models.self_draft import read_ahead, read_aside
 from models.subset_search import SubsetSearch
 
 if TYPE_CHECKING:
     from models.drafts.self_skip import SelfSkip
 
-NUM_ANSWERS = 12
+NUM_ANSWERS = 8
 REPEATS = 9
 
 
@@ -73,8 +74,8 @@ def find(
         raise ValueError(f"self_skip searches on answers of at least 2 tokens; none of the {len(answers)} has as many")
     texts = [(len(prompt), torch.tensor(prompt + answer, device=target.device)) for prompt, answer in used]
     caches = []
-    for _, token_ids in texts:
-        caches.append(Cache(target, len(token_ids) + num_draft_tokens))
+    for start, token_ids in texts:
+        caches.append(Cache(target, len(token_ids) + (len(token_ids) - start) * num_draft_tokens))
         target.forward(token_ids, caches[-1])
     times = measure_times(target, num_draft_tokens, max(caches, key=lambda cache: cache.length))
     search = SubsetSearch(len(draft.items), rng)
@@ -106,17 +107,19 @@ def num_accepted(
         target: whose answer it is.
         token_ids: [T], prompt and answer.
         start: where the answer begins.
-        cache: of all of them.
+        cache: of all of them, with room for K times the answer.
         skipped: what the draft leaves out.
         num_draft_tokens: K.
     """
-    steps = []
-    while start < len(token_ids) - 1:
-        fed = token_ids[start : min(start + num_draft_tokens, len(token_ids) - 1)]
-        said = target.logits(read_aside(target, fed, cache, start, skipped)).argmax(-1)
-        right = said == token_ids[start + 1 : start + 1 + len(fed)]
-        steps.append(int(right.cumprod(0).sum()))
-        start += steps[-1] + 1
+    starts = range(start, len(token_ids) - 1)
+    fed = functional.pad(token_ids, (0, num_draft_tokens))
+    said = target.logits(read_ahead(target, fed, cache, starts, num_draft_tokens, skipped)).argmax(-1)
+    came = functional.pad(token_ids, (0, num_draft_tokens), value=-1).unfold(0, num_draft_tokens, 1)
+    right = (said == came[start + 1 : len(token_ids)]).cumprod(-1).sum(-1).tolist()
+    steps, place = [], 0
+    while place < len(right):
+        steps.append(right[place])
+        place += steps[-1] + 1
     return steps
 
 

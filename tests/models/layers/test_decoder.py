@@ -122,6 +122,23 @@ def test_a_chain_that_says_its_parents_is_a_chain(pair: tuple[torch.nn.Module, D
 
 
 @torch.inference_mode()
+def test_rows_may_go_on_from_any_token_of_the_cache(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    _, decoder = pair
+    cache = Cache(decoder, 30)
+    decoder.forward(tokens(12), cache)
+    found, _ = decoder.forward(tokens(20)[12:17], cache, parents=(-5, 0, -1, -13, 3))
+    for path, start in (([0, 1], 8), ([2], 12), ([3, 4], 0)):
+        alone = Cache(decoder, 30)
+        decoder.forward(tokens(20), alone)
+        alone.length = start
+        wanted, _ = decoder.forward(tokens(20)[12:17][path], alone)
+        torch.testing.assert_close(found[path], wanted, rtol=1e-4, atol=1e-4)
+    cache.length = 12
+    with pytest.raises(ValueError, match="a row follows token -2; the cache holds 12 from 0"):
+        decoder.forward(tokens(2), cache, parents=(-14, 0))
+
+
+@torch.inference_mode()
 def test_a_sublayer_that_is_skipped_adds_nothing(pair: tuple[torch.nn.Module, Decoder]) -> None:
     """Held to the library's model with the output matrices of these sublayers at 0."""
     model, decoder = pair

@@ -51,7 +51,7 @@ def test_the_search_counts_what_the_engine_accepts(tmp_path: Path) -> None:
     [answer] = answer_all(tmp_path, draft, [prompt], num_draft_tokens=3)
     target = Decoder.load(tmp_path, torch.float32)
     token_ids = torch.tensor([*prompt, *answer.token_ids])
-    cache = Cache(target, len(token_ids) + 3)
+    cache = Cache(target, len(token_ids) + 3 * len(answer.token_ids))
     with torch.inference_mode():
         target.forward(token_ids, cache)
         steps = num_accepted(target, token_ids, len(prompt), cache, draft.skipped, 3)
