@@ -1,0 +1,102 @@
+"""What a draft learns of a target's answers, and what it is accepted for on others: what tables of training share.
+
+Greedy answers of the target to the beginnings of documents are learnt, with one learning rate for all. Held out are
+answers to other documents: greedy ones, and ones that are drawn at temperature 1. The seed draws the documents, the
+order of training and what is drawn.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models import catalog, distill
+from models.drafts import family_named
+from models.hidden import Sample
+from models.likeness import answers
+from models.paired import Score
+from models.scoring import score
+from tasks.measure.comparisons import Bench, draw
+from tasks.measure.spread import Mean
+
+COLUMNS = {
+    "tau": "τ on greedy answers, tokens a step ↑",
+    "tau_sampled": "τ at temperature 1, tokens a step ↑",
+    "train_s": "training, s ↓",
+}
+NUM_DRAFT_TOKENS, MOST_TOKENS = 3, 4096
+PROMPT_LENGTH, ANSWER_LENGTH, NUM_ANSWERS, NUM_HELD_OUT = 16, 48, 96, 24
+TRAINING = {"num_epochs": 6, "batch_tokens": 256}
+
+
+class Learnt(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        figures: all of `COLUMNS`.
+        num_parameters: that were trained.
+    """
+
+    figures: dict[str, float]
+    num_parameters: int
+
+
+def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Learnt:
+    """Train a new draft and score it.
+
+    Args:
+        bench: the target and its documents; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens.
+        draft: the table of a recipe. A family that has a vocabulary of its own gets as large a one as the target has,
+            and at most 4,096 tokens.
+        training: keys of a recipe's [distill].
+        seed: see the module.
+    """
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(seed)
+    num_answers = max(2, round(NUM_ANSWERS * bench.budget))
+    learnt = _samples("learnt", target, _prompts(bench.train, num_answers, seed), None)
+    prompts = _prompts(bench.held_out, min(NUM_HELD_OUT, num_answers), seed)
+    held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
+    vocab_size = target.config.vocab_size
+    del target
+    family = family_named(draft["name"])
+    counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
+    own = {"vocab_size": min(MOST_TOKENS, vocab_size)} if "vocab_size" in family.Params.model_fields else {}
+    model = family.create(catalog.parse("drafts", {**own, **draft}), bench.target_dir, counts)
+    params = distill.Params.model_validate(training)
+    started = time.perf_counter()
+    distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, bench.work_dir / "train", seed)
+    train_s = time.perf_counter() - started
+    scores = score(model, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
+    greedy, sampled = scores[: len(prompts)], scores[len(prompts) :]
+    return Learnt(
+        figures={"tau": _tau(greedy), "tau_sampled": _tau(sampled), "train_s": train_s},
+        num_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
+    )
+
+
+def _prompts(documents: dict[str, list[list[int]]], number: int, seed: int) -> list[list[int]]:
+    """Return the beginnings of documents that the seed draws, of one length, so that nothing is padded."""
+    long_enough = {
+        domain: [document for document in of_domain if len(document) >= PROMPT_LENGTH]
+        for domain, of_domain in documents.items()
+    }
+    return draw(long_enough, number * PROMPT_LENGTH, PROMPT_LENGTH, seed)
+
+
+def _samples(
+    name: str, target: PreTrainedModel, prompts: Sequence[list[int]], rng: torch.Generator | None
+) -> list[Sample]:
+    said = answers(target, torch.tensor(prompts), ANSWER_LENGTH, rng)
+    temperature = 0.0 if rng is None else 1.0
+    return [
+        Sample(f"{name}-{place:04d}", "text", prompt, answer, temperature)
+        for place, (prompt, answer) in enumerate(zip(prompts, said, strict=True))
+    ]
+
+
+def _tau(scores: Sequence[Score]) -> Mean:
+    return Mean([1 + one.accepted / one.steps for one in scores], [float(one.steps) for one in scores])

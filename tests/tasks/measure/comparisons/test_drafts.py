@@ -1,0 +1,32 @@
+"""The table of draft families: every trained family has a row, and is trained in the one loop as it says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.drafts import family_named
+from tasks.measure import lesson
+from tasks.measure.comparisons import Bench, Row, drafts
+
+SMALLER = {"lm": {"num_layers": 1}}  # than the two layers of the target
+
+
+def test_every_trained_family_has_a_row() -> None:
+    names = [row.name for row in drafts.rows(1.0)]
+    assert {"eagle", "eagle3", "hydra", "lm", "medusa"} <= set(names)
+    assert all(family_named(name).TRAINED for name in names)
+    assert drafts.BASELINE in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", drafts.rows(0.05), ids=lambda row: row.name)
+def test_a_row_has_all_columns(row: Row, tiny_target: Path, tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    texts = {"chat": torch.randint(3, 259, (8, 24), generator=rng).tolist()}
+    draft = {**row.settings["draft"], **SMALLER.get(row.name, {})}
+    row = Row(row.name, {"draft": draft, "training": {**row.settings["training"], "num_epochs": 1}})
+    found = drafts.measure(Bench(tiny_target, texts, texts, 0.05, tmp_path), row, seed=3)
+    assert found.keys() == drafts.COLUMNS.keys()
+    assert found["parameters_m"] > 0
+    assert all(1 <= float(found[name]) <= 1 + lesson.NUM_DRAFT_TOKENS for name in ("tau", "tau_sampled"))
