@@ -97,6 +97,21 @@ def require_llama_layout(model_type: str, family: str) -> None:
         raise ValueError(f"{family} reads targets of the Llama layout; got model_type {model_type!r}")
 
 
+def require_vocabulary(name: str, token_ids: Tensor, vocab_size: int) -> None:
+    """Raise ValueError unless what a draft can say, [D] target ids, ascends within the target's vocabulary.
+
+    Args:
+        name: of the tensor that says so.
+        token_ids: what it says.
+        vocab_size: V.
+    """
+    if int(token_ids[0]) < 0 or int(token_ids[-1]) >= vocab_size or not bool((token_ids.diff() > 0).all()):
+        raise ValueError(
+            f"{name} must name ascending tokens of 0 to {vocab_size - 1}; "
+            f"got {int(token_ids.min())} to {int(token_ids.max())}"
+        )
+
+
 def made_for(target: TargetCard) -> dict[str, str]:
     """Return what a draft's config keeps of its target under "redraft"."""
     return {"target_sha256": target.sha256, "tokenizer_sha256": target.tokenizer_sha256}

@@ -33,6 +33,7 @@ from models.draft_files import (
     read_config,
     require_llama_layout,
     require_tensors,
+    require_vocabulary,
     write_config,
 )
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
@@ -316,14 +317,8 @@ class Format:
         check_config(config, directory, served, target)
         tensors = read_stored(directory)
         require_tensors(tensors, self.expected_shapes(config))
-        tokens = tensors.get("token_map")
-        if tokens is None:
-            return
-        if int(tokens[0]) < 0 or int(tokens[-1]) >= config["vocab_size"] or not bool((tokens.diff() > 0).all()):
-            raise ValueError(
-                f"token_map must name ascending tokens of 0 to {config['vocab_size'] - 1}; "
-                f"got {int(tokens.min())} to {int(tokens.max())}"
-            )
+        if "token_map" in tensors:
+            require_vocabulary("token_map", tensors["token_map"], config["vocab_size"])
 
     def expected_shapes(self, config: dict[str, Any]) -> Shapes:
         """Return shape and dtype of every tensor of a checkpoint."""

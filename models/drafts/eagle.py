@@ -3,10 +3,11 @@
     f̂(t+1) = layer(W [E(x(t+1)); f(t)] ≤ t),   q = softmax(W_out f̂)
 
 The feature of a token is the target's last hidden state, normed; the token that was drawn after it settles what the
-feature alone leaves open. The layer has no norm before its attention. E and W_out are the target's, whole, so the draft
-can say every token. Training is of one step, with the target's features: smooth L1 to the next feature and a tenth of
-the cross-entropy to its distribution; uniform noise on the features stands for the errors that further steps start
-from.
+feature alone leaves open. The layer has no norm before its attention. E and W_out are the target's; of W_out the rows
+of the commonest tokens, which the paper has all of and which at small sizes are most of what a pass multiplies. They
+are not learnt, so which ones they are can follow the traffic. Training is of one step, with the target's features:
+smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
+for the errors that further steps start from.
 """
 
 from pathlib import Path
@@ -28,10 +29,12 @@ from models.draft_files import (
     read_config,
     require_llama_layout,
     require_tensors,
+    require_vocabulary,
     write_config,
 )
 from models.drafts import Procedure
 from models.features import FeatureDraft, decoder_layer, layer_config, linear
+from models.layers.vocabulary import choose_vocabulary
 from models.losses import feature_regression
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -45,13 +48,15 @@ SERVED = False
 
 
 class Params(BaseParams):
-    """What a new draft is trained with beside the loop's settings.
+    """What is a new draft's own.
 
     Attributes:
+        vocab_size: D, at most the target's.
         noise: features are off by up to this in training, each entry by itself.
     """
 
     name: Literal["eagle"] = "eagle"
+    vocab_size: int = Field(4096, ge=1)
     noise: float = Field(0.1, ge=0)
 
 
@@ -62,6 +67,7 @@ class Eagle(FeatureDraft):
     procedure = Procedure(loss=feature_regression.Params(), follow="all", step_decay=1.0)
     target_norm: Tensor
     output: Tensor
+    token_map: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Make the modules, without weights; see `borrow`.
@@ -70,25 +76,26 @@ class Eagle(FeatureDraft):
             config: as in config.json.
         """
         super().__init__(config, torch.empty(0))
-        hidden = config["hidden_size"]
+        hidden, size = config["hidden_size"], config["draft_vocab_size"]
         self.num_target_layers = 0
         self.fc = linear(2 * hidden, hidden)
         self.layers = nn.ModuleList([decoder_layer(config, hidden, ())])
         self.register_buffer("target_norm", torch.ones(hidden), persistent=False)
         self.register_buffer("output", torch.empty(0), persistent=False)
+        self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
 
     def borrow(self, target_dir: Path) -> Self:
-        """Take over what is the target's and never trained or saved; return the draft."""
+        """Take over what is the target's and never trained or saved, for the vocabulary as it is; return the draft."""
         self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
         self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
         self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
-        self.output = output_embedding(target_dir)
+        self.output = output_embedding(target_dir)[self.token_map]
         return self
 
     @property
     def vocabulary(self) -> Tensor:
-        """All of the target's."""
-        return torch.arange(len(self.output), device=self.output.device)
+        """[D] target ids, ascending."""
+        return self.token_map
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -125,7 +132,7 @@ class Eagle(FeatureDraft):
         return joined
 
     def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's output matrix."""
+        """The target's output matrix, of the draft's tokens."""
         return state, functional.linear(state, self.output)
 
 
@@ -135,20 +142,23 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
     Args:
         params: what it is trained with.
         target_dir: the target's directory (Llama layout).
-        token_counts: not read; the vocabulary is the target's.
+        token_counts: [V] how often each target token occurs in the traffic.
 
     Raises:
-        ValueError: the target is of another layout.
+        ValueError: the target is of another layout, or has fewer tokens than the draft.
     """
     source = AutoConfig.from_pretrained(target_dir)
     require_llama_layout(source.model_type, FAMILY)
+    if params.vocab_size > source.vocab_size:
+        raise ValueError(f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {params.vocab_size}")
     hidden, last = source.hidden_size, source.num_hidden_layers - 1
     config = layer_config(source) | {
         "architectures": list(ARCHITECTURES),
+        "draft_vocab_size": params.vocab_size,
         "feature_noise": params.noise,
         "redraft": made_for(describe(target_dir)),
     }
-    draft = Eagle(config).borrow(target_dir)
+    draft = renew(Eagle(config), target_dir, token_counts)
     with torch.no_grad():
         draft.fc.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=-1))
         for name, parameter in draft.layer.named_parameters():
@@ -157,13 +167,17 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
 
 
 def renew(draft: Eagle, target_dir: Path, token_counts: np.ndarray) -> Eagle:
-    """Return the draft as it is: it can say every token already."""
-    return draft
+    """Let the draft vocabulary follow the traffic within its size."""
+    draft.token_map = choose_vocabulary(token_counts, len(draft.token_map)).to(draft.token_map.device)
+    return draft.borrow(target_dir)
 
 
 def save(draft: Eagle, directory: Path) -> None:
     """Write config.json and bfloat16 safetensors into `directory`, in vLLM's layout."""
-    tensors = {name: t.detach().to(torch.bfloat16).contiguous().cpu() for name, t in draft.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
+        for name, tensor in draft.state_dict().items()
+    }
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     write_config(draft.config, FAMILY, directory)
 
@@ -184,7 +198,10 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
             f"draft {directory.name} has hidden_size {config.get('hidden_size')}, the target has {target.hidden_size}"
         )
     check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
-    require_tensors(read_stored(directory), expected_shapes(config))
+    tensors = read_stored(directory)
+    require_tensors(tensors, expected_shapes(config))
+    if "token_map" in tensors:
+        require_vocabulary("token_map", tensors["token_map"], config["vocab_size"])
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
@@ -200,4 +217,7 @@ def expected_shapes(config: dict[str, Any]) -> Shapes:
     """Return shape and dtype of every tensor of a checkpoint."""
     with torch.device("meta"):
         draft = Eagle(config)
-    return {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in draft.state_dict().items()}
+    return {
+        name: (tuple(tensor.shape), torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in draft.state_dict().items()
+    }

@@ -8,14 +8,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models.checkpoint import read_tensor
+from models.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, eagle
 from models.losses import feature_regression
+from models.targets import describe
 from tests.models.drafts.tiny import make_tiny
+
+TINY = {"vocab_size": 64}
 
 
 def test_a_feature_is_what_the_targets_output_matrix_reads(tiny_target: Path) -> None:
-    draft = eagle.create(eagle.Params(), tiny_target, np.empty(0))
+    draft = eagle.create(eagle.Params(vocab_size=259), tiny_target, np.ones(259))
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     kept: list[torch.Tensor] = []
     model.model.layers[-1].register_forward_hook(lambda module, inputs, output: kept.append(output))
@@ -46,7 +49,7 @@ def test_the_first_step_is_the_librarys_layer_without_its_first_norm(tiny_target
 
 
 def test_training_reads_features_that_are_off_by_no_more_than_the_noise(tiny_target: Path) -> None:
-    draft = eagle.create(eagle.Params(noise=0.25), tiny_target, np.empty(0))
+    draft = eagle.create(eagle.Params(noise=0.25, **TINY), tiny_target, np.ones(259))
     hidden, tokens = torch.randn(1, 300, 128), torch.full((1, 300), 5)
     with torch.inference_mode():
         plain, noisy, again = (
@@ -62,6 +65,27 @@ def test_one_step_is_trained_by_regression(tiny_target: Path) -> None:
     draft = make_tiny(eagle, tiny_target)
     assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
     assert draft.num_unrolled(5) == 1
+
+
+def test_the_vocabulary_follows_the_traffic_and_changes_nothing_else(tiny_target: Path) -> None:
+    draft = make_tiny(eagle, tiny_target)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items() if name != "token_map"}
+    counts = np.zeros(259)
+    counts[100:164] = 1
+    after = eagle.renew(draft, tiny_target, counts)
+    assert after.vocabulary.tolist() == list(range(100, 164))
+    assert torch.equal(after.output, output_embedding(tiny_target)[100:164])
+    assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_a_vocabulary_outside_of_the_targets_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+    draft = make_tiny(eagle, tiny_target)
+    draft.token_map[-1] = 259
+    eagle.save(draft, tmp_path)
+    with pytest.raises(ValueError, match="token_map must name ascending tokens of 0 to 258; got 3 to 259"):
+        eagle.check(tmp_path, None, describe(tiny_target))
+    with pytest.raises(ValueError, match="draft vocab_size must be 1 to 259, the target's; got 4096"):
+        eagle.create(eagle.Params(), tiny_target, np.ones(259))
 
 
 def test_a_draft_without_the_targets_states_is_an_error_that_says_so(tiny_target: Path) -> None:

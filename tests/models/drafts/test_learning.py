@@ -16,7 +16,11 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 pytestmark = pytest.mark.slow
 
-SHAPES: dict[str, dict[str, int]] = {"eagle": {}, "hydra": {"vocab_size": 70}, "medusa": {"vocab_size": 70}}
+SHAPES: dict[str, dict[str, int]] = {
+    "eagle": {"vocab_size": 70},
+    "hydra": {"vocab_size": 70},
+    "medusa": {"vocab_size": 70},
+}
 NAMES = sorted(SHAPES)
 VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
 # The likeliest tokens of a tree are certain.
