@@ -189,7 +189,10 @@ class Family(Protocol):
 
     @property
     def SERVED(self) -> bool:
-        """Whether vLLM drafts with it; the reference engine drafts with every family."""
+        """Whether vLLM drafts with it; the reference engine drafts with every family.
+
+        A family that vLLM knows in another form says in `UNSERVED` what the difference is.
+        """
 
     @property
     def Params(self) -> type[BaseParams]:

@@ -45,6 +45,8 @@ WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
 TRAINED = True
 SERVED = False
+# Read in vLLM 0.32: model_executor/models/llama_eagle.py. The tensors have its names.
+UNSERVED = "vLLM's EAGLE drafts say every token of the target, with its whole output matrix"
 
 
 class Params(BaseParams):

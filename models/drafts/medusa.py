@@ -21,6 +21,11 @@ FAMILY = "medusa"
 ARCHITECTURES = ("MedusaModel",)
 TRAINED = True
 SERVED = False
+# Read in vLLM 0.32: model_executor/models/medusa.py, v1/spec_decode/medusa.py.
+UNSERVED = (
+    "vLLM's Medusa heads have a matrix of the target's whole vocabulary each, or share one, and all of them draft in "
+    "every step"
+)
 
 
 class Params(HeadsParams):

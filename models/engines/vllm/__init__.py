@@ -147,8 +147,10 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
 
 def require_draft(name: str) -> None:
     """Raise ValueError if vLLM can't draft with a family."""
-    if not catalog.load("drafts", name).SERVED:
-        raise ValueError(f'engine "vllm" can\'t draft with family {name}; engine "torch" can')
+    family = catalog.load("drafts", name)
+    if not family.SERVED:
+        why = f": {family.UNSERVED}" if hasattr(family, "UNSERVED") else ""
+        raise ValueError(f'engine "vllm" can\'t draft with family {name}; engine "torch" can{why}')
 
 
 def require_tool_parser(name: str) -> None:

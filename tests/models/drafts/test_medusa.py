@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from models import catalog
 from models.checkpoint import output_embedding
 from models.drafts import medusa
 from models.losses import cross_entropy
@@ -60,3 +61,8 @@ def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="medusa reads targets of the Llama layout; got model_type 'gpt2'"):
         medusa.create(medusa.Params(), tmp_path, np.arange(259))
+
+
+def test_a_recipe_is_told_why_vllm_does_not_serve_it() -> None:
+    with pytest.raises(ValueError, match='family medusa; engine "torch" can: vLLM\'s Medusa heads have a matrix of'):
+        catalog.load("engines", "vllm").require_draft("medusa")
