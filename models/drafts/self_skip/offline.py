@@ -32,12 +32,14 @@ class Times(NamedTuple):
         mlp: of a layer's MLP, one row.
         rest: of a draft's pass without any layer: embedding, last norm and output matrix.
         target: of the target's pass that verifies.
+        plain: of the target's pass where nothing is drafted.
     """
 
     attention: float
     mlp: float
     rest: float
     target: float
+    plain: float
 
     def step(self, skipped: Sublayers, num_layers: int, num_draft_tokens: int) -> float:
         """Return the seconds of a step that drafts so many tokens."""
@@ -94,7 +96,8 @@ def find(
         if tokens_per_s > most:
             best, most = skipped, tokens_per_s
         if on_progress is not None:
-            on_progress(trial + 1, num_trials, f"{most:.1f} tokens/s expected of the best")
+            without = f"{1 / times.plain:.1f} without a draft"
+            on_progress(trial + 1, num_trials, f"{most:.1f} tokens/s expected of the best, {without}")
     return best
 
 
@@ -125,24 +128,22 @@ def num_accepted(
 
 def measure_times(target: Decoder, num_draft_tokens: int, cache: Cache) -> Times:
     """Time the parts of a step behind what a cache holds but its last rows; medians of a few passes."""
-    every = frozenset(range(target.num_layers))
+    none, every = frozenset[int](), frozenset(range(target.num_layers))
     start = cache.length - num_draft_tokens - 1 if cache.length > num_draft_tokens else 0
     ids = torch.zeros(num_draft_tokens + 1, dtype=torch.int64, device=target.device)
 
-    def seconds(skipped: Sublayers | None) -> float:
+    def seconds(skipped: Sublayers, num_rows: int = 1) -> float:
         took = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            if skipped is None:
-                states = read_aside(target, ids, cache, start, Sublayers(frozenset(), frozenset()))
-            else:
-                states = read_aside(target, ids[:1], cache, start, skipped)
+            states = read_aside(target, ids[:num_rows], cache, start, skipped)
             target.logits(states).argmax(-1).tolist()
             took.append(time.perf_counter() - began)
         return sorted(took)[REPEATS // 2]
 
-    none = frozenset[int]()
-    seconds(None)  # the first pass is slower
+    whole = Sublayers(none, none)
+    seconds(whole)  # the first passes are slower
     rest = seconds(Sublayers(every, every))
     attention, mlp = (max(seconds(part) - rest, 0.0) for part in (Sublayers(none, every), Sublayers(every, none)))
-    return Times(attention / target.num_layers, mlp / target.num_layers, rest, seconds(None))
+    target_s, plain_s = seconds(whole, num_draft_tokens + 1), seconds(whole)
+    return Times(attention / target.num_layers, mlp / target.num_layers, rest, target_s, plain_s)

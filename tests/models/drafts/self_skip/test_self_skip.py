@@ -1,6 +1,7 @@
 """The target without some sublayers: they are found where they add nothing, offline and while requests are decoded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_build_finds_the_part_that_is_worth_most(target: Path) -> None:
     draft, told = make(target, num_trials=12), []
     self_skip.search(draft, answers, 4, 0, lambda *progress: told.append(progress))
     assert (len(told), told[-1][:2]) == (12, (12, 12))
+    assert re.fullmatch(r"[0-9.]+ tokens/s expected of the best, [0-9.]+ without a draft", told[-1][2])
     accepted = [one.accepted for one in answer_all(target, draft, prompts(2), num_draft_tokens=4)]
     first = [one.accepted for one in answer_all(target, make(target), prompts(2), num_draft_tokens=4)]
     assert sum(map(sum, accepted)) / sum(map(len, accepted)) > sum(map(sum, first)) / sum(map(len, first))
@@ -72,7 +74,7 @@ def test_a_build_finds_the_part_that_is_worth_most(target: Path) -> None:
 
 
 def test_a_step_takes_what_runs() -> None:
-    times = Times(attention=2.0, mlp=3.0, rest=5.0, target=100.0)
+    times = Times(attention=2.0, mlp=3.0, rest=5.0, target=100.0, plain=90.0)
     assert times.step(Sublayers(frozenset({1}), frozenset({1, 2})), 4, 2) == 2 * (3 * 2 + 2 * 3 + 5) + 100
 
 
