@@ -1,14 +1,20 @@
 import tomllib
+from itertools import pairwise
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
+import torch
 
 from infra.artifacts import publish, staged
-from models.drafts import retrieval, self_skip
+from infra.versions import Pair, Version
+from models.drafts import open_draft, retrieval, self_skip
+from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers
 from models.recipe import parse_recipe, shipped_recipes
-from tasks.distill_draft import distill_draft, untrained
+from tasks.distill_draft import distill_draft, train_challenger, untrained
+from tasks.find_challenger import Start
 from tasks.stages.samples import write_samples
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
@@ -43,3 +49,34 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     draft = distill_draft.fn(recipe, target, publish(tmp_path / "samples", "samples"))
     inner = frozenset({1, 2})
     assert self_skip.load(draft.path, target.path).skipped == Sublayers(inner, inner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "hydra", "medusa"])
+def test_a_family_that_reads_the_targets_states_is_built_and_goes_on_learning_in_refreshes(
+    name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": name, "vocab_size": 128}
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    with staged(tmp_path / "target") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+    target = publish(tmp_path / "target", "target")
+    answered = answer_all(target.path, None, prompts(4))
+    with staged(tmp_path / "samples") as directory:
+        rows = [Sample(one.request_id, "chat", [*one.prompt_ids], [*one.token_ids]) for one in answered]
+        write_samples(directory, "train", rows)
+    samples = publish(tmp_path / "samples", "samples")
+    first = distill_draft.fn(recipe, target, samples)
+    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
+    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
+    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
+    once = train_challenger.fn(recipe, pair, start, samples)
+    twice = train_challenger.fn(
+        recipe, pair, start.model_copy(update={"files": once.draft, "state": once.state}), samples
+    )
+    made = [open_draft(one.path, target.path).state_dict() for one in (first, once.draft, twice.draft)]
+    learnt = [key for key in made[0] if made[0][key].is_floating_point()]
+    assert all(any(not torch.equal(before[key], after[key]) for key in learnt) for before, after in pairwise(made))
+    assert once.state is not None and twice.state is not None
