@@ -21,10 +21,14 @@ def hidden_states(
     device: str = "cpu",
     captured: Captures | None = None,
 ) -> HiddenStates:
-    """Extract the states that `draft` reads, and the last layer's for the target's probabilities."""
+    """Extract the states that `draft` reads, and the last layer's for the target's probabilities.
+
+    Drafts that read the same layers find them in one folder of `work_dir`, others in another.
+    """
     config = json.loads((target_dir / "config.json").read_text())
     layers = sorted({*draft.taps, config["num_hidden_layers"]})
-    states = HiddenStates(work_dir / "hidden", samples, layers, config["hidden_size"])
+    folder = work_dir / "hidden" / "-".join(map(str, layers))
+    states = HiddenStates(folder, samples, layers, config["hidden_size"])
     states.extract(target_dir, on_progress=on_progress, device=device, captured=captured)
     return states
 

@@ -5,8 +5,20 @@ from pathlib import Path
 import torch
 
 from models.batches import hidden_states, pack
-from models.drafts import open_draft
+from models.drafts import family_named, open_draft
 from models.hidden import Sample
+from tests.models.drafts.tiny import make_tiny
+
+
+def test_drafts_that_read_other_layers_do_not_take_each_others_states(tiny_target: Path, tmp_path: Path) -> None:
+    samples = [Sample("a", "tiny", [5, 6, 7], [8, 9, 10, 11])]
+    read = {}
+    for name in ("medusa", "eagle3", "medusa"):  # the last layer; one and two; found again
+        states = hidden_states(make_tiny(family_named(name), tiny_target), tiny_target, samples, tmp_path)
+        read[name, len(read)] = states.read(samples[0])[0]
+    first, between, again = read.values()
+    assert torch.equal(first, again)
+    assert torch.equal(between[:, -128:], first)
 
 
 def test_a_row_stands_for_each_token_after_which_the_draft_would_draft(
