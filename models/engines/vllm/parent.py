@@ -5,29 +5,32 @@ that was killed before it first answered.
 """
 
 import ctypes
-import multiprocessing
 import os
 import signal
 from typing import Any
 
+import psutil
+
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process once its parent is gone; in a process that is nobody's child, do nothing."""
-    if (parent := multiprocessing.parent_process()) is None:
-        return
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process once its parent is gone.
+
+    Args:
+        parent: its process id; if it is not this process's parent any more, this process ends at once.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it went before the kernel was told
+    if os.getppid() != parent:  # it went before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WithParent:
-    """What an engine's process unpickles with its configuration, before it does anything: see `end_with_parent`."""
+    """What an engine's process unpickles with its configuration, before it does anything: it ends with its parent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Come out of a pickle as a call, in the process that reads it."""
-        return _arrive, ()
+        return _arrive, (os.getpid(),)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "WithParent":
         """Return itself: a copy does not leave its process."""
@@ -38,6 +41,8 @@ class WithParent:
         return ""
 
 
-def _arrive() -> WithParent:
-    end_with_parent()
+def _arrive(sender: int) -> WithParent:
+    # Whoever gets it from another process than its parent, such as over a network, has nothing to end with.
+    if sender != os.getpid() and (sender == os.getppid() or not psutil.pid_exists(sender)):
+        end_with(sender)
     return WithParent()

@@ -9,6 +9,7 @@ How many tokens are drafted is decided here and not in the worker, so that all w
 plan (models/engines/vllm/proposer.py) goes to them with the step.
 """
 
+import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.engines.vllm.draft_keys import DraftKeys, Written
 from models.engines.vllm.drafting import NOTHING, Row, Wishes
-from models.engines.vllm.parent import end_with_parent
+from models.engines.vllm.parent import end_with
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
 from models.speeds import Part
 
@@ -40,7 +41,8 @@ class TracingScheduler(Scheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class; made in the engine's process, also in one that was forked and unpickled nothing."""
         super().__init__(*args, **options)
-        end_with_parent()  # its workers follow it by themselves
+        if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+            end_with(parent.pid)  # its workers follow it by themselves
         speculation: Any = self.vllm_config.speculative_config
         self.draft_keys: DraftKeys | None = None
         self._drafted = False  # whether the runner handed over what it drafted after the last step

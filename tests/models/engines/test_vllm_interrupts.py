@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from models.engines.vllm.interrupts import interruptible
-from models.engines.vllm.parent import WithParent, end_with_parent
+from models.engines.vllm.parent import WithParent
 
 STARTS = """
 import asyncio, signal, sys
@@ -128,8 +128,7 @@ def test_an_engine_whose_parent_is_killed_while_it_starts_ends_soon_too(tiny_tar
     assert not any(child.is_running() for child in started)
 
 
-def test_a_process_that_is_nobodys_child_is_left_alone_and_copies_stay_where_they_are() -> None:
-    end_with_parent()
+def test_the_process_that_sends_the_guard_is_left_alone_and_copies_stay_where_they_are() -> None:
     guard = WithParent()
     assert copy.deepcopy(guard) is guard
     assert isinstance(pickle.loads(pickle.dumps(guard)), WithParent)  # noqa: S301 - which is what arrives by pickle
