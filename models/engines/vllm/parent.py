@@ -7,9 +7,8 @@ that was killed before it first answered.
 import ctypes
 import os
 import signal
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,6 +42,6 @@ class WithParent:
 
 def _arrive(sender: int) -> WithParent:
     # Whoever gets it from another process than its parent, such as over a network, has nothing to end with.
-    if sender != os.getpid() and (sender == os.getppid() or not psutil.pid_exists(sender)):
+    if sender != os.getpid() and (sender == os.getppid() or not Path(f"/proc/{sender}").exists()):
         end_with(sender)
     return WithParent()
