@@ -8,6 +8,9 @@ of the commonest tokens, which the paper has all of and which at small sizes are
 are not learnt, so which ones they are can follow the traffic. Training is of one step, with the target's features:
 smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
 for the errors that further steps start from.
+
+A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE: stock vLLM 0.32 drafted with one on a CPU,
+and accepted as much of it as the reference engine.
 """
 
 from pathlib import Path
