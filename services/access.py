@@ -1,7 +1,7 @@
 """Who may ask, and what may be asked: the ASGI layer in front of every route, and the parsing of bodies.
 
-Nothing that a client sends reaches a handler before its key and its JSON were checked; its size was checked before it
-came here (services/edge.py). Each request gets an id of ours: one chosen by a client could collide with another's and
+Nothing that a client sends reaches a handler before its key and its JSON were checked, and no body is read before its
+key was (services/bodies.py). Each request gets an id of ours: one chosen by a client could collide with another's and
 mix up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
@@ -13,7 +13,7 @@ import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,7 +31,7 @@ ROLES_OF: dict[str, tuple[Role, ...]] = {"/v1/": ("client", "operator"), "/metri
 OPERATORS: tuple[Role, ...] = ("operator",)
 # A page is opened by a browser, which asks its user for a password and sends that on this path alone.
 PAGE_PATH = "/redraft/dashboard"
-# What of a request's headers reaches the service (services/edge.py), and what an answer has beyond HTTP's own.
+# What of a request's headers reaches a handler, and what an answer has beyond HTTP's own.
 REQUEST_HEADERS = {
     "Authorization": "`Bearer KEY`, on every path but `/healthz`. On loopback `/v1` needs none until a client's key is "
     "made. `/redraft/dashboard` also takes a browser's `Basic`, with any name and the key as password.",
@@ -56,6 +56,7 @@ RESPONSE_HEADERS = {
 }
 # On every answer that a replica gave, so that one which Serve made up is told apart.
 ANSWER_MARK = b"x-redraft-request"
+KEPT_HEADERS = tuple(name.lower().encode() for name in REQUEST_HEADERS)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPECULATION = ("on", "off", "head")
 MAX_CHOICES = 16
@@ -240,8 +241,7 @@ class Admission:
                 if self.draining:
                     raise Refusal(503, "the service is shutting down; ask again in a few seconds", code="draining")
                 scope["redraft.caller"] = self._keys.identify(Headers(scope=scope), scope["path"])
-            kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"x-request-id"]
-            scope["headers"] = [*kept, (b"x-request-id", request_id.encode())]
+            scope["headers"] = [*known(scope["headers"]), (b"x-request-id", request_id.encode())]
             scope["redraft.id"], scope["redraft.at_end"] = request_id, at_end
             await app(scope, receive, counted)
         except Refusal as refusal:
@@ -258,6 +258,11 @@ class Admission:
             self.in_flight -= 1
             for call in at_end:
                 call()
+
+
+def known(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers that mean something here: others steer Serve or the engine from outside."""
+    return [(name, value) for name, value in headers if name.lower() in KEPT_HEADERS]
 
 
 def parse_body(content_type: str, body: bytes) -> dict[str, Any]:

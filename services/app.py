@@ -19,6 +19,7 @@ from infra.views.dashboard import dashboard
 from models.engines.vllm.openai import Answer
 from services import metrics
 from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal, check_limits, describe_origin, parse_body, wants_steps
+from services.bodies import bounded
 from services.handlers import answered, from_error
 from services.service import Service
 from services.stream import opened
@@ -28,7 +29,7 @@ Handler = Callable[[dict[str, Any], Request], Awaitable[Answer]]
 
 def build_app(service: Service) -> ASGIApp:
     """Return the ASGI app over a running service; closing the app closes the service."""
-    return service.admission.around(routes(service))
+    return service.admission.around(bounded(routes(service), service.config.serve.limits))
 
 
 def routes(service: Service) -> FastAPI:
