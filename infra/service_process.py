@@ -1,6 +1,7 @@
 """The service as a process of its own: started with a file of settings, and found again by that file."""
 
 import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -29,6 +30,7 @@ END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 2.0
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
 MAX_RAY_DIR = 40
+MAX_FRONT_DIR = 80
 # Held by the service that runs, with its address in it.
 LOCK = ".service.lock"
 # Who only looks whether the home is served holds the lock for a moment.
@@ -124,8 +126,24 @@ def ray_folder(home: Path) -> Path:
     Raises:
         ValueError: the home's path is too long, and the folder that stands in for it is somebody else's.
     """
-    if len(str(home / "ray")) <= MAX_RAY_DIR:
-        return home / "ray"
+    return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
+
+
+def front_folder(home: Path) -> Path:
+    """Return the folder of the proxy before the service, made now, which other users can't enter.
+
+    Raises:
+        ValueError: see `ray_folder`.
+    """
+    folder = home / "front"
+    if len(str(folder)) > MAX_FRONT_DIR:
+        folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def _short_folder() -> Path:
     parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
     found = parent.lstat()
@@ -134,7 +152,7 @@ def ray_folder(home: Path) -> Path:
             f"{parent} is not this user's folder; set TMPDIR to one that is, or choose a shorter REDRAFT_HOME"
         )
     parent.chmod(0o700)
-    return parent / "ray"
+    return parent
 
 
 def starting(config: Mapping[str, Any], settings: Settings) -> str:

@@ -1,6 +1,6 @@
 """How a service serves: table [serve] of a recipe, and part of what a service is started with."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -93,6 +93,8 @@ class Serving(Frozen):
         min_swap_interval_s: seconds between two swaps, at least.
         min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
         drain_s: seconds that running requests get when the service ends.
+        front: what clients connect to: "haproxy", which bounds headers and connections; "ray", Ray Serve's own proxy,
+            which doesn't; "auto" is HAProxy where it runs.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
         structured: whether clients can name the form of an answer.
@@ -106,6 +108,7 @@ class Serving(Frozen):
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     drain_s: Positive = 30.0
+    front: Literal["auto", "haproxy", "ray"] = "auto"
     tool_parser: str = ""
     limits: Limits = Limits()
     structured: Structured = Structured()

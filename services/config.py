@@ -11,6 +11,8 @@ from models.engines.vllm import Params, require_tool_parser
 from models.params import Frozen, validate
 from models.serving import Serving
 
+OTHER_REQUESTS = 16  # for health, status and metrics
+
 
 class ServiceConfig(Frozen):
     """One replica's world.
@@ -65,6 +67,11 @@ class ServiceConfig(Frozen):
     def follows(self) -> bool:
         """Whether drafts are served: they are followed, and the engine is to draft anything."""
         return self.follow_drafts and self.engine_params().num_draft_tokens > 0
+
+    @property
+    def max_requests(self) -> int:
+        """How many requests a replica takes at once: those that run, those that wait by key, and some of operators."""
+        return self.engine_params().max_num_seqs + self.serve.limits.max_queued_requests + OTHER_REQUESTS
 
     def engine_params(self) -> Params:
         """Return the engine's parsed settings; ValueError names a wrong key, or an engine that has no endpoint."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # The engine has processes of its own; Serve only keeps books of this.
 REPLICA_CPUS = 1
-OTHER_REQUESTS = 16  # for health, status and metrics
+CLOSE_S = 10.0  # after the last answer: what was recorded is written, and the engine ends
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 
@@ -32,7 +33,7 @@ HEALTH_TIMEOUT_S = 30.0
 class Replica:
     """What Serve starts, asks for its health, and drains."""
 
-    async def __init__(self, config_json: str) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
         with serve_log_kept():
             from services.service import Service
 
@@ -41,11 +42,14 @@ class Replica:
             for name in ("services", "models.engines"):
                 logging.getLogger(name).setLevel(logging.INFO)
             self._service = await Service.start(ServiceConfig.model_validate_json(config_json))
+            self._socket = socket
 
     def __serve_build_asgi_app__(self) -> "ASGIApp":
         from services.app import build_app
+        from services.listener import listening
 
-        return build_app(self._service)
+        app = build_app(self._service)
+        return app if self._socket is None else listening(app, self._socket, self._service.config.serve.drain_s)
 
     async def check_health(self) -> None:
         """Raise a plain RuntimeError, so that Serve replaces the replica."""
@@ -73,21 +77,26 @@ def serve_log_kept() -> Iterator[None]:
             handler.setTarget(file)
 
 
-def deployment(config: ServiceConfig) -> serve.Application:
-    """Return the Serve application of one configuration."""
+def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
+    """Return the Serve application of one configuration.
+
+    Args:
+        config: of the service.
+        socket: where the replica listens for the proxy before it; None leaves that to Serve's own.
+    """
     params = config.engine_params()
     compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.cache))}
     environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}
     deployed = serve.deployment(
         name="replica",
         # What runs and what waits is decided in the replica, by key (services/turns.py); all of it must get there.
-        max_ongoing_requests=params.max_num_seqs + config.serve.limits.max_queued_requests + OTHER_REQUESTS,
+        max_ongoing_requests=config.max_requests,
         max_queued_requests=config.serve.limits.max_queued_requests,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.serve.drain_s,
+        graceful_shutdown_timeout_s=config.serve.drain_s + CLOSE_S,
         graceful_shutdown_wait_loop_s=0.5,
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": REPLICA_CPUS, "runtime_env": {"env_vars": environment}},
     )
-    return deployed(Replica).bind(config.model_dump_json())
+    return deployed(Replica).bind(config.model_dump_json(), socket)

@@ -1,4 +1,4 @@
-"""Ray, Serve and one replica, from start to drained end; started by services/main.py, which cleans up after it."""
+"""The front, Ray, Serve and one replica, from start to drained end; started by services/main.py, which cleans up."""
 
 import ctypes
 import logging
@@ -14,12 +14,14 @@ from infra.service_process import ray_folder
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_config
 from services.edge import CONFIG_VARIABLE
+from services.front import Front
 
 APP_NAME = "redraft"
 NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
 PR_SET_PDEATHSIG = 1
+FLUSH_S = 5.0  # for the last bytes of answers that the replica has given, on their way to slow readers
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -38,6 +40,8 @@ RAY_VARIABLES = {
     "RAY_worker_oom_score_adjustment": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.edge.middlewares",
 }
+# Whatever the environment says: Serve's own HAProxy, and replicas that listen for it, bind every address.
+HELD_OFF = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +50,10 @@ def run(config: ServiceConfig, home: Path) -> int:
     """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started.
 
     Raises:
-        ValueError: see `ray_folder`.
+        ValueError: see `ray_folder` and `Front.find`.
     """
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
+    os.environ |= HELD_OFF
     # By default a token lies in the user's folder, where another program's umask may have left it open.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": home_secret(home, "ray.key").hex()}
     import ray  # reads the variables when it is imported
@@ -56,7 +61,7 @@ def run(config: ServiceConfig, home: Path) -> int:
 
     from services.replica import deployment
 
-    ray_dir = ray_folder(home)
+    ray_dir, front = ray_folder(home), Front.find(config, home)
     ended = threading.Event()
     ray.init(
         address="local",
@@ -69,12 +74,16 @@ def run(config: ServiceConfig, home: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())  # after ray.init, which puts in its own and ends at once
     try:
+        if front is not None:
+            front.start()
         serve.start(
-            proxy_location="HeadOnly",
+            proxy_location="HeadOnly" if front is None else "Disabled",
             http_options={"host": config.host, "port": config.port, "request_timeout_s": None},
         )
-        handle = serve.run(deployment(config), name=APP_NAME, route_prefix="/", blocking=False)
-        print(f"serving {config.served_name} on http://{config.host}:{config.port}", flush=True)
+        deployed = deployment(config, None if front is None else front.socket)
+        handle = serve.run(deployed, name=APP_NAME, route_prefix="/", blocking=False)
+        by = "Ray's proxy" if front is None else "HAProxy"
+        print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
         ended.wait()
         left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
         print(f"drained, {left} requests were cut off", flush=True)
@@ -82,6 +91,8 @@ def run(config: ServiceConfig, home: Path) -> int:
         print(f"services.runner: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
+        if front is not None:
+            front.stop(FLUSH_S)
         serve.shutdown()
         ray.shutdown()
     return 0

@@ -51,6 +51,17 @@ def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.Monk
     assert library in checks(Settings(home=tmp_path))["openmp preload"].found
 
 
+def test_an_haproxy_that_does_not_run_here_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert checks(Settings(home=tmp_path))["front"].ok
+    foreign = tmp_path / "haproxy"
+    foreign.write_bytes(b"\x7fELF of another machine")
+    foreign.chmod(0o700)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(foreign))
+    found = checks(Settings(home=tmp_path))["front"]
+    assert not found.ok
+    assert "Ray's own proxy" in found.found
+
+
 def test_libraries_that_every_start_compiles_again_are_a_fault_with_its_cure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

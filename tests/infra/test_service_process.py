@@ -1,8 +1,10 @@
 """A service is found again by the file that it was started with."""
 
 import json
+import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,6 +18,7 @@ from infra.service_process import (
     client_of,
     compiled_folder,
     config_path,
+    front_folder,
     last_status,
     last_url,
     require_startable,
@@ -114,6 +117,17 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
         require_startable(Settings(home=tmp_path, host="0.0.0.0"), 0)
     require_startable(Settings(home=tmp_path, host="0.0.0.0", api_keys=("a-clients-key",)), 0)
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
+
+
+def test_the_fronts_folder_is_for_nobody_else_and_its_sockets_path_is_never_too_long(tmp_path: Path) -> None:
+    folders = [front_folder(tmp_path / (letter * 100)) for letter in "ab"]
+    with tempfile.TemporaryDirectory() as home:
+        assert front_folder(Path(home)) == Path(home, "front")
+    assert folders[0] != folders[1]
+    for folder in folders:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(os.fsencode(folder / "replica.sock.1234567")) < 108
+        folder.rmdir()
 
 
 def test_without_a_service_there_is_no_status(settings: Settings) -> None:

@@ -1,0 +1,248 @@
+"""HAProxy before a server of a replica, both real, without Ray; test_edge.py asks the whole service."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.processes import Child, free_port, wait_until
+from services.config import ServiceConfig
+from services.edge import LOST_FRAMES
+from services.front import Front
+
+ROOT = Path(__file__).parents[2]
+NUM_EVENTS = 6000
+EVENT = "data: " + "x" * 1000 + "\n\n"
+DONE = "data: [DONE]\n\n"
+# What a replica is here: a server by Listener, killed with its process.
+REPLICA = f"""
+import asyncio, sys
+from pathlib import Path
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from services.listener import Listener
+
+async def events(number, gap_s):
+    for _ in range(number):
+        yield {EVENT!r}
+        await asyncio.sleep(gap_s)
+    yield {DONE!r}
+
+def streamed(number, gap_s):
+    return lambda request: StreamingResponse(events(number, gap_s), media_type="text/event-stream")
+
+async def half(request):
+    async def parts():
+        yield b"x" * 50
+        await asyncio.sleep(60)
+    return StreamingResponse(parts(), headers={{"content-length": "100"}})
+
+app = Starlette(routes=[
+    Route("/v1/caller", lambda request: JSONResponse([request.client.host, sys.argv[2]])),
+    Route("/v1/short", streamed(20, 0.05)),
+    Route("/v1/large", streamed({NUM_EVENTS}, 0)),
+    Route("/v1/long", streamed(1000, 0.02)),
+    Route("/v1/half", half),
+    Route("/v1/early", lambda request: JSONResponse([], 413), methods=["POST"]),
+])
+
+async def main():
+    await Listener.start(app, Path(sys.argv[1]), 1.0)
+    print("listening", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Scene:
+    """A front, and replicas that come and go."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.port, self._folder, self._stack, self._number = free_port(), folder, stack, 0
+        names = ("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
+        config = ServiceConfig(mlflow_uri="sqlite://", port=self.port, **{name: folder / name for name in names})
+        found = Front.find(config, folder)
+        assert found is not None
+        self.front, self.url = found, f"http://127.0.0.1:{self.port}"
+        self.front.start()
+        stack.callback(lambda: self.front.stop(1.0))
+
+    def replica(self) -> Child:
+        self._number += 1
+        argv = [sys.executable, "-c", REPLICA, str(self.front.socket), str(self._number)]
+        log = self._folder / f"replica-{self._number}.log"
+        child = self._stack.enter_context(Child.start(argv, {"PYTHONPATH": str(ROOT)}, log, "the replica"))
+        wait_until(lambda: "listening" in child.tail(), 30, child, "the replica")
+        return child
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, trust_env=False, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(tmp_path_factory.mktemp("a home's"), stack)
+
+
+@pytest.fixture(scope="module")
+def replica(scene: Scene) -> Child:
+    """The replica that most tests share."""
+    return scene.replica()
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return answer.status_code, error["code"]
+
+
+def test_without_a_replica_the_answer_is_503_in_openais_shape(scene: Scene) -> None:
+    answer = scene.get("/v1/caller")
+    assert error_of(answer) == (503, "engine_unavailable")
+    assert answer.headers["retry-after"] == "5"
+
+
+def test_a_request_passes_and_its_callers_address_is_not_what_it_says(scene: Scene, replica: Child) -> None:
+    answer = httpx.get(f"{scene.url}/v1/caller", headers={"X-Forwarded-For": "192.0.2.1"}, trust_env=False)
+    assert answer.json() == ["127.0.0.1", "1"]
+
+
+def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_served(
+    scene: Scene, replica: Child
+) -> None:
+    with httpx.Client(base_url=scene.url, trust_env=False, timeout=30) as client:
+        for _ in range(10):
+            refused = client.post("/v1/early", content=b"x" * (4 << 20))
+            assert (refused.status_code, refused.headers["connection"]) == (413, "close")
+            assert client.get("/v1/caller").status_code == httpx.codes.OK
+
+
+def test_a_whole_stream_is_left_alone_for_one_who_reads_late_too(scene: Scene, replica: Child) -> None:
+    assert scene.get("/v1/short").text == EVENT * 20 + DONE
+    with httpx.stream("GET", f"{scene.url}/v1/large", trust_env=False, timeout=30) as answer:
+        time.sleep(0.5)  # the replica has nothing left to send but what nobody took
+        parts = bytearray()
+        for part in answer.iter_raw():
+            parts += part
+            if len(parts) < 1 << 20:
+                time.sleep(0.001)
+    assert parts.decode() == EVENT * NUM_EVENTS + DONE
+
+
+def test_the_stream_of_a_killed_replica_ends_with_an_error_frame_and_the_next_replica_answers(scene: Scene) -> None:
+    killed, received = scene.replica(), bytearray()
+    with httpx.Client(trust_env=False, timeout=30) as client:
+        with client.stream("GET", f"{scene.url}/v1/long") as answer:
+            for part in answer.iter_raw():
+                if not received:
+                    killed.stop(0.0)  # kill -9
+                received += part
+        assert received.endswith(LOST_FRAMES)
+        assert received.removesuffix(LOST_FRAMES).decode().replace(EVENT, "") == ""
+        assert error_of(client.get(f"{scene.url}/v1/caller")) == (503, "engine_unavailable")
+        scene.replica()
+        assert client.get(f"{scene.url}/v1/caller").status_code == httpx.codes.OK
+
+
+def test_an_answer_that_is_no_stream_is_never_completed_with_something_else(scene: Scene) -> None:
+    killed = scene.replica()
+    with httpx.Client(trust_env=False, timeout=30) as client, client.stream("GET", f"{scene.url}/v1/half") as answer:
+        parts = answer.iter_raw()
+        assert next(parts) == b"x" * 50
+        killed.stop(0.0)
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(parts)
+
+
+def test_a_replica_takes_the_place_of_one_that_ends_what_it_accepted(scene: Scene) -> None:
+    scene.replica()
+    with httpx.stream("GET", f"{scene.url}/v1/short", trust_env=False, timeout=30) as answer:
+        parts = answer.iter_raw()
+        first = next(parts)
+        scene.replica()
+        assert scene.get("/v1/caller").json()[1] == str(scene._number)
+        assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
+
+
+def test_a_killed_haproxy_is_back(scene: Scene) -> None:
+    scene.replica()
+    process = scene.front._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: scene.front._process is not process and scene.front._listens(), 10, None, "the next one")
+    assert scene.get("/v1/caller").status_code == 200
+
+
+def test_its_files_are_for_nobody_else_and_it_takes_no_commands(scene: Scene) -> None:
+    folder = scene.front.socket.parent
+    assert folder.stat().st_mode & 0o077 == 0
+    assert "socket" not in (folder / "haproxy.cfg").read_text().replace("unix@", "").replace("replica.sock", "")
+
+
+def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        scene = Scene(tmp_path, stack)
+        scene.replica()
+        with httpx.stream("GET", f"{scene.url}/v1/short", trust_env=False, timeout=30) as answer:
+            parts = answer.iter_raw()
+            first = next(parts)
+            ending = threading.Thread(target=scene.front.stop, args=(10.0,))
+            ending.start()
+            wait_until(lambda: not scene.front._listens(), 5, None, "the end of listening")
+            assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
+        ending.join()
+
+
+def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
+    paths = {name: tmp_path / name for name in names}
+    by_name = {
+        front: ServiceConfig(mlflow_uri="sqlite://", port=1, serve={"front": front}, **paths)
+        for front in ("auto", "haproxy", "ray")
+    }
+    assert Front.find(by_name["ray"], tmp_path) is None
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
+    assert Front.find(by_name["auto"], tmp_path) is None
+    with pytest.raises(ValueError, match="redraft doctor"):
+        Front.find(by_name["haproxy"], tmp_path)
+
+
+def test_an_address_holds_half_of_the_connections(scene: Scene) -> None:
+    text = (scene.front.socket.parent / "haproxy.cfg").read_text()
+    [most] = [int(line.rpartition(" gt ")[2].split()[0]) for line in text.splitlines() if "sc0_conn_cur" in line]
+    with ExitStack() as stack:
+        held = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", scene.port), timeout=5)) for _ in range(most)
+        ]
+        assert _is_turned_away(scene.port)
+    wait_until(lambda: scene.get("/v1/caller").status_code in (200, 503), 5, None, "room again")
+    assert len(held) == most
+
+
+@pytest.mark.slow
+def test_half_a_request_is_cut_after_its_time(scene: Scene) -> None:
+    with socket.create_connection(("127.0.0.1", scene.port), timeout=15) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nHost")
+        assert one.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def _is_turned_away(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as one:
+            return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
