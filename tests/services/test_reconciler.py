@@ -437,13 +437,13 @@ def test_a_configured_k_of_0_stays(world: World) -> None:
 def test_a_draft_of_a_family_that_a_newer_release_has_is_left_alone(running: World) -> None:
     def rename(directory: Path) -> None:
         config = json.loads((directory / "config.json").read_text())
-        config["redraft"]["family"] = "medusa"
+        config["redraft"]["family"] = "of_a_newer_release"
         (directory / "config.json").write_text(json.dumps(config))
 
     other = running.push(change=rename)
     running.tick(3)
     assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
-    assert "is of family 'medusa'" in running.loop.state.refused[label(other)]
+    assert "is of family 'of_a_newer_release'" in running.loop.state.refused[label(other)]
     assert read_memory(running.config.state).refused == {}
 
 
