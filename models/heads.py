@@ -280,7 +280,7 @@ class Format:
             draft.token_map.copy_(vocabulary)
             for block, matrix in zip(draft.blocks, draft.lm_heads, strict=True):
                 block.pass_through()  # type: ignore[operator]  # of a list of modules no more is known
-                matrix.weight.copy_(rows)  # type: ignore[operator]
+                matrix.weight.copy_(rows)  # type: ignore[operator]  # nor of its tensor
         return draft
 
     def renew(self, draft: Heads, target_dir: Path, token_counts: np.ndarray) -> Heads:
