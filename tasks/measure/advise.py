@@ -153,7 +153,7 @@ def _steps(
     steps: list[Step] = []
     draft_ms: list[float] = []
     _answer(engine, prompts[0], WARM_TOKENS)
-    engine.on_step = lambda draft_s, _: draft_ms.append(1000 * draft_s)
+    engine.on_step = lambda took: draft_ms.append(1000 * took.draft_s)
     for prompt in prompts:
         answer = _answer(engine, prompt, max_tokens)
         steps += map(Step, answer.drafted, answer.accepted)

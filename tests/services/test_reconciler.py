@@ -405,7 +405,7 @@ def test_a_draft_of_another_k_asks_for_a_new_replica_which_boots_with_its_k(runn
         "draft 2 drafts 5 tokens a step, this replica 3: needs a replica of its own"
     )
     running.boot()
-    assert running.engine._params.num_draft_tokens == 5
+    assert running.engine.params.num_draft_tokens == 5
     running.tick(2)
     assert (running.serving(), running.loop.state.replacement) == (2, None)
     running.push()  # of before the tag was written: not compared

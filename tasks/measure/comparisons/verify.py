@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from models import catalog
 from models.drafts import lm
 from models.engines import Sampling
-from models.engines.torch import probabilities
+from models.engines.torch.sampling import probabilities
 from models.multi_draft import exact_outcome, most_kept
 from tasks.measure.comparisons import Bench, Row, draw
 from tasks.measure.spread import Mean

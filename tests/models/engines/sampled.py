@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from models.drafts import Draft
 from models.engines import Sampling
-from models.engines.torch import Params, TorchEngine, probabilities
+from models.engines.torch import Params, TorchEngine
+from models.engines.torch.sampling import probabilities
 from models.layers.decoder import Decoder
 from tests.models.drafts.answered import prompts
 

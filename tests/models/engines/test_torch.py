@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
-from models.engines.torch import Params, TorchEngine, _Sequence, probabilities
+from models.engines.torch import Params, TorchEngine
+from models.engines.torch.request import Request
+from models.engines.torch.sampling import probabilities
 from models.hidden import Sample
 from models.layers.decoder import Cache, Decoder
 from models.proposal import Proposal
@@ -114,7 +116,7 @@ def test_sampled_tokens_follow_the_target(tiny_target: Path, tiny_draft: Path) -
 def test_a_draft_that_lies_about_q_would_be_noticed(
     tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Sequence, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
+    monkeypatch.setattr(Request, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
     assert sampled_p_value(tiny_target, tiny_draft) < P_VALUE
 
 
@@ -190,8 +192,8 @@ def test_greedy_output_of_a_tree_is_the_librarys(
 def test_after_a_tree_the_cache_and_what_the_drafter_was_told_are_those_of_a_fresh_pass(
     tiny_target: Path, bush: Bush, temperature: float
 ) -> None:
-    async def ask(engine: TorchEngine) -> tuple[_Sequence, Completion]:
-        sequence = _Sequence(engine, prompts(1)[0], GREEDY.model_copy(update={"temperature": temperature}), "1")
+    async def ask(engine: TorchEngine) -> tuple[Request, Completion]:
+        sequence = Request(engine, prompts(1)[0], GREEDY.model_copy(update={"temperature": temperature}), "1")
         while sequence.finish_reason is None:
             sequence.step()
         return sequence, sequence.completion()
@@ -226,7 +228,7 @@ def test_a_tree_that_a_rule_can_not_verify_is_an_error_and_no_output(tiny_target
 def test_a_tree_that_lies_about_q_would_be_noticed(
     tiny_target: Path, bush: Bush, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Sequence, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
+    monkeypatch.setattr(Request, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
     assert sampled_p_value(tiny_target, bush, num_draft_tokens=6) < P_VALUE
 
 
@@ -321,7 +323,7 @@ def test_a_client_that_goes_away_is_told_of_once(tiny_target: Path, tiny_draft: 
         told: list[Completion] = []
         engine.on_finish = lambda completion, _: told.append(completion)
         task = asyncio.create_task(engine.generate(prompts(1)[0], Sampling(max_tokens=900, ignore_eos=True), "gone"))
-        while not engine._running or not next(iter(engine._running)).token_ids:
+        while not engine.running or not next(iter(engine.running)).token_ids:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -339,7 +341,7 @@ def test_an_answer_ends_at_a_stop_token_and_what_came_after_it_is_not_accepted(
     third = run(tiny_target, None, lambda engine: answer_all(engine, prompts(1), GREEDY))[0].token_ids[2]
 
     async def ask(engine: TorchEngine) -> Completion:
-        engine._stops = frozenset([third])
+        engine.stops = frozenset([third])
         return await engine.generate(prompts(1)[0], Sampling(max_tokens=24), "stop")
 
     answer = run(tiny_target, None, ask)

@@ -76,9 +76,9 @@ def serve(
     async def ask() -> list[Completion]:
         engine = await TorchEngine.start(target, draft, Params(dtype="float32"))
         if policy is not None:
-            engine._lengths = policy, None
+            engine.lengths = policy, None
         if cost is not None:
-            engine._cost = cost
+            engine.cost = cost
         asked = [GREEDY.model_copy(update={"max_tokens": limit}) for limit in max_tokens]
         return await asyncio.gather(*(engine.generate(PROMPT, one, str(n)) for n, one in enumerate(asked)))
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from models.engines import Sampling
-from models.engines.torch import probabilities
+from models.engines.torch.sampling import probabilities
 from models.multi_draft import Siblings
 from models.proposal import Proposal
 from models.verify import Verified

@@ -27,10 +27,10 @@ def test_a_table_says_the_draft_and_how_the_engine_runs_it(tiny_target: Path, ti
     target = Target(tiny_target, Decoder.load(tiny_target, torch.float32), tiny_draft, shared)
     engines = {name: target.engine(way) for name, way in found.items()}
     assert [engines[name].draft for name in "abc"] == [None, tiny_draft, tiny_draft]
-    assert engines["a"]._params.num_draft_tokens == 9
-    assert engines["a"]._draft.params.shortest == 3
-    assert {engine._params.max_model_len for engine in engines.values()} == {99}
-    assert engines["c"]._params.lengths.name == "confidence"
+    assert engines["a"].params.num_draft_tokens == 9
+    assert engines["a"].loaded.params.shortest == 3
+    assert {engine.params.max_model_len for engine in engines.values()} == {99}
+    assert engines["c"].params.lengths.name == "confidence"
     assert not target.engine(None).speculating
 
 

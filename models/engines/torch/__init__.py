@@ -1,0 +1,277 @@
+"""The reference engine: every draft family, verification rule and length policy, in one process and without vLLM.
+
+Requests take turns step by step, one sequence a step, so it is right and easy to follow rather than made for load. A
+swap happens between two steps; drafters in flight go on with the new weights and their old cache, which costs
+acceptance only.
+
+Steps run in the event loop's own thread. Each thread that multiplies has OpenMP workers of its own, and once they are
+more than cores, libgomp puts them to sleep between any two products: a step would take half as long again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import field_validator, model_validator
+from transformers import AutoConfig, GenerationConfig
+
+from models import catalog
+from models.cost import Cost, Time
+from models.drafts import Draft, family_of, open_draft
+from models.engines import Completion, EngineParams, Sampling
+from models.engines.torch.request import Request, Took
+from models.layers.decoder import Decoder
+from models.lengths import fixed
+from models.params import BaseParams
+from models.precision import fast_dtype
+from models.targets import describe
+from models.trees import chain
+from models.verify import Rules, greedy, rejection
+
+PAPER = "arXiv:2211.17192, algorithm 1"
+FACTORS = True  # layers of low rank may be stored as two matrices
+
+OnFinish = Callable[[Completion, Sampling], None]
+OnStep = Callable[[Took], None]
+
+
+class Params(EngineParams):
+    """How the engine runs.
+
+    Attributes:
+        dtype: "auto" takes bfloat16 where the processor multiplies it natively.
+        device: as torch names it.
+        verify: the rule for temperature > 0.
+        verify_greedy: the rule for temperature 0; it sees logits in place of p, and mostly no q.
+        lengths: the length policy.
+        trees: what is proposed side by side, by drafts of families that can go on from any node of a tree.
+    """
+
+    name: Literal["torch"] = "torch"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "cpu"
+    verify: Annotated[BaseParams, catalog.Method("verify")] = rejection.Params()
+    verify_greedy: Annotated[BaseParams, catalog.Method("verify")] = greedy.Params()
+    lengths: Annotated[BaseParams, catalog.Method("lengths")] = fixed.Params()
+    trees: Annotated[BaseParams, catalog.Method("trees")] = chain.Params()
+
+    @property
+    def rules(self) -> Rules:
+        """What drafted tokens are verified by."""
+        return Rules(greedy=self.verify_greedy, sampling=self.verify)
+
+    @field_validator("verify")
+    @classmethod
+    def _samples(cls, rule: BaseParams) -> BaseParams:
+        if not catalog.load("verify", rule.name).SAMPLES:
+            raise ValueError(f"verify rule {rule.name} is for greedy decoding only; it can't sample")
+        return rule
+
+    @field_validator("verify_greedy")
+    @classmethod
+    def _reads_logits(cls, rule: BaseParams) -> BaseParams:
+        if catalog.load("verify", rule.name).SAMPLES:
+            raise ValueError(f"verify_greedy rule {rule.name} wants probabilities, which temperature 0 has none of")
+        return rule
+
+    @model_validator(mode="after")
+    def _one_of_them_ends_a_step(self) -> Self:
+        tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
+        if tree.BRANCHES and hasattr(lengths, "go_on"):
+            raise ValueError(
+                f"length policy {self.lengths.name} stops a chain where the draft is unsure; tree {self.trees.name} "
+                "is no chain"
+            )
+        return self
+
+
+class TorchEngine:
+    """A target and its draft.
+
+    Attributes:
+        draft: directory of the draft that is loaded, or None.
+        draft_version: what it is called in outputs.
+        speculating: whether steps are drafted.
+        on_finish: called once for every request that ended, aborted ones too; must not block.
+        on_step: called after every step but a request's first, which reads its prompt; must not block.
+        target, loaded, params, rules, lengths, trees, stops: what requests are answered with: both models, the keys,
+            rules by whether decoding is greedy, policies with their keys, and the token ids that end an answer.
+        running, cost: requests on their way, and what their steps took.
+    """
+
+    def __init__(
+        self, target: Decoder, target_dir: Path, draft: Draft | None, directory: Path | None, params: Params
+    ) -> None:
+        self.target, self._target_dir, self.loaded, self.params = target, target_dir, draft, params
+        self.rules: dict[bool, tuple[ModuleType, BaseParams]] = {
+            True: _method("verify", params.verify_greedy),
+            False: _method("verify", params.verify),
+        }
+        self.lengths = _method("lengths", params.lengths)
+        self.trees = _method("trees", params.trees)
+        if draft is not None and self.trees[0].BRANCHES and not draft.expands:
+            raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
+        self.cost = Cost()
+        self.stops = _stop_ids(target_dir)
+        self.running: set[Request] = set()
+        self.draft, self.draft_version = directory, ""
+        self.speculating = draft is not None and params.num_draft_tokens > 0
+        self.on_finish: OnFinish | None = None
+        self.on_step: OnStep | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        target: Path,
+        draft: Path | None,
+        params: Params,
+        served_name: str = "target",
+        draft_version: str = "",
+        costs: Path | None = None,
+    ) -> "TorchEngine":
+        """Load both models.
+
+        Args:
+            target: a Hugging Face directory of a Llama-like model.
+            draft: a draft's directory, or None for an engine without speculation.
+            params: how it runs.
+            served_name: not used; there is one model.
+            draft_version: what the draft is called in outputs.
+            costs: not used; it has one mode, and nothing is planned.
+
+        Raises:
+            ValueError: a directory can't be loaded.
+        """
+        dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
+        decoder = Decoder.load(target, dtype, params.device)
+        opened = None if draft is None else open_draft(draft, target).to(params.device)
+        engine = cls(decoder, target, opened, draft, params)
+        engine.draft_version = draft_version
+        return engine
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        request_id: str,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Completion:
+        """Answer one prompt; `on_first_token` is called when it has been read.
+
+        Raises:
+            ValueError: the prompt is empty or does not fit the context, or a setting is out of range.
+        """
+        limit = self.params.max_model_len
+        if not 0 < len(prompt_ids) < limit:
+            raise ValueError(f"the prompt has {len(prompt_ids)} tokens; wanted 1 to {limit - 1}")
+        if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.max_tokens > 0):
+            raise ValueError(f"wanted temperature from 0, top_p in (0, 1] and max_tokens from 1; got {sampling}")
+        request = Request(self, prompt_ids, sampling, request_id)
+        self.running.add(request)
+        try:
+            while request.finish_reason is None:
+                request.step()
+                if on_first_token is not None:
+                    on_first_token()
+                    on_first_token = None
+                await asyncio.sleep(0)  # the others' turn
+        finally:
+            self.running.discard(request)
+            request.end()
+            completion = request.completion()
+            if self.on_finish is not None and request.token_ids:
+                self.on_finish(completion, sampling)
+        return completion
+
+    async def swap_draft(self, directory: Path, version: str) -> float:
+        """Replace the draft between two steps; return the milliseconds it took.
+
+        Raises:
+            ValueError: the file doesn't fit; nothing was changed.
+        """
+        if self.loaded is None or self.draft is None:
+            raise ValueError("this engine was started without a draft")
+        started = time.monotonic()
+        opened = self._open_like_served(directory)
+        self.loaded, self.draft, self.draft_version = opened, directory, version
+        for request in self.running:
+            request.use(opened, version)
+        return 1000 * (time.monotonic() - started)
+
+    async def check_draft(self, directory: Path) -> float:
+        """Hold the loaded weights against those of `directory`; return the largest relative error.
+
+        Raises:
+            ValueError: a tensor is another than the file's.
+        """
+        if self.loaded is None:
+            raise ValueError("this engine was started without a draft")
+        wanted = open_draft(directory, self._target_dir).state_dict()
+        for name, got in self.loaded.state_dict().items():
+            if not torch.equal(got.cpu(), wanted[name]):
+                raise ValueError(f"tensor {name} of the loaded draft differs from {directory.name}'s")
+        return 0.0
+
+    async def set_speculation(self, on: bool) -> None:
+        """Switch drafting on or off.
+
+        Raises:
+            ValueError: the engine has no draft to switch on.
+        """
+        if on and self.loaded is None:
+            raise ValueError("speculation can't be switched on: the engine was started without a draft")
+        self.speculating = on
+
+    async def health(self) -> None:
+        """Return; there is no process of its own that could be dead."""
+
+    async def close(self) -> None:
+        """Forget the models."""
+        self.loaded = None
+
+    def took(self, step: Took) -> None:
+        """Note what a step took."""
+        self.cost = self.cost.after(Time(1, step.num_rows, 0, 1000 * step.target_s))
+        if step.num_passes:
+            whole_ms = 1000 * (step.draft_s + step.target_s)
+            self.cost = self.cost.after(Time(1, step.num_rows, step.num_passes, whole_ms))
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def _open_like_served(self, directory: Path) -> Draft:
+        assert self.draft is not None
+        family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
+        return open_draft(directory, self._target_dir).to(self.params.device)
+
+
+start = TorchEngine.start
+
+
+def child_environment(params: Params) -> dict[str, str]:
+    """Return nothing; the engine takes its process as it is."""
+    return {}
+
+
+def require_draft(name: str) -> None:
+    """Return: it drafts with every family."""
+
+
+def require_tool_parser(name: str) -> None:
+    """Raise ValueError: this engine is behind no endpoint."""
+    raise ValueError(f'engine "torch" has no endpoint that could take tools, so no tool_parser; got "{name}"')
+
+
+def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
+    return catalog.load(family, params.name), params
+
+
+def _stop_ids(target: Path) -> frozenset[int]:
+    """Token ids that end an answer, from the target's generation settings, else from its configuration."""
+    has_settings = (target / "generation_config.json").is_file()
+    settings = GenerationConfig if has_settings else AutoConfig
+    ids = settings.from_pretrained(target).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

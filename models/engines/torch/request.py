@@ -1,0 +1,236 @@
+"""One request of the reference engine, step by step: draft, let the target read, verify, keep."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.drafters import Expander, Observer, Remembering, SelfDrafter
+from models.drafts import Draft, Drafter, GoOn
+from models.engines import Completion, Sampling
+from models.engines.torch.sampling import draw, probabilities
+from models.layers.decoder import Cache
+from models.lengths import View
+from models.params import BaseParams
+from models.proposal import Proposal
+from models.verify import Verified
+
+if TYPE_CHECKING:
+    from models.engines.torch import TorchEngine
+
+
+class Took(NamedTuple):
+    """What one step took.
+
+    Attributes:
+        num_rows: of the target's pass.
+        num_passes: of the draft; a chain's is one for each token.
+        draft_s: until the proposal was there.
+        target_s: from then on: the target's pass, verification, and what the drafter is shown.
+    """
+
+    num_rows: int
+    num_passes: int
+    draft_s: float
+    target_s: float
+
+
+class Request:
+    """One request on its way: its caches, its drafter, and what came so far.
+
+    Attributes:
+        draft_version: of the draft that it drafts with.
+        token_ids: of the answer so far.
+        finish_reason: None until it ends.
+    """
+
+    def __init__(self, engine: "TorchEngine", prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
+        self._engine, self._sampling, self._request_id = engine, sampling, request_id
+        self._target, self._params = engine.target, engine.params
+        self._prompt_ids = list(prompt_ids)
+        limit = min(self._params.max_model_len, len(prompt_ids) + sampling.max_tokens)
+        self._max_new = limit - len(prompt_ids)
+        # A step's last drafted tokens may reach past the end.
+        self._cache = Cache(self._target, limit + self._params.num_draft_tokens + 1)
+        self._draft, self.draft_version = engine.loaded, engine.draft_version
+        self._drafter: Drafter | None = None
+        self._taps: tuple[int, ...] = ()
+        if self._draft is not None and engine.speculating:
+            self._drafter = self._draft.drafter(self._cache.max_len)
+            if isinstance(self._drafter, SelfDrafter):
+                self._drafter.share(self._target, self._cache)
+            self.use(self._draft, engine.draft_version)
+        self._rng = torch.Generator(self._target.device)
+        if sampling.seed is not None:
+            self._rng.manual_seed(sampling.seed)
+        else:
+            self._rng.seed()
+        self._drafted_ids: list[tuple[int, ...]] = []
+        self._counts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step
+        self._gaps: list[float] = []
+        self._started, self._times = time.monotonic(), [0.0, 0.0]
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+
+    def use(self, draft: Draft, version: str) -> None:
+        """Draft with other weights of the same shape from now on."""
+        self._draft, self.draft_version = draft, version
+        if self._drafter is not None:
+            self._drafter.draft = draft
+            self._taps, self._vocabulary = draft.taps, draft.vocabulary
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run the prompt the first time, then draft and verify once."""
+        if not self.token_ids:
+            states, tapped = self._target.forward(self._ids(self._prompt_ids), self._cache, self._taps)
+            logits = self._target.logits(states[-1:])
+            emitted = [draw(logits[0], self._sampling, self._rng)]
+            self._observe(self._prompt_ids[-1:], logits)
+            self._extend(self._prompt_ids, emitted, tapped)
+            self._emit(emitted, logits, [0])
+            return
+        started = time.perf_counter()
+        proposal, num_passes = self._propose()
+        drafted = time.perf_counter()
+        tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
+        last, before = self.token_ids[-1], self._cache.length
+        begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) else None
+        states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents, begun)
+        logits = self._target.logits(states)
+        verified = self._verify(proposal, logits)
+        accepted = int(verified.num_accepted[0])
+        emitted = verified.tokens[0, : accepted + 1].tolist()
+        rows = [0, *(node + 1 for node in verified.path[0, :accepted].tolist())]
+        self._cache.keep(before, rows)
+        self._drafted_ids.append(tuple(tokens))
+        self._counts.append((len(tokens), accepted))
+        self._observe([last, *tokens], logits)
+        self._extend([last], emitted, tapped[rows])
+        self._emit(emitted, logits, rows)
+        done = time.perf_counter()
+        self._engine.took(Took(1 + len(tokens), num_passes, drafted - started, done - drafted))
+
+    def end(self) -> None:
+        """Let later requests draft from this one, if its draft does so."""
+        if isinstance(self._drafter, Remembering):
+            self._drafter.end()
+
+    def _propose(self) -> tuple[Proposal, int]:
+        """Return what is drafted, and in how many passes."""
+        nothing = Proposal.chain([], device=self._target.device), 0
+        if self._drafter is None or not self._engine.speculating:
+            return nothing
+        policy, params = self._engine.lengths
+        view = View(
+            limit=self._params.num_draft_tokens,
+            position=self._cache.length + 1,
+            steps=tuple(self._counts),
+            num_running=len(self._engine.running),
+            cost=self._engine.cost,
+        )
+        num_tokens = policy.num_draft_tokens(view, params)
+        if num_tokens == 0:
+            return nothing
+        tree, tree_params = self._engine.trees
+        if tree.BRANCHES and isinstance(self._drafter, Expander):
+            expand, passes = self._drafter.expand, []
+
+            def counted(token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+                passes.append(len(nodes))
+                return expand(token_ids, parents, nodes)
+
+            return tree.grow(counted, num_tokens, tree_params), len(passes)
+        go_on = _go_on(policy, view, params) if hasattr(policy, "go_on") else None
+        proposal = self._drafter.propose(num_tokens, self._draw_drafted, go_on)
+        return proposal, proposal.depth
+
+    def _draw_drafted(self, logits: Tensor) -> tuple[int, Tensor | None]:
+        """See `models.drafts.Draw`."""
+        if self._sampling.temperature == 0:
+            return int(self._vocabulary[logits.argmax()]), None
+        drawn_from = probabilities(logits[None].float(), self._sampling)[0]
+        index = torch.multinomial(drawn_from, 1, generator=self._rng)
+        return int(self._vocabulary[index]), self._spread(drawn_from)
+
+    def _spread(self, drawn_from: Tensor) -> Tensor:
+        """[D] probabilities of the draft's tokens → q [V], 0 outside its vocabulary."""
+        if len(drawn_from) == self._target.vocab_size:
+            return drawn_from
+        return drawn_from.new_zeros(self._target.vocab_size).index_copy_(0, self._vocabulary, drawn_from)
+
+    def _verify(self, proposal: Proposal, logits: Tensor) -> Verified:
+        greedy = self._sampling.temperature == 0
+        rule, params = self._engine.rules[greedy]
+        p = logits if greedy else probabilities(logits, self._sampling)
+        verified: Verified = rule.verify(proposal, p[None], self._rng, params)
+        return verified
+
+    def _observe(self, token_ids: list[int], logits: Tensor) -> None:
+        """Show the drafter what the target said after each token of a pass."""
+        if isinstance(self._drafter, Observer):
+            self._drafter.observe(self._ids(token_ids), logits)
+
+    def _extend(self, before: list[int], emitted: list[int], tapped: Tensor) -> None:
+        """Show the drafter what is certain: `tapped` are the states of `before` and of all emitted but the last."""
+        if self._drafter is not None:
+            self._drafter.extend(self._ids([*before, *emitted]), tapped)
+
+    def _emit(self, emitted: list[int], logits: Tensor, rows: list[int]) -> None:
+        """Take over emitted tokens up to a stop or the limit; those after it were never accepted.
+
+        Args:
+            emitted: at least one.
+            logits: [n, V] of the target's pass.
+            rows: which of its rows said each token.
+        """
+        for number, (token, row) in enumerate(zip(emitted, rows, strict=True)):
+            self.token_ids.append(token)
+            if (self._sampling.num_logprobs or 0) >= 2:
+                best, second = logits[row].log_softmax(-1).topk(2).values.tolist()
+                self._gaps.append(best - second)
+            stopped = token in self._engine.stops and not self._sampling.ignore_eos
+            if stopped or len(self.token_ids) == self._max_new:
+                self.finish_reason = "stop" if stopped else "length"
+                if self._counts:
+                    drafted, accepted = self._counts[-1]
+                    self._counts[-1] = drafted, min(accepted, number + 1)
+                break
+        now = time.monotonic()
+        self._times = [self._times[0] or now, now]
+
+    def _ids(self, token_ids: list[int]) -> Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64, device=self._target.device)
+
+    def completion(self) -> Completion:
+        """What came so far."""
+        first, last = self._times
+        return Completion(
+            request_id=self._request_id,
+            prompt_ids=tuple(self._prompt_ids),
+            token_ids=tuple(self.token_ids),
+            drafted=tuple(drafted for drafted, _ in self._counts),
+            accepted=tuple(accepted for _, accepted in self._counts),
+            drafted_ids=tuple(self._drafted_ids),
+            finish_reason=self.finish_reason,
+            first_token_ms=1000 * max(first - self._started, 0.0),
+            per_token_ms=1000 * max(last - first, 0.0) / max(len(self.token_ids) - 1, 1),
+            draft_version=self.draft_version,
+            speculating=self._drafter is not None,
+            gaps=tuple(self._gaps),
+        )
+
+
+def _go_on(policy: ModuleType, view: View, params: BaseParams) -> GoOn:
+    """Return what a drafter asks after each of its passes in a step."""
+    confidences: list[float] = []
+
+    def ask(confidence: float) -> bool:
+        confidences.append(confidence)
+        return bool(policy.go_on(replace(view, confidences=tuple(confidences)), params))
+
+    return ask
