@@ -5,6 +5,7 @@ answers to other documents: greedy ones, and ones that are drawn at temperature 
 order of training and what is drawn.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog, distill
-from models.drafts import family_named
+from models.drafts import Draft, family_named
 from models.hidden import Sample
 from models.likeness import answers
 from models.paired import Score
@@ -44,8 +45,31 @@ class Learnt(NamedTuple):
     num_parameters: int
 
 
+class Taught(NamedTuple):
+    """A draft that was trained, the answers that it learnt, and the seconds that it took."""
+
+    draft: Draft
+    samples: list[Sample]
+    train_s: float
+
+
 def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Learnt:
-    """Train a new draft and score it.
+    """Train a new draft as `train` does, and score it on answers to other documents."""
+    taught = train(bench, draft, training, seed)
+    prompts = opening(bench.held_out, min(NUM_HELD_OUT, _num_answers(bench)), seed)
+    target, rng = _load(bench), torch.Generator().manual_seed(seed)
+    held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
+    del target
+    scores = score(taught.draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
+    greedy, sampled = scores[: len(prompts)], scores[len(prompts) :]
+    return Learnt(
+        figures={"tau": _tau(greedy), "tau_sampled": _tau(sampled), "train_s": taught.train_s},
+        num_parameters=sum(one.numel() for one in taught.draft.parameters() if one.requires_grad),
+    )
+
+
+def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Taught:
+    """Train a new draft on answers of the target.
 
     Args:
         bench: the target and its documents; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens.
@@ -54,14 +78,8 @@ def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
         training: keys of a recipe's [distill].
         seed: see the module.
     """
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
-    rng = torch.Generator().manual_seed(seed)
-    num_answers = max(2, round(NUM_ANSWERS * bench.budget))
-    learnt = _samples("learnt", target, _prompts(bench.train, num_answers, seed), None)
-    prompts = _prompts(bench.held_out, min(NUM_HELD_OUT, num_answers), seed)
-    held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
-    vocab_size = target.config.vocab_size
-    del target
+    learnt = answered(bench, _num_answers(bench), seed)
+    vocab_size = json.loads((bench.target_dir / "config.json").read_text())["vocab_size"]
     family = family_named(draft["name"])
     counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
     own = {"vocab_size": min(MOST_TOKENS, vocab_size)} if "vocab_size" in family.Params.model_fields else {}
@@ -69,22 +87,30 @@ def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
     params = distill.Params.model_validate(training)
     started = time.perf_counter()
     distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, bench.work_dir / "train", seed)
-    train_s = time.perf_counter() - started
-    scores = score(model, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
-    greedy, sampled = scores[: len(prompts)], scores[len(prompts) :]
-    return Learnt(
-        figures={"tau": _tau(greedy), "tau_sampled": _tau(sampled), "train_s": train_s},
-        num_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
-    )
+    return Taught(model, learnt, time.perf_counter() - started)
 
 
-def _prompts(documents: dict[str, list[list[int]]], number: int, seed: int) -> list[list[int]]:
+def answered(bench: Bench, number: int, seed: int) -> list[Sample]:
+    """Return the target's greedy answers to documents of the training part that the seed draws."""
+    return _samples("learnt", _load(bench), opening(bench.train, number, seed), None)
+
+
+def opening(documents: dict[str, list[list[int]]], number: int, seed: int) -> list[list[int]]:
     """Return the beginnings of documents that the seed draws, of one length, so that nothing is padded."""
     long_enough = {
         domain: [document for document in of_domain if len(document) >= PROMPT_LENGTH]
         for domain, of_domain in documents.items()
     }
     return draw(long_enough, number * PROMPT_LENGTH, PROMPT_LENGTH, seed)
+
+
+def _num_answers(bench: Bench) -> int:
+    return max(2, round(NUM_ANSWERS * bench.budget))
+
+
+def _load(bench: Bench) -> PreTrainedModel:
+    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    return target
 
 
 def _samples(

@@ -109,6 +109,19 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert len(registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")) == 1
 
 
+@pytest.mark.parametrize(("family", "only"), [("trees", "dynamic, 4*"), ("lengths", "confidence*")])
+def test_ways_to_draft_are_compared_on_a_head_that_is_taught_and_cells_are_kept(run, family: str, only: str) -> None:
+    asked = (family, "--seeds", "1", "--budget", "0.05", "--only", only)
+    once, again = (run(*asked) for _ in range(2))
+    assert once.exit_code == 0, once.output
+    found = json.loads(once.stdout.splitlines()[-1])
+    assert len(found["rows_measured"]) == 2
+    for figures in found["rows_measured"].values():
+        assert figures["equal_pct"]["value"] + figures["near_tie_pct"]["value"] == 100
+        assert figures["speedup"]["value"] > 0
+    assert json.loads(again.stdout.splitlines()[-1]) == found  # times too, so nothing was measured again
+
+
 def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
     one = run("unigrams", "--seeds", "1", "--output", str(tmp_path / "mine"))
     assert one.exit_code == 0, one.output

@@ -1,0 +1,146 @@
+"""How one draft decodes in one way, beside plain decoding: what tables of trees and of length policies share.
+
+Every row drafts with the same draft for the same target, and answers the same prompts greedily, the beginnings of
+held-out documents that the seed draws. The draft is the champion where there is one that can grow trees, else an
+EAGLE-3 head of one layer that learns from answers to the training part, the same for all rows of a seed.
+
+Prompt by prompt, plain decoding and the row take turns in one process, on one copy of the weights, in an order that is
+turned round each time; what both take counts from an answer's first token to its last. It is computed in float32, so
+that an output that is another can only be a near tie or a fault: where one is a fault the row has no speed. How fast a
+way is in the arithmetic that is served, `redraft bench specbench` tells.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from models import catalog
+from models.drafts import Draft, open_draft
+from models.engines import Completion, Sampling
+from models.engines.torch import Params, TorchEngine
+from models.engines.torch.request import Took
+from models.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.layers.decoder import Decoder
+from tasks.measure import lesson
+from tasks.measure.comparisons import Bench
+from tasks.measure.spread import Mean
+
+COLUMNS = {
+    "tau": "τ, tokens a step ↑",
+    "rows": "rows of the target a step",
+    "passes": "passes of the draft a step",
+    "draft_ms": "drafting, ms a step ↓",
+    "target_ms": "the target's pass and the rule, ms a step ↓",
+    "speedup": "tokens/s, × plain decoding ↑",
+    "equal_pct": "outputs equal to plain decoding's, %",
+    "near_tie_pct": "outputs that part from it at a near tie, %",
+}
+DRAFT = {"name": "eagle3"}
+NUM_PROMPTS, ANSWER_LENGTH, WARM_TOKENS = 6, 32, 8
+GREEDY = Sampling(max_tokens=ANSWER_LENGTH, ignore_eos=True, num_logprobs=2)
+
+
+class Answer(NamedTuple):
+    """An answer, and what each of its steps took."""
+
+    completion: Completion
+    steps: list[Took]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.completion.per_token_ms * (len(self.completion.token_ids) - 1) / 1000
+
+
+def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]:
+    """Answer in one way and plainly, in turn; returns all of `COLUMNS`.
+
+    Args:
+        bench: `budget` scales the prompts, 1 being 6 answers of 32 tokens, and what the draft learns.
+        engine: keys of the reference engine.
+        seed: see the module.
+    """
+    draft = _draft(bench, seed)
+    prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
+    decoder = Decoder.load(bench.target_dir, torch.float32)
+    plain, drafting = (
+        TorchEngine(decoder, bench.target_dir, loaded, None, _params(keys))
+        for loaded, keys in ((None, {"num_draft_tokens": 0}), (draft, engine))
+    )
+    for side in (plain, drafting):
+        answer(side, prompts[0][:WARM_TOKENS], GREEDY.model_copy(update={"max_tokens": WARM_TOKENS}))
+    pairs = []
+    for number, prompt in enumerate(prompts):
+        sides = (plain, drafting)[:: 1 - 2 * (number % 2)]
+        found = [answer(side, prompt) for side in sides]
+        pairs.append((found[0], found[1]) if sides[0] is plain else (found[1], found[0]))
+    return figures(pairs)
+
+
+def answer(engine: TorchEngine, prompt: list[int], sampling: Sampling = GREEDY) -> Answer:
+    """Let an engine answer one prompt."""
+    steps: list[Took] = []
+    engine.on_step = steps.append
+    return Answer(asyncio.run(engine.generate(prompt, sampling, "prompt")), steps)
+
+
+def figures(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, float]:
+    """Sum up answers; see `COLUMNS`.
+
+    Args:
+        pairs: plain decoding's answer to a prompt, and that of the way.
+    """
+    verdicts = [_verdict(plain.completion, one.completion) for plain, one in pairs]
+    answers = [one for _, one in pairs]
+    weights = [float(len(one.steps)) for one in answers]
+
+    def a_step(name: str, unit: float = 1.0) -> Mean:
+        return Mean(
+            [unit * sum(getattr(step, name) for step in one.steps) / len(one.steps) for one in answers], weights
+        )
+
+    seconds = [one.decode_s for one in answers]
+    ratios = [plain.decode_s / one for (plain, _), one in zip(pairs, seconds, strict=True)]
+    return {
+        "tau": Mean([1 + sum(one.completion.accepted) / len(one.steps) for one in answers], weights),
+        "rows": a_step("num_rows"),
+        "passes": a_step("num_passes"),
+        "draft_ms": a_step("draft_s", 1000),
+        "target_ms": a_step("target_s", 1000),
+        "speedup": math.nan if "different" in verdicts else Mean(ratios, seconds),
+        "equal_pct": Mean([100.0 * (verdict == "equal") for verdict in verdicts]),
+        "near_tie_pct": Mean([100.0 * (verdict == "near-tie") for verdict in verdicts]),
+    }
+
+
+def _verdict(plain: Completion, other: Completion) -> str:
+    golden = Golden(prompt_ids=plain.prompt_ids, token_ids=plain.token_ids, gaps=plain.gaps)
+    return equal_output(golden, other.token_ids, LEAST_THRESHOLD)
+
+
+def _params(keys: dict[str, Any]) -> Params:
+    shared = {"name": "torch", "dtype": "float32", "max_model_len": lesson.PROMPT_LENGTH + ANSWER_LENGTH}
+    params = catalog.parse("engines", {**shared, **keys})
+    assert isinstance(params, Params)
+    return params
+
+
+def _draft(bench: Bench, seed: int) -> Draft:
+    if bench.draft_dir is not None and (champion := open_draft(bench.draft_dir, bench.target_dir)).expands:
+        return champion
+    learnt = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
+    return _head(bench.target_dir, learnt, bench.budget, seed)
+
+
+@lru_cache(maxsize=4)
+def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: float, seed: int) -> Draft:
+    """Return the head that rows of a seed share; kept, since each of them drafts with it."""
+    with TemporaryDirectory(prefix="redraft-decoding-") as folder:
+        bench = Bench(target_dir, {"text": [list(one) for one in documents]}, {}, budget, Path(folder))
+        return lesson.train(bench, DRAFT, lesson.TRAINING, seed).draft
