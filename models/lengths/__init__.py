@@ -6,6 +6,10 @@ A policy's module has
   from 0, a plain step, to `view.limit`;
 - `go_on(view, params) -> bool`, only in policies that want it: asked after each pass of the draft but the step's last,
   whether it is to draft on. `view` is the one from before the step, with the step's `confidences`;
+- `estimate(logits, index, place, params) -> float`, only in policies with `go_on` that judge by themselves how likely
+  the last drafted token is to be accepted: it stands in `confidences` in place of what the draft says of itself;
+- `fit(draft, target_dir, samples, num_draft_tokens, work_dir, params, seed) -> Params`, only in policies that learn:
+  make them for a draft, from greedy answers of its target;
 - `plan(cost, acceptance, running, limit, before, params) -> Plan`, only in policies that can serve: asked before each
   step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
   policy remembers; `cost` (`models.cost`) and `acceptance` (`models.running`) are kept by who asks, and are shown
@@ -35,7 +39,8 @@ class View:
         steps: (drafted, accepted) tokens of each of its verification steps so far.
         num_running: sequences that the engine serves now, this one included.
         cost: what steps take.
-        confidences: of each pass of the draft in this step, from 0 to 1 (`models.drafts.confidence`).
+        confidences: of each pass of the draft in this step, from 0 to 1 (`models.drafts.confidence`, or the policy's
+            `estimate`).
     """
 
     limit: int

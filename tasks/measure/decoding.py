@@ -42,7 +42,7 @@ COLUMNS = {
     "near_tie_pct": "outputs that part from it at a near tie, %",
 }
 DRAFT = {"name": "eagle3"}
-NUM_PROMPTS, ANSWER_LENGTH, WARM_TOKENS = 6, 32, 8
+NUM_PROMPTS, ANSWER_LENGTH, WARM_TOKENS, NUM_FITTED = 6, 32, 8, 48
 GREEDY = Sampling(max_tokens=ANSWER_LENGTH, ignore_eos=True, num_logprobs=2)
 
 
@@ -67,6 +67,7 @@ def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]
         seed: see the module.
     """
     draft = _draft(bench, seed)
+    engine = _fitted(engine, draft, bench, seed)
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
     decoder = Decoder.load(bench.target_dir, torch.float32)
     plain, drafting = (
@@ -129,6 +130,21 @@ def _params(keys: dict[str, Any]) -> Params:
     params = catalog.parse("engines", {**shared, **keys})
     assert isinstance(params, Params)
     return params
+
+
+def _fitted(engine: dict[str, Any], draft: Draft, bench: Bench, seed: int) -> dict[str, Any]:
+    """Return the keys with a length policy that has learnt of the draft, if it is one that learns.
+
+    It does so from answers of which another seed draws the prompts, so that a draft that was taught knows few of them.
+    """
+    lengths = _params(engine).lengths
+    policy = catalog.load("lengths", lengths.name)
+    if not hasattr(policy, "fit"):
+        return engine
+    samples = lesson.answered(bench, max(2, round(NUM_FITTED * bench.budget)), seed + 1)
+    number = engine["num_draft_tokens"]
+    fitted = policy.fit(draft, bench.target_dir, samples, number, bench.work_dir, lengths, seed)
+    return {**engine, "lengths": fitted}
 
 
 def _draft(bench: Bench, seed: int) -> Draft:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from models.engines import Completion, Sampling
 from models.engines.torch.sampling import draw, probabilities
 from models.layers.decoder import Cache
 from models.lengths import View
-from models.params import BaseParams
 from models.proposal import Proposal
 from models.verify import Verified
 
@@ -145,17 +143,32 @@ class Request:
                 return expand(token_ids, parents, nodes)
 
             return tree.grow(counted, num_tokens, tree_params), len(passes)
-        go_on = _go_on(policy, view, params) if hasattr(policy, "go_on") else None
+        go_on = self._go_on(view) if hasattr(policy, "go_on") else None
         proposal = self._drafter.propose(num_tokens, self._draw_drafted, go_on)
         return proposal, proposal.depth
 
     def _draw_drafted(self, logits: Tensor) -> tuple[int, Tensor | None]:
         """See `models.drafts.Draw`."""
         if self._sampling.temperature == 0:
-            return int(self._vocabulary[logits.argmax()]), None
-        drawn_from = probabilities(logits[None].float(), self._sampling)[0]
-        index = torch.multinomial(drawn_from, 1, generator=self._rng)
-        return int(self._vocabulary[index]), self._spread(drawn_from)
+            index, q = int(logits.argmax()), None
+        else:
+            drawn_from = probabilities(logits[None].float(), self._sampling)[0]
+            index, q = int(torch.multinomial(drawn_from, 1, generator=self._rng)), self._spread(drawn_from)
+        self._said = logits, index
+        return int(self._vocabulary[index]), q
+
+    def _go_on(self, view: View) -> GoOn:
+        """Return what a drafter asks after each of its passes in a step."""
+        policy, params = self._engine.lengths
+        confidences: list[float] = []
+
+        def ask(confidence: float) -> bool:
+            if hasattr(policy, "estimate"):
+                confidence = policy.estimate(*self._said, len(confidences), params)
+            confidences.append(confidence)
+            return bool(policy.go_on(replace(view, confidences=tuple(confidences)), params))
+
+        return ask
 
     def _spread(self, drawn_from: Tensor) -> Tensor:
         """[D] probabilities of the draft's tokens → q [V], 0 outside its vocabulary."""
@@ -223,14 +236,3 @@ class Request:
             speculating=self._drafter is not None,
             gaps=tuple(self._gaps),
         )
-
-
-def _go_on(policy: ModuleType, view: View, params: BaseParams) -> GoOn:
-    """Return what a drafter asks after each of its passes in a step."""
-    confidences: list[float] = []
-
-    def ask(confidence: float) -> bool:
-        confidences.append(confidence)
-        return bool(policy.go_on(replace(view, confidences=tuple(confidences)), params))
-
-    return ask

@@ -1,0 +1,143 @@
+"""SpecDec++ stops by the chance that any token of a step is rejected, and its head learns it of a draft."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.cost import Cost
+from models.drafts import Draft, family_named
+from models.engines.torch import Params as EngineParams
+from models.engines.torch import TorchEngine
+from models.hidden import Sample
+from models.layers.decoder import Decoder
+from models.lengths import View, specdec_pp
+from models.lengths.specdec_pp import NUM_FEATURES, Params, estimate, go_on
+from tests.models.drafts.answered import GREEDY, answer_all, prompts
+from tests.models.drafts.tiny import make_tiny
+
+VIEW = View(limit=6, position=9, steps=(), num_running=1, cost=Cost())
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_target: Path) -> Draft:
+    return make_tiny(family_named("lm"), tiny_target)
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_target: Path) -> list[Sample]:
+    answers = answer_all(tiny_target, None, prompts(24))
+    return [Sample(one.request_id, "text", [*one.prompt_ids], [*one.token_ids]) for one in answers]
+
+
+@pytest.mark.parametrize(
+    ("confidences", "on"),
+    [((0.9,), True), ((0.9, 0.6), True), ((0.9, 0.5), False), ((0.5,), True), ((0.4,), False)],
+)
+def test_the_product_decides(confidences: tuple[float, ...], on: bool) -> None:
+    assert go_on(replace(VIEW, confidences=confidences), Params(threshold=0.5)) is on
+
+
+def test_as_many_tokens_as_may_be_are_drafted_at_most() -> None:
+    assert specdec_pp.num_draft_tokens(VIEW, Params()) == 6
+
+
+def test_without_a_head_the_draft_is_taken_at_its_word() -> None:
+    assert estimate(torch.tensor([0.7, 0.2, 0.1]).log(), 1, 0, Params()) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("size", [3, 300])
+def test_features_are_as_many_for_every_vocabulary(size: int) -> None:
+    logits = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = float("-inf")
+    found = specdec_pp._features(logits, torch.tensor([1, 0]), 4)
+    assert found.shape == (2, NUM_FEATURES)
+    assert found.isfinite().all()
+    assert found[:, -1].tolist() == [4, 4]
+    assert found[0, specdec_pp.NUM_BEST] == pytest.approx(float(logits[0].log_softmax(-1)[1]))
+
+
+class Noting(ModuleType):
+    """The policy, never stopping, and what it says of the first token of each step."""
+
+    def __init__(self) -> None:
+        super().__init__("noting")
+        self.said: list[float] = []
+
+    def num_draft_tokens(self, view: View, params: Params) -> int:
+        return view.limit
+
+    def estimate(self, logits: Tensor, index: int, place: int, params: Params) -> float:
+        self.said.append(estimate(logits, index, place, params))
+        return self.said[-1]
+
+    def go_on(self, view: View, params: Params) -> bool:
+        return True
+
+
+def test_a_head_tells_tokens_that_are_accepted_from_others(
+    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
+) -> None:
+    fitted = specdec_pp.fit(draft, tiny_target, samples, 4, tmp_path, Params(rejection_weight=1.0), seed=0)
+    engine = TorchEngine(
+        Decoder.load(tiny_target, torch.float32), tiny_target, draft, None, EngineParams(num_draft_tokens=2)
+    )
+    policy = Noting()
+    engine.lengths = policy, fitted
+    kept = []
+    for sample in samples:
+        answer = asyncio.run(engine.generate(sample.prompt_ids, GREEDY, sample.id))
+        kept += [accepted > 0 for accepted in answer.accepted[:-1]]  # the last step may be cut
+        policy.said = policy.said[: len(kept)]
+    said, accepted = torch.tensor(policy.said), torch.tensor(kept)
+    assert 0.05 < float(accepted.float().mean()) < 0.95
+    assert float(said[accepted].mean()) > float(said[~accepted].mean()) + 0.1
+    assert float(said.mean()) == pytest.approx(float(accepted.float().mean()), abs=0.1)
+
+
+@pytest.mark.parametrize(("threshold", "lengths"), [(1.0, {4}), (0.0, {1})])
+def test_steps_are_as_long_as_the_threshold_lets_them_be_and_the_output_is_the_targets(
+    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path, threshold: float, lengths: set[int]
+) -> None:
+    fitted = specdec_pp.fit(draft, tiny_target, samples, 4, tmp_path, Params(threshold=threshold), seed=0)
+    (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=fitted)
+    assert set(answer.drafted) == lengths
+    assert answer.token_ids == answer_all(tiny_target, None, prompts(1))[0].token_ids
+
+
+def test_sampling_is_stopped_too(tiny_target: Path, draft: Draft) -> None:
+    sampling = GREEDY.model_copy(update={"temperature": 1.0, "seed": 1})
+    (answer,) = answer_all(
+        tiny_target, draft, prompts(1), sampling, num_draft_tokens=4, lengths={"name": "specdec_pp", "threshold": 0.0}
+    )
+    assert set(answer.drafted) == {1}
+
+
+def test_a_rejection_that_weighs_more_makes_steps_shorter(
+    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
+) -> None:
+    drafted = []
+    for weight in (0.1, 30.0):
+        (tmp_path / str(weight)).mkdir()
+        params = Params(rejection_weight=weight)
+        fitted = specdec_pp.fit(draft, tiny_target, samples, 4, tmp_path / str(weight), params, seed=0)
+        (answer,) = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=fitted)
+        drafted.append(sum(answer.drafted) / len(answer.drafted))
+    assert drafted[0] > drafted[1]
+
+
+def test_what_can_not_be_fit_or_read_is_refused(
+    tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no sample has an answer of more than two tokens"):
+        specdec_pp.fit(draft, tiny_target, [samples[0]._replace(completion_ids=[5, 6])], 4, tmp_path, Params(), 0)
+    with pytest.raises(ValueError, match="there is no file .*none"):
+        estimate(torch.zeros(9), 0, 0, Params(head=tmp_path / "none"))
+    with pytest.raises(ValueError, match="threshold"):
+        Params(threshold=1.1)
+    with pytest.raises(ValueError, match="specdec_pp stops a chain .* tree dyspec is no chain"):
+        EngineParams(lengths={"name": "specdec_pp"}, trees={"name": "dyspec"})
