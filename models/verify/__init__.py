@@ -10,6 +10,7 @@ module has
 - `SIBLINGS`: how children of one node may have been drawn (`models.multi_draft`), first the way that it is made for;
   others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
+- `READS_STATES`: only in rules whose `verify` takes `states` besides, [B, N+1, H] what the output matrix multiplied;
 - `choose(p, token_ids, q, params) -> Choice`: in a rule that `SAMPLES`, what it does with the children of one node;
 - `expected_accepted(token_ids, q, p, params) -> [B]`: what it would have accepted on answers that are already there;
   ValueError in a rule that may keep tokens that the target never says, so that its answers don't tell;
@@ -181,6 +182,21 @@ def expected_of_rejection(token_ids: Tensor, q: Tensor, p: Tensor, params: BaseP
         [B] from 0 to K.
     """
     return expected_of_chain(token_ids, p.float(), torch.minimum(p.float(), q.float()))
+
+
+def expected_of_greedy(token_ids: Tensor, q: Tensor, p: Tensor, params: BaseParams) -> Tensor:
+    """Return how many tokens of a chain are accepted from each start of a greedy answer: those that q drafts right.
+
+    Args:
+        token_ids: [B, K] what the target said.
+        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
+        p: [B, K, V] not read: the target said its most likely token.
+        params: not read.
+
+    Returns:
+        [B] from 0 to K.
+    """
+    return q.gather(-1, token_ids[..., None])[..., 0].float().cumprod(dim=-1).sum(dim=-1)
 
 
 def common_prefix(drafted: Sequence[int], emitted: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ A tie goes to the lower token id, as in argmax. q and rng are not read: whatever
 target's greedy output. In a tree that child is kept which is the target's token, of equal ones the first.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from models.multi_draft import Siblings
 from models.params import BaseParams
 from models.proposal import Proposal
-from models.verify import Verified, check_block, common_prefix, emit
+from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
 
 PAPER = "arXiv:1811.03115, section 3"
 LOSSLESS = True
@@ -48,26 +47,5 @@ def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) 
     return emit(proposal, ends, best.gather(1, ends[:, None])[:, 0])
 
 
-def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
-    """Return how many tokens of a chain are accepted from each start of a greedy answer: those that q drafts right.
-
-    Args:
-        token_ids: [B, K] what the target said.
-        q: [B, K, V] the draft's distribution after the tokens before it; a row of zeros where nothing is drafted.
-        p: [B, K, V] not read: the target said its most likely token.
-        params: nothing to set.
-
-    Returns:
-        [B] from 0 to K.
-    """
-    return q.gather(-1, token_ids[..., None])[..., 0].float().cumprod(dim=-1).sum(dim=-1)
-
-
-def count_accepted(drafted: Sequence[int], emitted: Sequence[int]) -> int:
-    """Count a step's accepted tokens: a rejected one is not the target's, so it is never emitted in its place.
-
-    Args:
-        drafted: a chain's ids.
-        emitted: what came of the step, also where a stop cut it short.
-    """
-    return common_prefix(drafted, emitted)
+expected_accepted = expected_of_greedy
+count_accepted = common_prefix  # a rejected token is not the target's, so it is never emitted in its place

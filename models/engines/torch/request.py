@@ -100,7 +100,7 @@ class Request:
         begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) else None
         states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents, begun)
         logits = self._target.logits(states)
-        verified = self._verify(proposal, logits)
+        verified = self._verify(proposal, logits, states)
         accepted = int(verified.num_accepted[0])
         emitted = verified.tokens[0, : accepted + 1].tolist()
         rows = [0, *(node + 1 for node in verified.path[0, :accepted].tolist())]
@@ -176,11 +176,12 @@ class Request:
             return drawn_from
         return drawn_from.new_zeros(self._target.vocab_size).index_copy_(0, self._vocabulary, drawn_from)
 
-    def _verify(self, proposal: Proposal, logits: Tensor) -> Verified:
+    def _verify(self, proposal: Proposal, logits: Tensor, states: Tensor) -> Verified:
         greedy = self._sampling.temperature == 0
         rule, params = self._engine.rules[greedy]
         p = logits if greedy else probabilities(logits, self._sampling)
-        verified: Verified = rule.verify(proposal, p[None], self._rng, params)
+        more = {"states": states[None]} if hasattr(rule, "READS_STATES") else {}
+        verified: Verified = rule.verify(proposal, p[None], self._rng, params, **more)
         return verified
 
     def _observe(self, token_ids: list[int], logits: Tensor) -> None:

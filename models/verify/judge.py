@@ -1,0 +1,167 @@
+"""Judge decoding: keep the target's likeliest token, and others that a head on the target's hidden state finds good.
+
+The state of a drafted token, in the pass that verifies it, tells whether it is wrong, since the target is about to go
+on from it: a linear head reads it there. A child is kept if it is the target's likeliest token, else the likeliest of
+those with
+
+    σ(w · h + b) > τ
+
+and after the path the target's likeliest token comes. q is not read. Without a head the rule is `greedy`.
+
+Not lossless: what the head lets pass is emitted for good, however unlikely the target finds it, and all that follows
+goes on from it. `regret` tells how many nats that was; no bound holds but that of the head, whose mistakes on tokens
+that it was not fit on have to be measured. The paper's head was fit on answers whose wrong tokens people had marked;
+`fit` takes such marks from whoever made them.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from models import binary_head
+from models.layers.decoder import Cache, Decoder
+from models.multi_draft import Siblings
+from models.params import BaseParams
+from models.proposal import Proposal
+from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
+
+PAPER = "arXiv:2501.19309"
+LOSSLESS = False
+SAMPLES = False
+READS_STATES = True
+SIBLINGS: tuple[Siblings, ...] = ("certain", "certain but one", "independent", "without replacement")
+
+
+class Params(BaseParams):
+    """Whose judgement is trusted, and how far.
+
+    Attributes:
+        head: a file that `fit` wrote; None keeps the target's own tokens alone.
+        threshold: τ; 1 keeps no others.
+    """
+
+    name: Literal["judge"] = "judge"
+    head: Path | None = None
+    threshold: float = Field(0.5, ge=0, le=1)
+
+
+class Marked(NamedTuple):
+    """A text, and which of its tokens are good.
+
+    Attributes:
+        token_ids: of the whole text, prompt included.
+        good: place of a token to whether it is good; others are not looked at.
+    """
+
+    token_ids: Sequence[int]
+    good: dict[int, bool]
+
+
+def verify(
+    proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params, states: Tensor | None = None
+) -> Verified:
+    """Verify one drafted tree a block.
+
+    Args:
+        proposal: [B, N].
+        p: [B, N+1, V]; logits serve as well.
+        rng: not read.
+        params: the head.
+        states: [B, N+1, H] what the output matrix multiplied in each row.
+
+    Raises:
+        ValueError: p doesn't fit the proposal, there is a head and no states, or it is one of another width.
+    """
+    check_block(proposal, p)
+    best = p.argmax(dim=-1)
+    parents = [parent + 1 for parent in proposal.parents]
+    right = proposal.token_ids == best[:, parents]
+    passes = right | _judged(proposal, states, params).to(right.device)
+    likely = p[:, parents].gather(-1, proposal.token_ids[..., None])[..., 0].masked_fill(~passes, float("-inf"))
+    families: dict[int, list[int]] = defaultdict(list)  # row to the nodes that follow it
+    for node, row in enumerate(parents):
+        families[row].append(node)
+    ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    for row, nodes in sorted(families.items()):
+        first = torch.tensor(nodes, device=p.device)[likely[:, nodes].argmax(dim=1)]
+        kept = (ends == row) & passes.gather(1, first[:, None])[:, 0]
+        ends = torch.where(kept, first + 1, ends)
+    return emit(proposal, ends, best.gather(1, ends[:, None])[:, 0])
+
+
+def regret(proposal: Proposal, logits: Tensor, verified: Verified) -> Tensor:
+    """Return how much less likely than the target's own the kept tokens are, summed over a block.
+
+    Args:
+        proposal: [B, N].
+        logits: [B, N+1, V] the target's.
+        verified: what was kept of it.
+
+    Returns:
+        [B] in nats: Σ log of the likeliest token's probability over the kept one's; 0 in `greedy`.
+    """
+    of_parents = logits[:, [parent + 1 for parent in proposal.parents]].float()
+    gaps = of_parents.amax(dim=-1) - of_parents.gather(-1, proposal.token_ids[..., None])[..., 0]
+    gaps = torch.nn.functional.pad(gaps, (0, 1))  # node -1 is the padding
+    return gaps.gather(1, verified.path % gaps.shape[1]).sum(dim=1)
+
+
+def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:
+    """Return what `greedy` expects of a chain.
+
+    Raises:
+        ValueError: there is a head, so that some tokens are kept that the target never says.
+    """
+    if params.head is not None:
+        raise ValueError("rule judge keeps tokens that a head finds good; the target's answers don't tell")
+    return expected_of_greedy(token_ids, q, p, params)
+
+
+count_accepted = common_prefix  # a rejected token is not the target's, so it is never emitted in its place
+
+
+@torch.inference_mode()
+def fit(decoder: Decoder, texts: Sequence[Marked], file: Path, bad_weight: float = 1.0, seed: int = 0) -> None:
+    """Fit a head to marked tokens and write it, for `Params.head`.
+
+    Args:
+        decoder: the target.
+        texts: with good and bad tokens.
+        file: a safetensors file.
+        bad_weight: how much more than a good token a bad one counts.
+        seed: of its first weights.
+
+    Raises:
+        ValueError: all marked tokens are good, or all bad, or a place is outside of its text.
+    """
+    states: list[Tensor] = []
+    labels: list[bool] = []
+    for text in texts:
+        if any(not 0 <= place < len(text.token_ids) for place in text.good):
+            raise ValueError(f"marked places must be from 0 to {len(text.token_ids) - 1}, got {sorted(text.good)}")
+        read = torch.tensor(list(text.token_ids), device=decoder.device)
+        states.append(decoder.forward(read, Cache(decoder, len(read)))[0][list(text.good)].float().cpu())
+        labels += text.good.values()
+    if len(set(labels)) < 2:
+        raise ValueError(f"wanted tokens that are good and tokens that are bad; got {len(labels)} marks of one kind")
+    head = binary_head.fit(torch.cat(states), torch.tensor(labels).float(), 0, bad_weight, seed)
+    binary_head.save(head, file)
+
+
+def _judged(proposal: Proposal, states: Tensor | None, params: Params) -> Tensor:
+    """[B, N] whether the head finds each drafted token good."""
+    if params.head is None:
+        return torch.zeros_like(proposal.token_ids, dtype=torch.bool)
+    if states is None or states.shape[:2] != (len(proposal.token_ids), proposal.num_tokens + 1):
+        got = None if states is None else list(states.shape)
+        raise ValueError(
+            f"rule judge reads states [{len(proposal.token_ids)}, {proposal.num_tokens + 1}, H]; got {got}"
+        )
+    head = binary_head.load(params.head, states.shape[-1])
+    good: Tensor = head(states[:, 1:].cpu()).sigmoid() > params.threshold
+    return good
