@@ -20,15 +20,14 @@ from infra.versions import Pair
 from infra.views import Interval
 from infra.views.figures import draw_learning
 from infra.views.results import Grid, Report
-from models import distill
 from models.acceptance import summarise
-from models.drafts import family_of, open_draft
+from models.drafts import open_draft
 from models.hidden import Sample
 from models.recipe import Traffic
 from models.scoring import trace
-from tasks.distill_draft import untrained
 from tasks.measure.answers import answers
 from tasks.measure.home import first_pair
+from tasks.measure.pupil import teach
 from tasks.measure.refreshes import file_traffic
 from tasks.measure.run import Run
 from tasks.register import first_samples
@@ -142,15 +141,10 @@ def _learn(run: Run, pair: Pair, point: Point, drawn: Sequence[Sample], held_out
         start, params = open_artifact(pair.draft_files), recipe.refresh_distill()
         older = read_samples(first_samples(pair.draft), "train")
         samples += draw_per_domain(older, recipe.refresh.replay_per_domain, seed)
-    assert isinstance(params, distill.Params)  # which a recipe's fields can't say without importing torch
-    draft = untrained(recipe.draft, start, target_dir, samples)
-    work, device = run.folder / "states" / point.kind.replace(" ", "-"), run.settings.device
     with run.bar(f"{point.kind} of {point.size}", 1) as bar:
-        report = distill.train(draft, target_dir, samples, params, max(DRAFTED), work, seed, device=device)
+        directory, report = teach(run, pair, start, params, samples, max(DRAFTED), seed, point.name)
         bar.advance()
-    directory = run.folder / "drafts" / point.name
-    directory.mkdir(parents=True, exist_ok=True)
-    family_of(open_artifact(pair.draft_files)).save(draft, directory)
+    work, device = run.folder / "states", run.settings.device
     told = {}
     for num_tokens in DRAFTED:
         scored = open_draft(directory, target_dir)  # with the weights as rounded as they are served

@@ -8,7 +8,7 @@ import pytest
 from models.acceptance import Estimate
 from models.hidden import Sample
 from models.paired import Score
-from tasks.measure.coverage import ALL, UNSEEN, Traffic, estimate, make_report, mean_gain, summary
+from tasks.measure.coverage import ALL, FIRST, PUPIL, SERVED, UNSEEN, Traffic, estimate, make_report, mean_gain, summary
 
 K = 3
 
@@ -56,18 +56,36 @@ def test_what_lies_outside_is_counted_by_its_side() -> None:
     assert told["half_width"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("fresh_gain", "verdict"), [(0.2, "meets"), (0.6, "misses")])
-def test_the_bar_is_missed_where_fresh_requests_give_something_else(fresh_gain: float, verdict: str) -> None:
+def of_three(served_gain: float, pupil_gain: float) -> tuple[Traffic, dict[str, dict[str, Score]], list[str]]:
+    """Return 60 rows, of which 40 are new to the served draft, with what drafts gain on 60 fresh requests."""
     rng = np.random.default_rng(1)
     logged, fresh = [f"l{number}" for number in range(60)], [f"f{number}" for number in range(60)]
-    first = scores(dict.fromkeys([*logged, *fresh], 0.5))
-    gains = dict.fromkeys(logged[:40], 0.2) | dict.fromkeys(logged[40:], 0.9) | dict.fromkeys(fresh, fresh_gain)
-    served = scores({id: 0.5 + gain + 0.05 * rng.standard_normal() for id, gain in gains.items()})
-    splits = [{id: id for id in rng.choice(logged, 20, replace=False).tolist()} for _ in range(20)]
+    base = dict.fromkeys([*logged, *fresh], 0.5)
+
+    def gaining(gains: dict[str, float]) -> dict[str, Score]:
+        return scores({id: 0.5 + gain + 0.05 * rng.standard_normal() for id, gain in gains.items()})
+
+    served = dict.fromkeys(logged[:40], 0.2) | dict.fromkeys(logged[40:], 0.9) | dict.fromkeys(fresh, served_gain)
+    pupil = dict.fromkeys(logged, 0.3) | dict.fromkeys(fresh, pupil_gain)
     samples = ([sample(id) for id in ids] for ids in (logged, fresh, fresh))
-    report = make_report(Traffic(*samples, groups={}), first, served, logged[:40], splits, K)
+    scored = {FIRST: scores(base), SERVED: gaining(served), PUPIL: gaining(pupil)}
+    return Traffic(*samples, groups={}), scored, logged[:40]
+
+
+@pytest.mark.parametrize(
+    ("served_gain", "pupil_gain", "verdict"),
+    [(0.2, 0.3, "meets"), (0.4, 0.3, "meets"), (0.0, 0.3, "misses"), (0.2, 0.6, "misses")],
+    ids=["as split", "known groups are served better", "the served draft promises too much", "the pupil does not hold"],
+)
+def test_the_bar_is_held_by_who_learnt_nothing_and_by_promises(
+    served_gain: float, pupil_gain: float, verdict: str
+) -> None:
+    traffic, scored, unseen = of_three(served_gain, pupil_gain)
+    rng = np.random.default_rng(2)
+    splits = [{id: id for id in rng.choice([one.id for one in traffic.logged], 30, replace=False)} for _ in range(20)]
+    report = make_report(traffic, scored, unseen, splits, K)
     assert report.verdict.startswith(f"{verdict} the bar")
-    assert report.figures["fresh"]["value"] == pytest.approx(fresh_gain, abs=0.03)
+    assert report.figures["fresh"][SERVED]["value"] == pytest.approx(served_gain, abs=0.03)
     assert report.figures["learnt_rows"]["value"] == pytest.approx(0.9, abs=0.03)
     assert report.figures["sides"][ALL]["mean"] > report.figures["sides"][UNSEEN]["mean"] + 0.1
 
@@ -76,4 +94,4 @@ def test_a_split_without_a_conversation_to_be_judged_by_is_refused() -> None:
     both = scores({"a": 0.5})
     traffic = Traffic([sample("a")], [sample("a")], [sample("a")], {})
     with pytest.raises(ValueError, match="1 of 1 splits have no conversation"):
-        make_report(traffic, both, both, [], [{"a": "a"}], K)
+        make_report(traffic, {FIRST: both, SERVED: both, PUPIL: both}, [], [{"a": "a"}], K)
