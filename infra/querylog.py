@@ -117,6 +117,14 @@ class QueryLog(Erasures):
             first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
         return counts, first_ms
 
+    def waiting_groups(self) -> dict[str, Counter[str | None]]:
+        """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""
+        counts: dict[str, Counter[str | None]] = {}
+        query = "SELECT domain, group_hash, count(*) FROM rows WHERE seq > ? AND consent = 'full' GROUP BY 1, 2"
+        for domain, group, number in self.connection().execute(query, (self.cursor(),)):
+            counts.setdefault(domain, Counter())[group] = number
+        return counts
+
     def stats(self) -> LogStats:
         """Count what the log holds."""
         db = self.connection()

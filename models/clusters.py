@@ -15,7 +15,7 @@ takes a second for ten thousand.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,9 +91,24 @@ def join_groups(alike: Sequence[str], domains: Sequence[str], groups: Sequence[s
     links = []
     for number, (name, domain, group) in enumerate(zip(alike, domains, groups, strict=True)):
         links.append((number, first.setdefault(("alike", name), number)))
-        if group is not None and held[domain, group] <= max(MOST_OF_FEW, MAX_GROUP_SHARE * sizes[domain]):
+        if group is not None and held[domain, group] <= _most_of_group(sizes[domain]):
             links.append((number, first.setdefault(("group", group), number)))
     return _earliest(alike, np.array(links, dtype=np.int64).reshape(-1, 2).T)
+
+
+def num_tests(groups: Mapping[str | None, int]) -> int:
+    """Return how many of a domain's conversations would count if all of them were held out: of a group, one.
+
+    Args:
+        groups: what they were said to belong to, None for nothing, to their number.
+    """
+    most = _most_of_group(sum(groups.values()))
+    return sum(1 if group is not None and number <= most else number for group, number in groups.items())
+
+
+def _most_of_group(size: int) -> float:
+    """Return how many of a domain's `size` conversations a group may have and still join them."""
+    return max(MOST_OF_FEW, MAX_GROUP_SHARE * size)
 
 
 def _earliest(names: Sequence[str], links: NDArray[np.int64]) -> list[str]:

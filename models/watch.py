@@ -179,26 +179,27 @@ def enough_rows(
     alpha: float,
     known: Floats | float = 0.0,
 ) -> int:
-    """Return how many of the waiting rows must be of a fallen domain for the gate to show a gain there.
+    """Return how many of the waiting conversations must be of a fallen domain for the gate to show a gain there.
 
     The gate sees all of the traffic, of which the domain is a share s = d / n, and d rows bring back g tokens per step
     there and nothing elsewhere. It bets (models/betting.py) on f n differences, of which a share s has the mean g and
-    the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha. Rows are taken as independent:
-    where many belong to one cluster, the gate is undecided and goes on with the next rows.
+    the others 0: the answer is the smallest d with which that wealth reaches 1 / alpha. Conversations are taken as
+    independent: of those that are said to belong together, count one. Where many others are alike, the gate is
+    undecided and goes on with the next rows.
 
     What the windows before this one said of a challenger that goes on learning counts: it shortens the way or, where it
     speaks against the challenger, makes it longer.
 
     Args:
         lost: promised minus served τ.
-        num_rows: n, rows of all domains that wait.
+        num_rows: n, conversations of all domains that wait.
         held_out_fraction: f, the share that the gate gets.
         num_draft_tokens: K.
         alpha: error that the gate allows the challenger.
         known: [B], by how much the log of each bet on it has grown before.
 
     Returns:
-        d; above n, and then of rows of this domain alone, where not even all n of them would do.
+        d; above n, and then of conversations of this domain alone, where not even all n of them would do.
     """
     gain = max(SHARE_BACK * lost, LEAST_GAIN)
     without, within = (_growth(mean, num_draft_tokens) for mean in (0.0, gain))

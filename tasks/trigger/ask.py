@@ -6,20 +6,23 @@ was cancelled because another was active, the next key asks for another.
 """
 
 import logging
+import math
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.triggerfile import LastLook, Snapshot, TriggerFile, Wish
-from infra.triggers import Due, Fallen, Looked, Ok
+from infra.triggers import Due, Fall, Fallen, Looked, Ok
 from infra.waiting import Queue
+from models.clusters import num_tests
 from models.gate import Evidence
 from models.recipe import Recipe
 from models.watch import enough_rows
@@ -84,21 +87,32 @@ class Asker:
 
     def _judge(self, seen: Snapshot) -> dict[str, int]:
         """Let fallen domains become due, and return how many rows of its own each of them wants."""
-        queue = Queue(rows=self._log.waiting()[0] if seen.domains else {})
-        recipe, refresh = self._recipe, self._recipe.refresh
+        queue, refresh = Queue(rows=self._log.waiting()[0] if seen.domains else {}), self._recipe.refresh
+        groups = self._log.waiting_groups() if seen.domains else {}
         if seen.domains:
             self._learn(seen)
-        alpha, growth = self._evidence.alpha(recipe.gate), self._evidence.test.growth()
         wanted, events = {}, {}
         for domain, state in seen.domains.items():
             if isinstance(state, Fallen | Due):
-                fall, num_rows = state.fall, max(queue.full(), refresh.min_rows)
-                lost, num_draft_tokens = fall.promised - fall.served, recipe.num_draft_tokens
-                wanted[domain] = enough_rows(lost, num_rows, refresh.held_out_fraction, num_draft_tokens, alpha, growth)
+                wanted[domain] = self._wanted(domain, state.fall, max(queue.full(), refresh.min_rows), groups)
                 enough = is_enough(domain, queue, wanted[domain], refresh.min_rows, refresh.max_rows)
                 events[domain] = Looked(enough=enough, now_ms=self._trigger.clock())
         self._trigger.tell(events)
         return wanted
+
+    def _wanted(self, domain: str, fall: Fall, num_rows: int, groups: Mapping[str, Mapping[str | None, int]]) -> int:
+        """Return how many rows of a domain can be expected to hold as many tests as the gate needs."""
+        recipe, evidence = self._recipe, self._evidence
+        of_domain = list(groups.values()) if domain == OTHER_DOMAINS else [groups.get(domain, {})]
+        tests = enough_rows(
+            fall.promised - fall.served,
+            math.ceil(num_rows / rows_a_test(groups.values())),
+            recipe.refresh.held_out_fraction,
+            recipe.num_draft_tokens,
+            evidence.alpha(recipe.gate),
+            evidence.test.growth(),
+        )
+        return math.ceil(tests * rows_a_test(of_domain))
 
     def _learn(self, seen: Snapshot) -> None:
         """Ask how far the challenger is, where a run or a person may have changed that."""
@@ -175,6 +189,17 @@ def is_enough(domain: str, queue: Queue, wanted: int, min_rows: int, max_rows: i
     """
     total, of_domain = queue.full(), queue.full(domain)
     return total >= min_rows and of_domain > 0 and (of_domain >= wanted or total >= max_rows)
+
+
+def rows_a_test(domains: Iterable[Mapping[str | None, int]]) -> float:
+    """Return how many rows bring one test: 1 where no rows are said to belong together.
+
+    Args:
+        domains: of each, the groups of its rows and their sizes.
+    """
+    counts = [(sum(groups.values()), num_tests(groups)) for groups in domains]
+    tests = sum(number for _, number in counts)
+    return sum(rows for rows, _ in counts) / tests if tests else 1.0
 
 
 def prefect_server(deployment: str) -> Orchestrator:

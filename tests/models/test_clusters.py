@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.clusters import MAX_GROUP_SHARE, MOST_OF_FEW, SKETCH_SIZE, join, join_groups, sketch
+from models.clusters import MAX_GROUP_SHARE, MOST_OF_FEW, SKETCH_SIZE, join, join_groups, num_tests, sketch
 
 SECRET = b"s" * 32
 
@@ -126,6 +126,14 @@ def test_a_group_of_more_than_a_quarter_of_its_domain_joins_nothing(held, asked)
     assert len(set(names(turns, groups=inside)[:held])) == 1
     turns, inside = [*turns, words(asked)], ["all", *inside]
     assert names(turns, groups=inside) == names(turns)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"a": 20}, {"a": 21}, {"a": 30, "b": 8, "c": 90}, {"a": 1, "b": 1}])
+@pytest.mark.parametrize("alone", [0, 3, 200])
+def test_as_many_conversations_count_as_groups_leave_clusters(sizes, alone):
+    groups = [name for name, size in sizes.items() for _ in range(size)] + [None] * alone
+    turns = [words(number) for number in range(len(groups))]
+    assert num_tests(Counter(groups)) == len(set(names(turns, groups=groups)))
 
 
 def test_a_group_of_several_domains_joins_those_of_which_it_is_a_small_part():

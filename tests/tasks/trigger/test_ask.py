@@ -223,6 +223,23 @@ def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(ho
     assert home.asked == 1
 
 
+def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> None:
+    def wanted_with(size: int) -> int:
+        groups = (f"{one // size:064x}" for one in range(240))
+        alone = [row(f"{size}-{one}", "code") for one in range(240)]
+        rows = alone if size == 1 else [one.model_copy(update={"group": next(groups)}) for one in alone]
+        home.log.append(rows)
+        home.trigger.tell({"code": Fell(draft=1, promised=1.72, served=1.05, now_ms=home.now_ms)})
+        home.pass_minutes(1)
+        look = home.trigger.snapshot().last_look
+        assert look is not None
+        home.log.commit(home.log.claim(f"run {size}", 2000, 1))
+        return look.wanted["code"]
+
+    alone, of_eight = wanted_with(1), wanted_with(8)
+    assert 5 * alone < of_eight < 9 * alone
+
+
 def test_where_domains_are_not_told_apart_all_rows_count(home: Home) -> None:
     home.log.append([row(f"chat-{one}") for one in range(240)])
     queue = Queue(rows=home.log.waiting()[0])
