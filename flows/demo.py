@@ -8,13 +8,16 @@ from infra.settings import Settings
 from models.recipe import Recipe
 from tasks.measure.demonstration import Stages, demonstrating
 
+MOST_WINDOWS = 3  # of traffic; an undecided challenger learns on
+GOES_ON = ("undecided", "nothing to do")  # the latter where a run was interrupted after the former
+
 
 def demo(recipe: Recipe, settings: Settings) -> dict[str, Any]:
     """Run the demonstration and return the figures that it prints as its last line.
 
     Raises:
         ValueError: the recipe has no [demo], or can't be built or served.
-        RuntimeError: a request failed, or the service did not take the new draft.
+        RuntimeError: a request failed, nothing was promoted, or the service did not take the new draft.
     """
     if recipe.demo is None:
         raise ValueError(f"recipe {recipe.name} has no table [demo], which says what to send")
@@ -26,7 +29,13 @@ def demo(recipe: Recipe, settings: Settings) -> dict[str, Any]:
             run.measure("before")
             run.change_traffic()
             with run.meanwhile():
-                run.follow(*refresh(recipe))
+                outcome, candidate = refresh(recipe)
+                for window in range(2, MOST_WINDOWS + 1):
+                    if outcome not in GOES_ON:
+                        break
+                    run.send_more(window, outcome)
+                    outcome, candidate = refresh(recipe)
+                run.follow(outcome, candidate)
         run.measure("after")
         run.time_in_turn()
         run.record_reference()

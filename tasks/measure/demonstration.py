@@ -33,7 +33,7 @@ from models.sources import Prompt
 from tasks.configure_service import configure_service
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
-from tasks.select_data import as_chats, choose_prompts
+from tasks.select_data import as_chats, choose_more, choose_prompts
 
 NUM_EQUALITY = 50
 NUM_TIMED = 6
@@ -131,7 +131,18 @@ class Demonstration:
     def change_traffic(self) -> None:
         """Ask and let the service log the requests of the new domain."""
         self._stages.start(f"traffic changes to {self._demo.new_domain}")
-        prompts = self._requests()[: self._demo.num_requests]
+        prompts = requests_until(1, self._recipe, self._demo)
+        self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
+
+    def send_more(self, window: int, outcome: str) -> None:
+        """Go on with requests of the new domain, in all as many times those of the first window.
+
+        Args:
+            window: which one they make, from 2.
+            outcome: of the refresh before.
+        """
+        out.print(f"the refresh ended with: {outcome}; more requests for window {window}")
+        prompts = requests_until(window, self._recipe, self._demo)
         self._ask("traffic", prompts, concurrency=self._demo.concurrency, log="full")
 
     @contextmanager
@@ -139,7 +150,7 @@ class Demonstration:
         """Let a client go on asking while the block refreshes; then keep what the service says of itself."""
         self._stages.start("refresh while serving")
         stop = threading.Event()
-        spare = self._requests()[self._demo.num_requests :]
+        spare = self._prompts(self._demo.new_domain, "requests")[self._demo.num_requests :]
         client = threading.Thread(target=self._keep_asking, args=(spare, stop), name="client")
         client.start()
         try:
@@ -228,9 +239,6 @@ class Demonstration:
         """Return what is measured on, domain by domain."""
         return [self._prompts(domain, "held_out")[: self._demo.held_out_per_domain] for domain in self._domains]
 
-    def _requests(self) -> list[Prompt]:
-        return self._prompts(self._demo.new_domain, "requests")
-
     def _prompts(self, domain: str, part: str) -> list[Prompt]:
         return choose_prompts(domain, self._recipe.traffic[domain], self._recipe.seed)[part]
 
@@ -312,3 +320,18 @@ class Demonstration:
             tokens = sum(row["num_tokens"] - 1 for row in rows)
             speeds[domain] = round(tokens / sum(row["seconds"] - row["first_token_ms"] / 1000 for row in rows), 1)
         return speeds
+
+
+def requests_until(window: int, recipe: Recipe, demo: Demo) -> list[Prompt]:
+    """Return the requests of the new domain up to a window, 1 being the first: each has as many.
+
+    The recipe's own come first. Those that are left over are for the client beside the refresh.
+    """
+    domain, size = demo.new_domain, demo.num_requests
+    table = recipe.traffic[domain]
+    own = choose_prompts(domain, table, recipe.seed)["requests"]
+    if window == 1:
+        return own[:size]
+    beside = {prompt.id for prompt in own[size:]}
+    more = choose_more(domain, table, recipe.seed, "requests", window * size + len(beside))
+    return [prompt for prompt in more if prompt.id not in beside][: window * size]
