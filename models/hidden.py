@@ -32,6 +32,7 @@ class Sample(NamedTuple):
 
     Attributes:
         cluster: names the conversations that it belongs with (`models.clusters`); "" where nobody looked.
+        weight: what it counts as beside the others of its domain where drafts are held to it.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Sample(NamedTuple):
     completion_ids: list[int]
     temperature: float = 0.0
     cluster: str = ""
+    weight: float = 1.0
 
     @property
     def token_ids(self) -> list[int]:

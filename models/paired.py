@@ -23,6 +23,7 @@ class Score(Frozen):
 
     Attributes:
         cluster: conversations of one cluster resemble each other and count together; "" is a cluster of its own.
+        weight: what it counts as beside others of its domain: less than 1 where it shares a group's with others.
         steps: verification steps.
         accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q)
             (sampled).
@@ -31,6 +32,7 @@ class Score(Frozen):
     id: str
     domain: str
     cluster: str = ""
+    weight: float = Field(1.0, gt=0, le=1)
     steps: int = Field(ge=1)
     accepted: float = Field(ge=0, allow_inf_nan=False)
 
@@ -47,20 +49,22 @@ def clusters(
 ) -> Clusters:
     """Return each cluster's difference and weight; see `Evidence.after`.
 
-    A conversation weighs its domain's share of the traffic over the domain's conversations here, a cluster as much as
-    its conversations. The weights are cut for the test's sake, which counts no cluster more than once: the largest one
-    counts as `HEAVIEST` median ones at most, and `CUT` of the traffic may be lost by those above the others. What is
-    bounded is the gain of the traffic that is left.
+    A conversation weighs its part of its domain's share of the traffic, by its weight among those of its domain here, a
+    cluster as much as its conversations. The weights are cut for the test's sake, which counts no cluster more than
+    once: the largest one counts as `HEAVIEST` median ones at most, and `CUT` of the traffic may be lost by those above
+    the others. What is bounded is the gain of the traffic that is left.
     """
     pairs = paired(champion, challenger)
     domains = [before.domain for before, _ in pairs]
     if shares is not None and (missing := sorted({domain for domain in domains if not shares.get(domain, 0) > 0})):
         raise ValueError(f"wanted a share of traffic above 0 of each domain, none of: {', '.join(missing)}")
-    sizes = {domain: domains.count(domain) for domain in set(domains)}
+    sizes = dict.fromkeys(domains, 0.0)
+    for before, _ in pairs:
+        sizes[before.domain] += before.weight
     sums: dict[str, tuple[float, float]] = {}
     for before, after in pairs:
         difference = after.accepted / after.steps - before.accepted / before.steps
-        weight = 1.0 if shares is None else shares[before.domain] / sizes[before.domain]
+        weight = before.weight * (1.0 if shares is None else shares[before.domain] / sizes[before.domain])
         total, weighted = sums.get(cluster_of(before), (0.0, 0.0))
         sums[cluster_of(before)] = total + weight, weighted + weight * difference
     totals, weighted = np.array([sums[name] for name in sorted(sums)], dtype=np.float64).T
@@ -81,7 +85,7 @@ def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score,
     """Return the scores of each conversation by both, in the first's order.
 
     Raises:
-        ValueError: no scores, an id twice, or ids, domains or clusters that differ between the two.
+        ValueError: no scores, an id twice, or ids, domains, clusters or weights that differ between the two.
     """
     by_id = {score.id: score for score in second}
     if not first or len(by_id) < len(second) or len({score.id for score in first}) < len(first):
@@ -95,6 +99,8 @@ def paired(first: Sequence[Score], second: Sequence[Score]) -> list[tuple[Score,
                 f'conversation "{before.id}" is of "{before.domain}" and "{after.domain}", '
                 f'of clusters "{before.cluster}" and "{after.cluster}"'
             )
+        if before.weight != after.weight:
+            raise ValueError(f'conversation "{before.id}" counts as {before.weight:g} and as {after.weight:g}')
     return pairs
 
 

@@ -153,7 +153,8 @@ def _walk(num_tokens: int, matches: list[int]) -> list[int]:
 
 
 def _as_score(sample: Sample, steps: int, accepted: float) -> Score:
-    return Score(id=sample.id, domain=sample.domain, cluster=sample.cluster, steps=steps, accepted=accepted)
+    same = {"id": sample.id, "domain": sample.domain, "cluster": sample.cluster, "weight": sample.weight}
+    return Score(**same, steps=steps, accepted=accepted)
 
 
 def _sampled_scores(

@@ -141,7 +141,11 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     return _write_parts(
         {
             "train": [sample for sample in learned if sample.cluster not in left_out],
-            "held_out": [one for one in samples if seqs.get(one.id) in counts and one.cluster not in reserved],
+            "held_out": [
+                one._replace(weight=counts[seqs[one.id]])
+                for one in samples
+                if seqs.get(one.id) in counts and one.cluster not in reserved
+            ],
             "probe": probes,
         },
         [sample for sample in samples if sample.id in seqs],
@@ -165,7 +169,7 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
     of_found = {row.seq for row in rows if row.id in found}
     counts = counted((row for row in traffic.rows if row.seq in of_found), drawn_by(traffic.secret))
-    fresh = [found[row.id] for row in rows if row.seq in counts]
+    fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
     parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
 

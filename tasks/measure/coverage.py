@@ -55,6 +55,7 @@ NEW, UNSEEN, ALL = (
 )
 
 Scores = dict[str, Score]
+Split = Mapping[str, tuple[str, float]]  # id to cluster and weight of what is judged by
 
 
 class Mean(NamedTuple):
@@ -176,11 +177,12 @@ def _seqs(run: Run) -> dict[str, int]:
     return found
 
 
-def _splits(run: Run, pair: Pair, logged: Sequence[Sample], num_splits: int) -> list[dict[str, str]]:
-    """Return, for each secret, id to cluster of what a refresh on the whole log would have judged by."""
+def _splits(run: Run, pair: Pair, logged: Sequence[Sample], num_splits: int) -> list[Split]:
+    """Return, for each secret, what a refresh on the whole log would have judged by."""
     samples = first_samples(pair.draft)
     learnt, both = read_samples(samples, "train"), [*read_samples(samples, "train"), *read_samples(samples, "held_out")]
-    seqs, made, fraction = _seqs(run), [], run.recipe.refresh.held_out_fraction
+    made: list[Split] = []
+    seqs, fraction = _seqs(run), run.recipe.refresh.held_out_fraction
     usable_seqs = {seqs[sample.id] for sample in logged}
     window = Window(
         first_seq=min(usable_seqs), last_seq=max(usable_seqs), num_rows=len(usable_seqs), sha256="", owner=TITLE
@@ -195,8 +197,9 @@ def _splits(run: Run, pair: Pair, logged: Sequence[Sample], num_splits: int) -> 
             kept = {cluster_of[seq] for seq in reserved}
             is_held_out = held_out_by(secret, rows, window, fraction, trained)
             tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
-            judged = reserved | counted(tests, drawn_by(secret))
-            made.append({one.id: cluster_of[seqs[one.id]] for one in logged if seqs[one.id] in judged})
+            judged = dict.fromkeys(reserved, 1.0) | counted(tests, drawn_by(secret))
+            of_sample = {one.id: seqs[one.id] for one in logged}
+            made.append({id: (cluster_of[seq], judged[seq]) for id, seq in of_sample.items() if seq in judged})
             bar.advance()
     return made
 
@@ -205,7 +208,7 @@ def make_report(
     traffic: Traffic,
     scored: Mapping[str, Scores],
     unseen: Sequence[str],
-    splits: Sequence[Mapping[str, str]],
+    splits: Sequence[Split],
     num_draft_tokens: int,
 ) -> Report:
     """Hold the intervals of all splits to what fresh requests give.
@@ -214,7 +217,7 @@ def make_report(
         traffic: what was scored.
         scored: draft, which is `FIRST`, `SERVED` or `PUPIL`, to id to its score.
         unseen: ids of the rows that the served draft did not learn from.
-        splits: id to cluster of what each is judged by.
+        splits: what each judges by.
         num_draft_tokens: K.
 
     Raises:
@@ -278,7 +281,7 @@ def make_report(
 def _side(
     kept: Sequence[Sample],
     ids: Collection[str],
-    splits: Sequence[Mapping[str, str]],
+    splits: Sequence[Split],
     first: Scores,
     served: Scores,
     shares: Mapping[str, float],
@@ -286,7 +289,7 @@ def _side(
     num_draft_tokens: int,
 ) -> dict[str, float]:
     """Judge every split by those of its conversations that are among `ids`."""
-    judged = [{id: cluster for id, cluster in split.items() if id in ids and id in first} for split in splits]
+    judged = [{id: said for id, said in split.items() if id in ids and id in first} for split in splits]
     if not all(judged):
         raise ValueError(
             f"{sum(not one for one in judged)} of {len(splits)} splits have no conversation to be judged by"
@@ -296,7 +299,7 @@ def _side(
         **summary(found, fresh),
         "whole": mean_gain([one for one in kept if one.id in ids], first, served, shares, {}).value,
         "conversations": float(np.median([len(one) for one in judged])),
-        "clusters": float(np.median([len(set(one.values())) for one in judged])),
+        "clusters": float(np.median([len({cluster for cluster, _ in one.values()}) for one in judged])),
     }
 
 
@@ -307,18 +310,21 @@ def _cells(one: Mapping[str, float]) -> list[str]:
 
 
 def estimate(
-    split: Mapping[str, str], first: Scores, served: Scores, shares: Mapping[str, float], num_draft_tokens: int
+    split: Split, first: Scores, served: Scores, shares: Mapping[str, float], num_draft_tokens: int
 ) -> Estimate:
     """Return the gain with its 95% interval, as the gate tells it of one window.
 
     Args:
-        split: id to cluster of what is judged by.
+        split: what is judged by.
         first: id to the first draft's score.
         served: id to that of the draft that is held against it.
         shares: domain to its share of the traffic.
         num_draft_tokens: K.
     """
-    before, after = ([of[id].model_copy(update={"cluster": split[id]}) for id in split] for of in (first, served))
+    before, after = (
+        [of[id].model_copy(update={"cluster": cluster, "weight": weight}) for id, (cluster, weight) in split.items()]
+        for of in (first, served)
+    )
     last = Evidence.start(num_draft_tokens).after(before, after, shares).last
     assert last is not None
     return last

@@ -23,6 +23,7 @@ from models.tokens import first_turn, turn_marks
 
 Side = Literal["train", "held_out"]
 BATCH_ROWS = 1000
+MOST_OF_GROUP = 4  # rows; more say little that these don't, and each has to be scored
 
 
 class Clustered(NamedTuple):
@@ -115,18 +116,20 @@ def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Coll
     }
 
 
-def counted(rows: Iterable[Conversation], draw: Callable[[str], bytes]) -> set[int]:
-    """Return which of the rows that a window tests with count: of what groups join, one that a keyed hash draws.
+def counted(rows: Iterable[Conversation], draw: Callable[[str], bytes]) -> dict[int, float]:
+    """Return which of the rows that a window tests with count, by seq, and what each counts as.
 
-    Near copies all count, and weigh as much as they are asked. A few large groups would outweigh all others and tell
-    little more than one conversation each does: on the demo's functions, by module, the gate could show no gain.
+    Near copies all count, and weigh as much as they are asked. A group counts as one conversation: a few large ones
+    would outweigh all others, and tell little more than one conversation each does. Up to `MOST_OF_GROUP` of its rows,
+    which a keyed hash draws, share that between them, because they tell it more exactly than one alone.
     """
     of_cluster: dict[str, list[Conversation]] = defaultdict(list)
     for row in rows:
         of_cluster[row.cluster].append(row)
-    found: set[int] = set()
+    found: dict[int, float] = {}
     for members in of_cluster.values():
         joined = len({row.alike for row in members}) > 1
-        seqs = [row.seq for row in members]
-        found.update([min(seqs, key=lambda seq: draw(f"counted {seq}"))] if joined else seqs)
+        seqs = sorted((row.seq for row in members), key=lambda seq: draw(f"counted {seq}"))
+        kept = seqs[:MOST_OF_GROUP] if joined else seqs
+        found.update(dict.fromkeys(kept, 1 / len(kept) if joined else 1.0))
     return found

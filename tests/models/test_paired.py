@@ -49,6 +49,16 @@ def test_a_domain_counts_by_its_share_of_traffic_not_by_its_clusters() -> None:
     assert weights.max() == 1
 
 
+def test_what_shares_a_groups_weight_counts_as_one_and_tells_it_more_exactly() -> None:
+    group = [score(f"g{member}", 10, cluster="g").model_copy(update={"weight": 0.25}) for member in range(4)]
+    alone = [score(f"a{number}", 10) for number in range(30)]
+    for shares in (None, {"chat": 1.0}):
+        assert clusters(group + alone, group + alone, shares).weights.tolist() == pytest.approx([1.0] * 31)
+    better = [one.model_copy(update={"accepted": 10.0 + 4 * place}) for place, one in enumerate(group)]
+    assert clusters(group + alone, better + alone).differences.max() == pytest.approx(0.6)
+    assert gain(clusters(group + alone, better + alone)).value == pytest.approx(0.6 / 31)
+
+
 def test_shares_of_traffic_outweigh_what_was_held_out() -> None:
     scores = window(*[1] * 30, domain="code") + window(*[1] * 30)
     weights = clusters(scores, scores, {"chat": 0.2, "code": 0.8}).weights
@@ -81,6 +91,8 @@ def test_lists_that_do_not_match_are_refused() -> None:
         clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"domain": "code"})])
     with pytest.raises(ValueError, match='of clusters "chat2" and ""'):
         clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"cluster": ""})])
+    with pytest.raises(ValueError, match='"chat2-0" counts as 1 and as 0.5'):
+        clusters(scores, [*scores[:-1], scores[-1].model_copy(update={"weight": 0.5})])
     with pytest.raises(ValueError, match="each id once"):
         clusters([*scores, scores[0]], [*scores, scores[0]])
     with pytest.raises(ValueError, match="at least one conversation"):

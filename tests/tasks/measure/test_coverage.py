@@ -42,8 +42,8 @@ def test_an_interval_is_told_over_the_clusters_of_the_split() -> None:
     ids = [f"{number}" for number in range(40)]
     champion = scores(dict.fromkeys(ids, 0.5))
     challenger = scores({id: 0.7 + 0.1 * rng.standard_normal() for id in ids})
-    alone = estimate({id: id for id in ids}, champion, challenger, {"code": 1.0}, K)
-    pairs = estimate({id: str(int(id) // 10) for id in ids}, champion, challenger, {"code": 1.0}, K)
+    alone = estimate({id: (id, 1.0) for id in ids}, champion, challenger, {"code": 1.0}, K)
+    pairs = estimate({id: (str(int(id) // 10), 1.0) for id in ids}, champion, challenger, {"code": 1.0}, K)
     assert alone.low < 0.2 < alone.high
     assert pairs.value == pytest.approx(alone.value)
     assert pairs.high - pairs.low != pytest.approx(alone.high - alone.low)
@@ -82,7 +82,9 @@ def test_the_bar_is_held_by_who_learnt_nothing_and_by_promises(
 ) -> None:
     traffic, scored, unseen = of_three(served_gain, pupil_gain)
     rng = np.random.default_rng(2)
-    splits = [{id: id for id in rng.choice([one.id for one in traffic.logged], 30, replace=False)} for _ in range(20)]
+    splits = [
+        {id: (id, 1.0) for id in rng.choice([one.id for one in traffic.logged], 30, replace=False)} for _ in range(20)
+    ]
     report = make_report(traffic, scored, unseen, splits, K)
     assert report.verdict.startswith(f"{verdict} the bar")
     assert report.figures["fresh"][SERVED]["value"] == pytest.approx(served_gain, abs=0.03)
@@ -94,4 +96,4 @@ def test_a_split_without_a_conversation_to_be_judged_by_is_refused() -> None:
     both = scores({"a": 0.5})
     traffic = Traffic([sample("a")], [sample("a")], [sample("a")], {})
     with pytest.raises(ValueError, match="1 of 1 splits have no conversation"):
-        make_report(traffic, {FIRST: both, SERVED: both, PUPIL: both}, [], [{"a": "a"}], K)
+        make_report(traffic, {FIRST: both, SERVED: both, PUPIL: both}, [], [{"a": ("a", 1.0)}], K)

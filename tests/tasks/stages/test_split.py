@@ -18,7 +18,7 @@ from models.hidden import Sample
 from models.sources import Prompt
 from models.sources.stdlib_code import Params, prompts
 from models.tokens import encode_chat
-from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by, unseen_and_large
+from tasks.stages.split import MOST_OF_GROUP, cluster_log, counted, drawn_by, held_out_by, unseen_and_large
 from tests.infra.rows import row
 
 NUM_MODULES, PER_MODULE = 20, 5
@@ -93,10 +93,13 @@ def test_of_what_groups_join_one_counts_and_of_copies_all() -> None:
     drawn = set()
     for number in range(50):
         found = counted([*copies, *grouped, *alone], drawn_by(bytes([number] * 32)))
-        assert found >= {one.seq for one in copies + alone}
-        [one] = found & {one.seq for one in grouped}
-        drawn.add(one)
-    assert len(drawn) > 10
+        assert {found.pop(one.seq) for one in copies + alone} == {1.0}
+        assert found.keys() <= {one.seq for one in grouped}
+        assert [*found.values()] == [1 / MOST_OF_GROUP] * MOST_OF_GROUP
+        drawn.update(found)
+    assert len(drawn) == len(grouped)
+    two = counted(grouped[:2], drawn_by(bytes(32)))
+    assert two == {grouped[0].seq: 0.5, grouped[1].seq: 0.5}
 
 
 @pytest.mark.parametrize(("wording", "large"), [("", {"ten"}), ("c{}", set())])
