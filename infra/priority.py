@@ -37,7 +37,7 @@ def lower_session() -> bool:
     return True
 
 
-def gently(work: Callable[P, T]) -> Callable[P, T]:
+def at_low_priority(work: Callable[P, T]) -> Callable[P, T]:
     """Return `work`, run in a thread of low priority; the caller waits, and an interrupt of the caller ends it."""
 
     @functools.wraps(work)
@@ -54,7 +54,7 @@ def gently(work: Callable[P, T]) -> Callable[P, T]:
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                 result.set_exception(error)
 
-        thread = threading.Thread(target=body, name=f"gently: {work.__qualname__}")
+        thread = threading.Thread(target=body, name=f"at low priority: {work.__qualname__}")
         thread.start()
         try:
             return result.result()

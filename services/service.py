@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from infra.busy import Busy
 from infra.captured import CapturedFiles
 from infra.events import ACCEPTANCE_FELL, EVERY_DOMAIN, Emitter
 from infra.keys import is_loopback
@@ -65,7 +66,8 @@ class Service:
         self.secret = home_secret(config.keys.parent)
         self.domains = Domains()
         engine_params = config.engine_params()
-        self.turns = Turns(config.serve.limits, engine_params.max_num_seqs, engine_params.max_model_len)
+        limits, busy = config.serve.limits, Busy(config.keys.parent)
+        self.turns = Turns(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         writer = BackgroundWriter(QueryLog(config.querylog))
         self._capture = capture
         settle = capture.settle if capture is not None else no_states

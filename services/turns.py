@@ -9,7 +9,7 @@ A service without keys has one client, which may take all of it.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from models.serving import Limits
@@ -57,10 +57,20 @@ class Turns:
         per_key: sequences that the requests of one of several keys may run at once.
     """
 
-    def __init__(self, limits: Limits, max_num_seqs: int, max_model_len: int) -> None:
-        """`max_num_seqs` sequences of up to `max_model_len` tokens run in the engine at once."""
+    def __init__(
+        self, limits: Limits, max_num_seqs: int, max_model_len: int, busy: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        """Take the bounds.
+
+        Args:
+            limits: of keys.
+            max_num_seqs: sequences that run in the engine at once.
+            max_model_len: tokens of each, at most.
+            busy: told when the first request begins to run, and when the last one has ended.
+        """
         self.per_key = max(1, int(limits.max_share_per_key * max_num_seqs))
         self._limits, self._max_num_seqs, self._max_model_len = limits, max_num_seqs, max_model_len
+        self._busy = busy
         self._running: Counter[str | None] = Counter()
         self._waiting: dict[str | None, deque[_Waiting]] = {}
         self._deficits: Counter[str | None] = Counter()
@@ -131,6 +141,8 @@ class Turns:
         if not self._running[key]:
             del self._running[key]
         self._let_in()
+        if not self._running:
+            self._busy(False)
 
     def _let_in(self) -> None:
         """Start what may start."""
@@ -152,6 +164,8 @@ class Turns:
                 continue
             self._deficits[key] -= one.cost.tokens
             one.turn.set_result(Turn(self, key, one.cost, self._running[key]))
+            if not self._running:
+                self._busy(True)
             self._running[key] += one.cost.sequences
             self._forget(key, one)
 

@@ -9,7 +9,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
-from infra.priority import gently
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair
@@ -22,6 +21,7 @@ from models.recipe import Recipe
 from models.targets import describe
 from tasks.find_challenger import Start
 from tasks.stages import produce, stage_key
+from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress
 from tasks.stages.samples import read_samples

@@ -15,7 +15,6 @@ from infra.artifacts import Artifact, open_artifact, publish
 from infra.lineage import GateVerdict
 from infra.lines import best_versions, predecessors
 from infra.manifest import canonical_json
-from infra.priority import gently
 from infra.probes import judged_as
 from infra.registry import open_registry
 from infra.settings import load_settings
@@ -35,6 +34,7 @@ from models.scoring import score
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
+from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import probe_versions, read_samples

@@ -8,7 +8,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
-from infra.priority import gently
 from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
@@ -21,6 +20,7 @@ from models.recipe import Recipe
 from models.scoring import STANDARD, score
 from models.verify import Rules
 from tasks.stages import produce
+from tasks.stages.beside import gently
 from tasks.stages.reporting import table
 from tasks.stages.samples import MIN_COMPLETION, read_samples
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
-from infra.priority import gently
 from infra.settings import load_settings
 from models import catalog, select, training
 from models.drafts import lm
@@ -18,6 +17,7 @@ from models.stages import Select
 from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents
 from tasks.stages import produce
+from tasks.stages.beside import gently
 from tasks.stages.change_target import shown_by
 from tasks.stages.reporting import progress, table
 

@@ -13,7 +13,6 @@ from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.consent import Consent, QueryRow
-from infra.priority import gently
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.secret import home_secret
@@ -28,6 +27,7 @@ from models.paired import Score
 from models.recipe import Recipe
 from models.scoring import score
 from models.tokens import first_turn, turn_marks
+from tasks.stages.beside import gently
 from tasks.stages.reporting import run_logger
 from tasks.stages.samples import usable
 

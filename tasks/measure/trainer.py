@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.busy import BUSY_FILE
 from infra.environment import environment_of, settings_of
 from infra.processes import Child
 from infra.querylog import QueryLog
@@ -122,6 +123,7 @@ def _training_home(run: Run, home: Path) -> Settings:
     home.mkdir(parents=True)
     settings = settings_of(home)
     copy_served(run.settings, settings)
+    (home / BUSY_FILE).symlink_to(run.settings.home / BUSY_FILE)  # the service is that of the other home
     rows, copy = QueryLog(run.settings.querylog), QueryLog(settings.querylog)
     copy.append([row.model_copy(update={"seq": None}) for row in rows.rows(1, sys.maxsize)])
     rows.close()

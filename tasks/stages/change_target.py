@@ -7,7 +7,6 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
-from infra.priority import gently
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_losses
@@ -17,6 +16,7 @@ from models.loading import complete, load_floats, load_model, save_model
 from models.params import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import produce
+from tasks.stages.beside import gently
 from tasks.stages.reporting import progress, run_logger, table
 
 Losses = Sequence[tuple[int, float]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.priority import NICENESS, gently
+from infra.priority import NICENESS, at_low_priority
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,8 +23,8 @@ def niceness() -> int:
 
 def test_work_runs_at_low_priority_and_the_caller_stays_as_it_is() -> None:
     before = niceness()
-    assert gently(niceness)() == max(before, NICENESS)
-    assert gently(gently(niceness))() == max(before, NICENESS)
+    assert at_low_priority(niceness)() == max(before, NICENESS)
+    assert at_low_priority(at_low_priority(niceness))() == max(before, NICENESS)
     assert niceness() == before
 
 
@@ -48,15 +48,15 @@ def test_threads_of_the_work_inherit_its_priority() -> None:
         thread.start()
         thread.join()
 
-    gently(work)()
+    at_low_priority(work)()
     assert found == [max(niceness(), NICENESS)]
 
 
 def test_arguments_context_and_errors_pass_through() -> None:
     NAME.set("run 7")
-    assert gently(lambda left, right: (left, right, NAME.get()))(1, right=2) == (1, 2, "run 7")
+    assert at_low_priority(lambda left, right: (left, right, NAME.get()))(1, right=2) == (1, 2, "run 7")
     with pytest.raises(ValueError, match="wanted a draft"):
-        gently(lambda: (_ for _ in ()).throw(ValueError("wanted a draft")).__next__())()
+        at_low_priority(lambda: (_ for _ in ()).throw(ValueError("wanted a draft")).__next__())()
 
 
 def test_an_interrupted_caller_ends_the_work_and_waits_for_it() -> None:
@@ -76,7 +76,7 @@ def test_an_interrupted_caller_ends_the_work_and_waits_for_it() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            gently(work)()
+            at_low_priority(work)()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert ended == [True]

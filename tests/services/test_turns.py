@@ -43,6 +43,25 @@ def test_one_key_never_takes_all_of_the_engine_and_another_comes_in_at_once() ->
     asyncio.run(drill())
 
 
+def test_who_gives_way_is_told_of_the_first_request_and_of_the_last() -> None:
+    async def drill() -> None:
+        told: list[bool] = []
+        waits = Turns(Limits(), 2, 1000, told.append)
+        first, second, third = [await asked(waits, None) for _ in range(3)]
+        assert told == [True]
+        first.result().end()
+        await asyncio.sleep(0)
+        second.result().end()
+        second.result().end()
+        assert told == [True]
+        third.result().end()
+        assert told == [True, False]
+        (await asked(waits, None)).result().end()
+        assert told == [True, False] * 2
+
+    asyncio.run(drill())
+
+
 def test_a_service_without_keys_may_be_taken_whole() -> None:
     async def drill() -> None:
         waits = turns(max_queued_requests=2)

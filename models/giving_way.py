@@ -1,0 +1,90 @@
+"""Training, and scoring, that stand still while others are answered on the same cores.
+
+Low priority is not enough: threads of a matrix product wait for the last of them, so that one that lost its core for
+some milliseconds stops a whole step of the engine. Here every operation of torch first looks whether somebody is
+busy, and waits until nobody is. What runs beside an answer is at most the operation that had begun.
+
+Beside a service that is never idle the work still has a share of the time: what it is owed grows while it waits, and
+is paid off in one go, because each time it goes on costs the others the same.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHARE = 0.1  # of the time
+MOST_OWED_S = 1.0
+POLL_S = 0.003
+
+
+class Due:
+    """What work that gives way is owed: it has to get a share of the time, whether others are busy or not."""
+
+    def __init__(self, share: float, most_s: float) -> None:
+        """Take the share, in (0, 1), and how many seconds are owed when they have to be paid."""
+        self._share, self._most_s = share, most_s
+        self._owed_s, self._paying = 0.0, False
+
+    def waited(self, seconds: float) -> None:
+        """Note that the work stood still."""
+        self._owed_s += self._share * seconds
+
+    def worked(self, seconds: float) -> None:
+        """Note that the work went on; it can't work ahead."""
+        self._owed_s = max(0.0, self._owed_s - (1 - self._share) * seconds)
+
+    def must_go_on(self) -> bool:
+        """Return whether the work is to go on now, whoever is busy."""
+        self._paying = self._owed_s >= self._most_s or (self._paying and self._owed_s > 0)
+        return self._paying
+
+
+class GivesWay(TorchDispatchMode):
+    """While it is entered, each operation of this thread waits its turn.
+
+    Attributes:
+        waited_s: seconds spent so.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        share: float = SHARE,
+        most_owed_s: float = MOST_OWED_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Take what says whether others are busy; it is asked before each operation.
+
+        Args:
+            busy: see above.
+            share: of the time, which the work gets in any case.
+            most_owed_s: seconds in which that is paid.
+            clock, sleep: of what the time is told by.
+        """
+        super().__init__()
+        self.waited_s = 0.0
+        self._busy, self._clock, self._sleep = busy, clock, sleep
+        self._due, self._at_s = Due(share, most_owed_s), clock()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait, and run the operation."""
+        self.wait()
+        return func(*args, **(kwargs or {}))
+
+    def wait(self) -> None:
+        """Return when the work may go on."""
+        self._due.worked(self._passed())
+        while self._busy() and not self._due.must_go_on():
+            self._sleep(POLL_S)
+            seconds = self._passed()
+            self.waited_s += seconds
+            self._due.waited(seconds)
+
+    def _passed(self) -> float:
+        before, self._at_s = self._at_s, self._clock()
+        return self._at_s - before
