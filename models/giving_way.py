@@ -64,7 +64,7 @@ class GivesWay(TorchDispatchMode):
             most_owed_s: seconds in which that is paid.
             clock, sleep: of what the time is told by.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.waited_s = 0.0
         self._busy, self._clock, self._sleep = busy, clock, sleep
         self._due, self._at_s = Due(share, most_owed_s), clock()

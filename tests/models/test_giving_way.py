@@ -44,7 +44,7 @@ def test_it_stands_still_while_others_are_answered_and_goes_on_when_they_were() 
     assert work(moments, way, 1.0) == pytest.approx(1.0)
     way.wait()
     assert moments.now_s == pytest.approx(3.0, abs=2 * POLL_S)
-    assert way.waited_s == moments.slept_s
+    assert way.waited_s == pytest.approx(moments.slept_s)
 
 
 def test_beside_a_service_that_is_never_idle_it_gets_its_share() -> None:
