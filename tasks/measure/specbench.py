@@ -242,5 +242,7 @@ def judge(found: Mapping[str, Row], ways: Sequence[str]) -> str:
     if not speeds:
         return "No configuration has an output that passed."
     best = max(speeds, key=lambda way: float(speeds[way]["value"]))
-    sure = "" if speeds[best]["low"] > 1 else ", which may be luck"
-    return f"{best} is the fastest: {interval(speeds[best])}× plain decoding over all tasks{sure}."
+    told = f"{best}: {interval(speeds[best])}× plain decoding over all tasks"
+    if speeds[best]["value"] <= 1:
+        return f"No way is faster than plain decoding; least is lost with {told}."
+    return f"The fastest is {told}{'' if speeds[best]['low'] > 1 else ', which may be luck'}."

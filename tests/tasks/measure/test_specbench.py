@@ -79,7 +79,13 @@ def test_figures_are_worked_by_hand_and_the_fastest_is_named(judged_by: Path, tm
     assert found["slow"]["speedup"]["overall"]["value"] == 0.5
     assert found["fast"]["tau"]["value"] == 2.0
     assert found["fast"]["acceptance_by_place"] == [0.5, 0.5]
-    assert report.verdict == "fast is the fastest: 4.00 (4.00 to 4.00)× plain decoding over all tasks."
+    assert report.verdict == "The fastest is fast: 4.00 (4.00 to 4.00)× plain decoding over all tasks."
+
+
+def test_where_no_way_pays_none_is_called_the_fastest(judged_by: Path, tmp_path: Path) -> None:
+    told = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("slow", 4.0, [1, 2, 3], (1,))]
+    report = make_report(told, ["slow"], judged_by, tmp_path, seed=0)
+    assert report.verdict.startswith("No way is faster than plain decoding; least is lost with slow: 0.50")
 
 
 def test_another_output_fails_the_benchmark_and_has_no_speed(judged_by: Path, tmp_path: Path) -> None:
