@@ -1,8 +1,8 @@
 """Training, and scoring, that stand still while others are answered on the same cores.
 
 Low priority is not enough: threads of a matrix product wait for the last of them, so that one that lost its core for
-some milliseconds stops a whole step of the engine. Here every operation of torch first looks whether somebody is
-busy, and waits until nobody is. What runs beside an answer is at most the operation that had begun.
+some milliseconds stops a whole step of the engine. Here the operations of torch look first whether somebody is
+busy, and wait until nobody is. What runs beside an answer is at most the operation that had begun.
 
 Beside a service that is never idle the work still has a share of the time: what it is owed grows while it waits, and
 is paid off in one go, because each time it goes on costs the others the same.
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SHARE = 0.1  # of the time
 MOST_OWED_S = 1.0
-POLL_S = 0.003
+LOOK_S, POLL_S = 0.001, 0.003  # between two looks while it works, and while it waits
 
 
 class Due:
@@ -68,6 +68,7 @@ class GivesWay(TorchDispatchMode):
         self.waited_s = 0.0
         self._busy, self._clock, self._sleep = busy, clock, sleep
         self._due, self._at_s = Due(share, most_owed_s), clock()
+        self._looked_s = -LOOK_S
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -78,12 +79,15 @@ class GivesWay(TorchDispatchMode):
 
     def wait(self) -> None:
         """Return when the work may go on."""
+        if self._clock() - self._looked_s < LOOK_S:
+            return
         self._due.worked(self._passed())
         while self._busy() and not self._due.must_go_on():
             self._sleep(POLL_S)
             seconds = self._passed()
             self.waited_s += seconds
             self._due.waited(seconds)
+        self._looked_s = self._at_s
 
     def _passed(self) -> float:
         before, self._at_s = self._at_s, self._clock()
