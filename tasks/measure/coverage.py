@@ -1,33 +1,32 @@
-"""How often the interval of a window's gain holds what fresh requests of the same traffic give, on splits of a log.
+"""How often the interval of a window's gain holds what fresh requests of the same traffic give.
 
-Each split has a secret of its own, which clusters the log, reserves probes and holds out as a refresh on all of it
-would, and the gate tells its interval of what was held out. Nothing is trained for a split: the drafts are fixed, and
-scored once. The truth is what they gain over the line's first draft on requests that were never logged, from the groups
-that the logged ones came from.
+Requests are answered that were never logged. Again and again a half of them is drawn to be a log, with a secret of its
+own: that clusters it, reserves probes and holds out as a refresh on all of it would, and the gate tells its interval of
+what was held out. The truth is the gain on the other half. Nothing is trained meanwhile: the gain is that of a draft
+which the line's first one became on requests of other groups, so that both halves are new to it. A log is drawn anew
+each time because what one log happens to hold is the same for all splits of it.
 
-Two drafts are held to it. One learns from as many requests of *other* groups as the recipe holds out, so that all of
-the log and all of the truth is new to it: its intervals should hold the truth in 95 of 100 splits. The other is the
-served one, judged by the rows that it did not learn from. Their groups are new to it, while traffic goes on asking for
-those that it has learnt from, which it serves better. So its interval may lie below the truth; it must not lie above.
+The served draft's own window is told beside that. Its held-out groups are new to it, while traffic goes on asking for
+those that it learnt from, which it serves better. So its interval may lie below the truth; it must not lie above.
 """
 
 import hashlib
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from infra.artifacts import Artifact, open_artifact, publish
+from infra.artifacts import open_artifact, publish
 from infra.probes import plan
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.versions import Pair
-from infra.views.results import Grid, Report
+from infra.views.results import Grid, Report, interval
 from infra.windows import Window
 from models.acceptance import Estimate
 from models.drafts import open_draft
@@ -40,22 +39,15 @@ from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair
 from tasks.measure.pupil import teach
 from tasks.measure.run import Run
-from tasks.register import first_samples
 from tasks.select_data import choose_more
-from tasks.stages.samples import Part, read_samples, usable
-from tasks.stages.split import cluster_log, counted, drawn_by, held_out_by
+from tasks.stages.samples import Part, read_samples
+from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by
 
 TITLE, QUESTION = "coverage", "does the interval of a window's gain hold what fresh requests give?"
 AIM = 0.93
 FIRST, SERVED, PUPIL = "first", "served", "pupil"  # drafts
-NEW, UNSEEN, ALL = (
-    "a draft that learnt from other groups, all rows",
-    "the served draft, rows that it did not learn from",
-    "the served draft, all rows",
-)
 
 Scores = dict[str, Score]
-Split = Mapping[str, tuple[str, float]]  # id to cluster and weight of what is judged by
 
 
 class Mean(NamedTuple):
@@ -69,76 +61,93 @@ class Mean(NamedTuple):
         return f"{self.value:+.3f} ± {1.96 * self.error:.3f}"
 
 
-class Traffic(NamedTuple):
-    """What drafts are scored on: rows of the log, requests that were never logged, and those of other groups."""
+class Split(NamedTuple):
+    """One log: the ids that it holds, and id to cluster and weight of those that judge."""
 
-    logged: list[Sample]
+    log: list[str]
+    judged: dict[str, tuple[str, float]]
+
+
+class Traffic(NamedTuple):
+    """What drafts are scored on; a sample's cluster is the group that its prompt belongs to.
+
+    Attributes:
+        fresh: requests of the groups that traffic asks for, none of which was logged.
+        other: requests of other groups.
+        told: what the served draft's window held out and reserved, with clusters and weights.
+    """
+
     fresh: list[Sample]
     other: list[Sample]
-    groups: dict[str, str]
+    told: list[Sample]
 
     @property
     def all(self) -> list[Sample]:
         """Everything, in one row."""
-        return [*self.logged, *self.fresh, *self.other]
+        return [*self.fresh, *self.other, *self.told]
 
 
 def measure(run: Run, num_splits: int, num_prompts: int) -> Report:
-    """Score the drafts once, and split the log again and again.
+    """Score the drafts once, and draw logs again and again.
 
     Args:
         run: the benchmark.
-        num_splits: secrets.
+        num_splits: logs.
         num_prompts: requests of each domain that were never logged.
 
     Raises:
         ValueError: nothing was built or logged, or a domain has too few requests.
     """
     served, log, pair = run.served().champion, run.logged(), first_pair(run.settings)
-    traffic = _traffic(run, log, pair.target_files, num_prompts)
+    traffic = _traffic(run, log, pair, served, num_prompts)
+    log.close()
     drafts = {
         FIRST: open_artifact(pair.draft_files),
         SERVED: open_artifact(files_of(run.settings, "draft", served)),
         PUPIL: _pupil(run, pair, traffic.other),
     }
     scored = {name: _scores(run, pair, directory, traffic.all, name) for name, directory in drafts.items()}
-    unseen = run.cells.keep("unseen", lambda: _unseen(run, served, log))
-    splits = run.cells.keep("splits", lambda: _splits(run, pair, traffic.logged, num_splits))
-    log.close()
-    return make_report(traffic, scored, unseen, splits, run.recipe.num_draft_tokens)
+    target_dir, fraction = open_artifact(pair.target_files), run.recipe.refresh.held_out_fraction
+
+    def draw() -> list[Split]:
+        with run.bar("logs", num_splits) as bar:
+            made = []
+            for number in range(num_splits):
+                made.append(split(traffic.fresh, number, run.recipe.seed, fraction, target_dir))
+                bar.advance()
+        return made
+
+    splits = [Split(*row) for row in run.cells.keep("splits", draw)]
+    return make_report(traffic, scored, splits, run.recipe.num_draft_tokens)
 
 
-def _traffic(run: Run, log: QueryLog, target_files: Artifact, num_prompts: int) -> Traffic:
+def _traffic(run: Run, log: QueryLog, pair: Pair, served: int, num_prompts: int) -> Traffic:
     """Return what is scored; what was never logged is answered by the target."""
-    rows = [row for row in log.rows(1, sys.maxsize) if row.domain in run.recipe.traffic]
-    logged, _ = usable(rows, 1, 1.0, len(rows))
-    if not logged:
-        raise ValueError("the log has no answer of the served target in a domain of the recipe")
+    domains = sorted({row.domain for row in log.rows(1, sys.maxsize)} & run.recipe.traffic.keys())
+    if not domains:
+        raise ValueError("the log has no request in a domain of the recipe")
     prompts: dict[str, list[Prompt]] = {"fresh": [], "other": []}
-    for domain in sorted({one.domain for one in logged}):
+    for domain in domains:
         table, seed = run.recipe.traffic[domain], run.recipe.seed
         more = choose_more(domain, table, seed, "requests", table.num_requests + num_prompts)
         prompts["fresh"] += more[table.num_requests :]  # the recipe's own may be in the log
         prompts["other"] += choose_more(domain, table, seed, "held_out", table.num_held_out)
     wanted = [prompt for of_part in prompts.values() for prompt in of_part]
-    samples = {one.id: one for one in answers(run, target_files, wanted, "answers")}
-    fresh, other = ([samples[prompt.id] for prompt in prompts[part]] for part in prompts)
-    return Traffic(logged, fresh, other, {prompt.id: prompt.group for prompt in wanted})
+    groups = {prompt.id: prompt.group for prompt in wanted}
+    answered = answers(run, pair.target_files, wanted, "answers")
+    samples = {one.id: one._replace(cluster=groups[one.id]) for one in answered}
+    fresh, other = ([samples[prompt.id] for prompt in of_part] for of_part in prompts.values())
+    return Traffic(fresh, other, _told(run, served, domains))
 
 
-def _unseen(run: Run, served: int, rows: QueryLog) -> list[str]:
-    """Return the ids of the rows that the served draft did not learn from.
-
-    They are those that its last window held out or gave to the probe sets, and those that came later: what was held out
-    of an earlier window was learnt since.
-    """
+def _told(run: Run, served: int, domains: Sequence[str]) -> list[Sample]:
+    """Return what a draft's window held out and reserved; nothing for one that no window made."""
     window = open_registry(run.settings).get("draft", served).lineage.window
     if window is None:
-        return [row.id for row in rows.rows(1, sys.maxsize)]
+        return []
     samples = publish(Path(unquote(urlsplit(window.uri).path)), "samples")
     parts: tuple[Part, ...] = ("held_out", "probe")
-    later = rows.rows(window.last_seq + 1, sys.maxsize)
-    return [one.id for part in parts for one in read_samples(samples, part)] + [row.id for row in later]
+    return [one for part in parts for one in read_samples(samples, part) if one.domain in domains]
 
 
 def _pupil(run: Run, pair: Pair, samples: Sequence[Sample]) -> Path:
@@ -169,202 +178,160 @@ def _scores(run: Run, pair: Pair, directory: Path, samples: Sequence[Sample], na
     return {row["id"]: Score.model_validate(row) for row in run.cells.keep(f"scores-{name}", scored)}
 
 
-def _seqs(run: Run) -> dict[str, int]:
-    """Return id to seq of the log's rows."""
-    log = QueryLog(run.settings.querylog)
-    found = {row.id: row.seq for row in log.rows(1, sys.maxsize) if row.seq is not None}
-    log.close()
-    return found
+def split(fresh: Sequence[Sample], number: int, seed: int, held_out_fraction: float, target_dir: Path) -> Split:
+    """Draw one log, and what a refresh on all of it would have judged by.
 
-
-def _splits(run: Run, pair: Pair, logged: Sequence[Sample], num_splits: int) -> list[Split]:
-    """Return, for each secret, what a refresh on the whole log would have judged by."""
-    samples = first_samples(pair.draft)
-    learnt, both = read_samples(samples, "train"), [*read_samples(samples, "train"), *read_samples(samples, "held_out")]
-    made: list[Split] = []
-    seqs, fraction = _seqs(run), run.recipe.refresh.held_out_fraction
-    usable_seqs = {seqs[sample.id] for sample in logged}
-    window = Window(
-        first_seq=min(usable_seqs), last_seq=max(usable_seqs), num_rows=len(usable_seqs), sha256="", owner=TITLE
+    Args:
+        fresh: what half is drawn of; clusters are groups.
+        number: of the log.
+        seed: of the benchmark.
+        held_out_fraction: share of the clusters that the gate gets.
+        target_dir: whose tokenizer wrote the prompts.
+    """
+    order = np.random.default_rng([seed, number]).permutation(len(fresh))
+    samples = [fresh[place] for place in order[: len(fresh) // 2]]
+    secret = hashlib.sha256(f"{seed} log {number}".encode()).digest()
+    rows = cluster_samples(samples, secret, target_dir)
+    window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=TITLE)
+    draw, seqs = drawn_by(secret), range(1, len(rows) + 1)
+    reserved = plan(rows, (), window.first_seq, seqs, (), draw).reserved
+    kept = {rows[seq - 1].cluster for seq in reserved}
+    is_held_out = held_out_by(secret, rows, window, held_out_fraction, ())
+    tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
+    judged = dict.fromkeys(reserved, 1.0) | counted(tests, draw)
+    return Split(
+        [one.id for one in samples],
+        {samples[seq - 1].id: (rows[seq - 1].cluster, weight) for seq, weight in judged.items()},
     )
-    with run.bar("splits", num_splits) as bar:
-        for number in range(num_splits):
-            secret = hashlib.sha256(f"{run.recipe.seed} split {number}".encode()).digest()
-            found = cluster_log(run.settings.querylog, secret, pair.target_files.path, both, sys.maxsize)
-            rows = [row for row in found.rows if row.seq in usable_seqs]
-            cluster_of, trained = {row.seq: row.cluster for row in rows}, {found.first[one.id] for one in learnt}
-            reserved = set(plan(rows, (), window.first_seq, usable_seqs, trained, drawn_by(secret)).reserved)
-            kept = {cluster_of[seq] for seq in reserved}
-            is_held_out = held_out_by(secret, rows, window, fraction, trained)
-            tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
-            judged = dict.fromkeys(reserved, 1.0) | counted(tests, drawn_by(secret))
-            of_sample = {one.id: seqs[one.id] for one in logged}
-            made.append({id: (cluster_of[seq], judged[seq]) for id, seq in of_sample.items() if seq in judged})
-            bar.advance()
-    return made
 
 
 def make_report(
-    traffic: Traffic,
-    scored: Mapping[str, Scores],
-    unseen: Sequence[str],
-    splits: Sequence[Split],
-    num_draft_tokens: int,
+    traffic: Traffic, scored: Mapping[str, Scores], splits: Sequence[Split], num_draft_tokens: int
 ) -> Report:
-    """Hold the intervals of all splits to what fresh requests give.
+    """Hold the intervals of all logs to what the requests outside of them give.
 
     Args:
         traffic: what was scored.
         scored: draft, which is `FIRST`, `SERVED` or `PUPIL`, to id to its score.
-        unseen: ids of the rows that the served draft did not learn from.
-        splits: what each judges by.
+        splits: the logs.
         num_draft_tokens: K.
 
     Raises:
-        ValueError: a split has nothing to be judged by.
+        ValueError: a log has nothing to be judged by.
     """
-    first = scored[FIRST]
-    kept = [sample for sample in traffic.logged if sample.id in first]
-    everything, not_learnt = {sample.id for sample in kept}, set(unseen)
-    shares = {domain: count / len(kept) for domain, count in Counter(sample.domain for sample in kept).items()}
-
-    def gained(samples: Sequence[Sample], name: str) -> Mean:
-        return mean_gain(samples, first, scored[name], shares, traffic.groups)
-
-    fresh = {name: gained(traffic.fresh, name) for name in (PUPIL, SERVED)}
-    sides = {
-        row: _side(kept, ids, splits, first, scored[name], shares, fresh[name].value, num_draft_tokens)
-        for row, name, ids in (
-            (NEW, PUPIL, everything),
-            (UNSEEN, SERVED, not_learnt),
-            (ALL, SERVED, everything),
-        )
-    }
-    other, learnt = gained(traffic.other, SERVED), gained([one for one in kept if one.id not in not_learnt], SERVED)
-    held, above = sides[NEW]["covered"] / len(splits), sides[UNSEEN]["too_high"] / len(splits)
+    if empty := sum(not one.judged for one in splits):
+        raise ValueError(f"{empty} of {len(splits)} logs have no conversation to be judged by")
+    first, fresh = scored[FIRST], traffic.fresh
+    shares = {domain: count / len(fresh) for domain, count in Counter(one.domain for one in fresh).items()}
+    held = []
+    for one in splits:
+        inside = set(one.log)
+        rest = [sample for sample in fresh if sample.id not in inside]
+        found = estimate(one.judged, first, scored[PUPIL], shares, num_draft_tokens)
+        held.append((found, mean_gain(rest, first, scored[PUPIL], shares).value))
+    rate = summary(held)
+    conversations = float(np.median([len(one.judged) for one in splits]))
+    clusters = float(np.median([len({cluster for cluster, _ in one.judged.values()}) for one in splits]))
+    gains = {name: mean_gain(fresh, first, scored[name], shares) for name in (PUPIL, SERVED)}
+    other = mean_gain(traffic.other, first, scored[SERVED], shares)
+    own = {one.id: (one.cluster or one.id, one.weight) for one in traffic.told if one.domain in shares}
+    told = estimate(own, first, scored[SERVED], shares, num_draft_tokens) if own else None
+    promises = told is not None and told.low > gains[SERVED].value
+    notes = [
+        f"{len(fresh)} fresh requests gain {gains[PUPIL].text()} with the draft that learnt from other groups.",
+        f"The served one gains {gains[SERVED].text()} on them, {other.text()} on {len(traffic.other)} of other groups.",
+    ]
+    if told is not None:
+        notes.append(f"Its own window told {interval(told.model_dump())} by {len(own)} conversations.")
+    share = rate["covered"] / len(splits)
     return Report(
         figures={
-            "sides": sides,
-            "fresh": {name: one._asdict() for name, one in fresh.items()},
+            "logs": rate | {"conversations": conversations, "clusters": clusters},
+            "fresh": {name: one._asdict() for name, one in gains.items()},
             "other_groups": other._asdict(),
-            "learnt_rows": learnt._asdict(),
-            "num_logged": len(kept),
-            "num_fresh": len(traffic.fresh),
+            "told": None if told is None else told.model_dump(),
+            "num_fresh": len(fresh),
             "num_other": len(traffic.other),
         },
         grids=[
             Grid(
-                f"{len(splits)} splits of {len(kept)} rows, gain over the first draft in accepted tokens a step",
-                ["draft, judged by", "hold it", "too high", "too low", "mean", "spread", "half width", "judged by"],
-                [[name, *_cells(one)] for name, one in sides.items()],
+                f"{len(splits)} logs of {len(fresh) // 2} requests, gain over the first draft, accepted tokens a step",
+                ["hold the truth", "too high", "too low", "mean", "truth", "spread", "half width", "judged by"],
+                [
+                    [
+                        *(f"{rate[name]:.0f}" for name in ("covered", "too_high", "too_low")),
+                        *(f"{rate[name]:+.3f}" for name in ("mean", "truth")),
+                        *(f"{rate[name]:.3f}" for name in ("spread", "half_width")),
+                        f"{conversations:.0f} conversations of {clusters:.0f} clusters",
+                    ]
+                ],
             )
         ],
-        notes=[
-            (
-                f"{len(traffic.fresh)} fresh requests of the logged groups gain {fresh[PUPIL].text()} with the draft "
-                f"that learnt from other groups, {fresh[SERVED].text()} with the served one."
-            ),
-            f"The served one gains {other.text()} on {len(traffic.other)} requests of other groups.",
-            (
-                f"The rows that the served draft learnt from gain {learnt.text()}, "
-                f"those that it did not {sides[UNSEEN]['whole']:+.3f}."
-            ),
-        ],
+        notes=notes,
         verdict=(
-            f"{'meets' if held >= AIM and above <= 1 - AIM else 'misses'} the bar ({AIM:.0%}): {held:.0%} of the "
-            f"intervals hold the gain of a draft that learnt from none of the log; {above:.0%} of the served draft's "
-            "promise too much."
+            f"{'meets' if share >= AIM and not promises else 'misses'} the bar ({AIM:.0%}): {share:.0%} of the "
+            f"intervals hold the truth; the served draft's {'promises' if promises else 'does not promise'} too much."
         ),
     )
 
 
-def _side(
-    kept: Sequence[Sample],
-    ids: Collection[str],
-    splits: Sequence[Split],
-    first: Scores,
-    served: Scores,
-    shares: Mapping[str, float],
-    fresh: float,
-    num_draft_tokens: int,
-) -> dict[str, float]:
-    """Judge every split by those of its conversations that are among `ids`."""
-    judged = [{id: said for id, said in split.items() if id in ids and id in first} for split in splits]
-    if not all(judged):
-        raise ValueError(
-            f"{sum(not one for one in judged)} of {len(splits)} splits have no conversation to be judged by"
-        )
-    found = [estimate(one, first, served, shares, num_draft_tokens) for one in judged]
-    return {
-        **summary(found, fresh),
-        "whole": mean_gain([one for one in kept if one.id in ids], first, served, shares, {}).value,
-        "conversations": float(np.median([len(one) for one in judged])),
-        "clusters": float(np.median([len({cluster for cluster, _ in one.values()}) for one in judged])),
-    }
-
-
-def _cells(one: Mapping[str, float]) -> list[str]:
-    counts = [f"{one[name]:.0f}" for name in ("covered", "too_high", "too_low")]
-    figures = [f"{one['mean']:+.3f}", f"{one['spread']:.3f}", f"{one['half_width']:.3f}"]
-    return [*counts, *figures, f"{one['conversations']:.0f} of {one['clusters']:.0f} clusters"]
-
-
 def estimate(
-    split: Split, first: Scores, served: Scores, shares: Mapping[str, float], num_draft_tokens: int
+    judged: Mapping[str, tuple[str, float]],
+    first: Scores,
+    later: Scores,
+    shares: Mapping[str, float],
+    num_draft_tokens: int,
 ) -> Estimate:
     """Return the gain with its 95% interval, as the gate tells it of one window.
 
     Args:
-        split: what is judged by.
+        judged: id to cluster and weight of what is judged by.
         first: id to the first draft's score.
-        served: id to that of the draft that is held against it.
+        later: id to that of the draft that is held against it.
         shares: domain to its share of the traffic.
         num_draft_tokens: K.
     """
-    before, after = (
-        [of[id].model_copy(update={"cluster": cluster, "weight": weight}) for id, (cluster, weight) in split.items()]
-        for of in (first, served)
-    )
+    kept = {id: {"cluster": cluster, "weight": weight} for id, (cluster, weight) in judged.items() if id in first}
+    before, after = ([of[id].model_copy(update=said) for id, said in kept.items()] for of in (first, later))
     last = Evidence.start(num_draft_tokens).after(before, after, shares).last
     assert last is not None
     return last
 
 
-def mean_gain(
-    samples: Sequence[Sample], first: Scores, served: Scores, shares: Mapping[str, float], groups: Mapping[str, str]
-) -> Mean:
+def mean_gain(samples: Sequence[Sample], first: Scores, later: Scores, shares: Mapping[str, float]) -> Mean:
     """Return the mean gain of samples, with its standard error over their groups.
 
     Args:
-        samples: those without a score are left out.
+        samples: those without a score are left out; a cluster is a group, "" is one of its own.
         first: id to the first draft's score.
-        served: id to that of the draft that is held against it.
+        later: id to that of the draft that is held against it.
         shares: domain to its share; one without a sample counts as one without gain.
-        groups: id to what its sample belongs to; itself where nothing is said.
     """
     value, variance = 0.0, 0.0
     for domain, share in shares.items():
-        ids = [one.id for one in samples if one.domain == domain and one.id in first]
-        if not ids:
+        kept = [one for one in samples if one.domain == domain and one.id in first]
+        if not kept:
             continue
-        gains = [served[id].accepted / served[id].steps - first[id].accepted / first[id].steps for id in ids]
+        gains = [
+            later[one.id].accepted / later[one.id].steps - first[one.id].accepted / first[one.id].steps for one in kept
+        ]
         mean, sums = float(np.mean(gains)), defaultdict[str, float](float)
-        for id, one in zip(ids, gains, strict=True):
-            sums[groups.get(id, id)] += one - mean
+        for sample, one in zip(kept, gains, strict=True):
+            sums[sample.cluster or sample.id] += one - mean
         value += share * mean
-        variance += share**2 * sum(one**2 for one in sums.values()) / len(ids) ** 2
+        variance += share**2 * sum(one**2 for one in sums.values()) / len(kept) ** 2
     return Mean(value, math.sqrt(variance))
 
 
-def summary(found: Sequence[Estimate], fresh: float) -> dict[str, float]:
-    """Return how many of the intervals hold a figure, and how they lie."""
-    values = np.array([one.value for one in found])
+def summary(held: Sequence[tuple[Estimate, float]]) -> dict[str, float]:
+    """Return how many of the intervals hold their truth, and how they lie."""
+    values = np.array([one.value for one, _ in held])
     return {
-        "covered": sum(one.low <= fresh <= one.high for one in found),
-        "too_high": sum(one.low > fresh for one in found),
-        "too_low": sum(one.high < fresh for one in found),
+        "covered": sum(one.low <= truth <= one.high for one, truth in held),
+        "too_high": sum(one.low > truth for one, truth in held),
+        "too_low": sum(one.high < truth for one, truth in held),
         "mean": float(values.mean()),
-        "bias": float(values.mean()) - fresh,
-        "spread": float(values.std(ddof=1)),
-        "half_width": float(np.median([(one.high - one.low) / 2 for one in found])),
+        "truth": float(np.mean([truth for _, truth in held])),
+        "spread": float(values.std(ddof=1)) if len(held) > 1 else 0.0,
+        "half_width": float(np.median([(one.high - one.low) / 2 for one, _ in held])),
     }

@@ -43,11 +43,7 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
         first: the first samples; what they were said to belong to is their cluster so far.
         last_seq: rows after it don't count.
     """
-    marks, log = turn_marks(AutoTokenizer.from_pretrained(target_dir)), Sketches(database)
-
-    def sketched(prompt_ids: Sequence[int]) -> Sketch:
-        return sketch(first_turn(prompt_ids, marks), secret)
-
+    log, sketched = Sketches(database), _sketcher(target_dir, secret)
     missing = list(log.missing(secret))
     for start in range(0, len(missing), BATCH_ROWS):
         made = ((seq, sketched(prompt_ids)) for seq, prompt_ids in missing[start : start + BATCH_ROWS])
@@ -63,6 +59,27 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
         rows=[Conversation(row.seq, row.domain, row.key, row.time_ms, name, wording) for row, name, wording in of_rows],
         first={sample.id: name for sample, name in zip(first, names, strict=False)},
     )
+
+
+def cluster_samples(samples: Sequence[Sample], secret: bytes, target_dir: Path) -> list[Conversation]:
+    """Cluster samples as if they were a log's rows, numbered from 1, of one key.
+
+    Args:
+        samples: in the order of time; what each was said to belong to is its cluster so far.
+        secret: of the home.
+        target_dir: whose tokenizer wrote the prompts.
+    """
+    sketched, domains = _sketcher(target_dir, secret), [sample.domain for sample in samples]
+    alike = join([sketched(sample.prompt_ids) for sample in samples], domains)
+    names = join_groups(alike, domains, [sample.cluster or None for sample in samples])
+    rows = enumerate(zip(domains, names, alike, strict=True), 1)
+    return [Conversation(seq, domain, None, 0, name, wording) for seq, (domain, name, wording) in rows]
+
+
+def _sketcher(target_dir: Path, secret: bytes) -> Callable[[Sequence[int]], Sketch]:
+    """Return the function from a prompt to the sketch of its first turn."""
+    marks = turn_marks(AutoTokenizer.from_pretrained(target_dir))
+    return lambda prompt_ids: sketch(first_turn(prompt_ids, marks), secret)
 
 
 def sides(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], Side]:

@@ -1,6 +1,7 @@
-"""How an interval of the gain is held to fresh requests, by hand."""
+"""How an interval of the gain is held to fresh requests, by hand and where the truth is known."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,13 +9,15 @@ import pytest
 from models.acceptance import Estimate
 from models.hidden import Sample
 from models.paired import Score
-from tasks.measure.coverage import ALL, FIRST, PUPIL, SERVED, UNSEEN, Traffic, estimate, make_report, mean_gain, summary
+from tasks.measure.coverage import AIM, FIRST, PUPIL, SERVED, Split, Traffic, estimate, make_report, mean_gain, summary
+from tasks.measure.coverage import split as draw_log
 
 K = 3
+NUM_GROUPS, PER_GROUP = 60, 5
 
 
-def sample(id: str, domain: str = "code") -> Sample:
-    return Sample(id, domain, [1, 2], [3, 4, 5])
+def sample(id: str, domain: str = "code", cluster: str = "") -> Sample:
+    return Sample(id, domain, [1, 2], [3, 4, 5], cluster=cluster)
 
 
 def scores(accepted: dict[str, float], domain: str = "code") -> dict[str, Score]:
@@ -22,22 +25,23 @@ def scores(accepted: dict[str, float], domain: str = "code") -> dict[str, Score]
 
 
 def test_a_gains_error_is_that_of_groups() -> None:
-    first, served = scores(dict.fromkeys("abcd", 0.5)), scores({"a": 0.8, "b": 0.8, "c": 1.2, "d": 1.2})
-    samples, groups = [sample(id) for id in "abcd"], {"a": "m", "b": "m", "c": "n", "d": "n"}
-    value, error = mean_gain(samples, first, served, {"code": 1.0}, groups)
+    first, later = scores(dict.fromkeys("abcd", 0.5)), scores({"a": 0.8, "b": 0.8, "c": 1.2, "d": 1.2})
+    grouped = [sample(id, cluster="m" if id in "ab" else "n") for id in "abcd"]
+    value, error = mean_gain(grouped, first, later, {"code": 1.0})
     assert value == pytest.approx(0.5)
     assert error == pytest.approx(math.sqrt(2 * 0.4**2) / 4)
-    assert mean_gain(samples, first, served, {"code": 1.0}, {}).error == pytest.approx(math.sqrt(4 * 0.2**2) / 4)
+    alone = [sample(id) for id in "abcd"]
+    assert mean_gain(alone, first, later, {"code": 1.0}).error == pytest.approx(math.sqrt(4 * 0.2**2) / 4)
 
 
 def test_domains_count_by_their_share() -> None:
     first = scores({"a": 0.5}) | scores({"b": 0.5}, "chat")
-    served = scores({"a": 1.5}) | scores({"b": 0.5}, "chat")
+    later = scores({"a": 1.5}) | scores({"b": 0.5}, "chat")
     samples = [sample("a"), sample("b", "chat")]
-    assert mean_gain(samples, first, served, {"code": 0.25, "chat": 0.75}, {}).value == pytest.approx(0.25)
+    assert mean_gain(samples, first, later, {"code": 0.25, "chat": 0.75}).value == pytest.approx(0.25)
 
 
-def test_an_interval_is_told_over_the_clusters_of_the_split() -> None:
+def test_an_interval_is_told_over_clusters() -> None:
     rng = np.random.default_rng(0)
     ids = [f"{number}" for number in range(40)]
     champion = scores(dict.fromkeys(ids, 0.5))
@@ -50,50 +54,75 @@ def test_an_interval_is_told_over_the_clusters_of_the_split() -> None:
 
 
 def test_what_lies_outside_is_counted_by_its_side() -> None:
-    found = [Estimate(value=mid, low=mid - 0.1, high=mid + 0.1) for mid in (0.0, 0.2, 0.3, 0.45)]
-    told = summary(found, 0.25)
+    held = [(Estimate(value=mid, low=mid - 0.1, high=mid + 0.1), 0.25) for mid in (0.0, 0.2, 0.3, 0.45)]
+    told = summary(held)
     assert (told["covered"], told["too_low"], told["too_high"]) == (2, 1, 1)
-    assert told["half_width"] == pytest.approx(0.1)
+    assert (told["half_width"], told["truth"]) == (pytest.approx(0.1), pytest.approx(0.25))
 
 
-def of_three(served_gain: float, pupil_gain: float) -> tuple[Traffic, dict[str, dict[str, Score]], list[str]]:
-    """Return 60 rows, of which 40 are new to the served draft, with what drafts gain on 60 fresh requests."""
+def planted(shift: float = 0.0, served_gain: float = 0.5) -> tuple[Traffic, dict[str, dict[str, Score]]]:
+    """Return requests of groups whose gains are drawn around 0.6, with a served draft that gains something else.
+
+    Args:
+        shift: of the gain of those that the window of the served draft told, over 0.5.
+        served_gain: of the served draft on fresh requests.
+    """
     rng = np.random.default_rng(1)
-    logged, fresh = [f"l{number}" for number in range(60)], [f"f{number}" for number in range(60)]
-    base = dict.fromkeys([*logged, *fresh], 0.5)
+    fresh = [sample(f"f{n}", cluster=f"g{n % NUM_GROUPS}") for n in range(NUM_GROUPS * PER_GROUP)]
+    told = [sample(f"t{n}", cluster=f"h{n}") for n in range(30)]
+    of_group = {f"g{n}": 0.6 + 0.15 * rng.standard_normal() for n in range(NUM_GROUPS)}
+    everything = [one.id for one in (*fresh, *told)]
+    noise = dict(zip(everything, 0.2 * rng.standard_normal(len(everything)), strict=True))
+    pupil = {one.id: 1.0 + of_group[one.cluster] + noise[one.id] for one in fresh}
+    served = {one.id: 1.0 + served_gain + noise[one.id] for one in fresh}
+    served |= {one.id: 1.5 + shift + noise[one.id] for one in told}
+    base = scores(dict.fromkeys(everything, 1.0))
+    return Traffic(fresh, fresh[:20], told), {FIRST: base, SERVED: scores(served), PUPIL: base | scores(pupil)}
 
-    def gaining(gains: dict[str, float]) -> dict[str, Score]:
-        return scores({id: 0.5 + gain + 0.05 * rng.standard_normal() for id, gain in gains.items()})
 
-    served = dict.fromkeys(logged[:40], 0.2) | dict.fromkeys(logged[40:], 0.9) | dict.fromkeys(fresh, served_gain)
-    pupil = dict.fromkeys(logged, 0.3) | dict.fromkeys(fresh, pupil_gain)
-    samples = ([sample(id) for id in ids] for ids in (logged, fresh, fresh))
-    scored = {FIRST: scores(base), SERVED: gaining(served), PUPIL: gaining(pupil)}
-    return Traffic(*samples, groups={}), scored, logged[:40]
+def drawn(traffic: Traffic, number: int) -> Split:
+    """Return a log of half of the groups' requests, judged by a third of its clusters."""
+    rng = np.random.default_rng([2, number])
+    log = [traffic.fresh[place] for place in rng.permutation(len(traffic.fresh))[: len(traffic.fresh) // 2]]
+    judging = set(rng.choice(NUM_GROUPS, NUM_GROUPS // 3, replace=False).tolist())
+    kept = [one for one in log if int(one.cluster[1:]) in judging]
+    return Split([one.id for one in log], {one.id: (one.cluster, 1.0) for one in kept})
 
 
 @pytest.mark.parametrize(
-    ("served_gain", "pupil_gain", "verdict"),
-    [(0.2, 0.3, "meets"), (0.4, 0.3, "meets"), (0.0, 0.3, "misses"), (0.2, 0.6, "misses")],
-    ids=["as split", "known groups are served better", "the served draft promises too much", "the pupil does not hold"],
+    ("shift", "served_gain", "verdict"),
+    [(0.0, 0.5, "meets"), (0.0, 0.8, "meets"), (0.4, 0.5, "misses")],
+    ids=["as told", "known groups are served better", "the served draft promises too much"],
 )
-def test_the_bar_is_held_by_who_learnt_nothing_and_by_promises(
-    served_gain: float, pupil_gain: float, verdict: str
-) -> None:
-    traffic, scored, unseen = of_three(served_gain, pupil_gain)
-    rng = np.random.default_rng(2)
-    splits = [
-        {id: (id, 1.0) for id in rng.choice([one.id for one in traffic.logged], 30, replace=False)} for _ in range(20)
-    ]
-    report = make_report(traffic, scored, unseen, splits, K)
+def test_logs_that_are_drawn_anew_are_held_as_often_as_they_say(shift: float, served_gain: float, verdict: str) -> None:
+    traffic, scored = planted(shift, served_gain)
+    report = make_report(traffic, scored, [drawn(traffic, number) for number in range(200)], K)
+    assert report.figures["logs"]["covered"] >= AIM * 200
     assert report.verdict.startswith(f"{verdict} the bar")
-    assert report.figures["fresh"][SERVED]["value"] == pytest.approx(served_gain, abs=0.03)
-    assert report.figures["learnt_rows"]["value"] == pytest.approx(0.9, abs=0.03)
-    assert report.figures["sides"][ALL]["mean"] > report.figures["sides"][UNSEEN]["mean"] + 0.1
 
 
-def test_a_split_without_a_conversation_to_be_judged_by_is_refused() -> None:
-    both = scores({"a": 0.5})
-    traffic = Traffic([sample("a")], [sample("a")], [sample("a")], {})
-    with pytest.raises(ValueError, match="1 of 1 splits have no conversation"):
-        make_report(traffic, {FIRST: both, SERVED: both, PUPIL: both}, [], [{"a": ("a", 1.0)}], K)
+def test_intervals_of_single_conversations_would_be_too_narrow_and_are_found_out() -> None:
+    traffic, scored = planted()
+    splits = [drawn(traffic, number) for number in range(200)]
+    apart = [Split(one.log, {id: (id, 1.0) for id in one.judged}) for one in splits]
+    assert make_report(traffic, scored, apart, K).verdict.startswith("misses the bar")
+
+
+def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster(tiny_target: Path) -> None:
+    rng = np.random.default_rng(3)
+    fresh = [
+        sample(f"f{n}", cluster=f"g{n % NUM_GROUPS}")._replace(prompt_ids=rng.integers(5, 200, 30).tolist())
+        for n in range(NUM_GROUPS * PER_GROUP)
+    ]
+    one, same, other = (draw_log(fresh, number, 0, 0.35, tiny_target) for number in (0, 0, 1))
+    assert one == same != other
+    assert len(set(one.log)) == len(fresh) // 2
+    group_of = {sample.id: sample.cluster for sample in fresh}
+    assert one.judged.keys() <= set(one.log)
+    assert len({cluster for cluster, _ in one.judged.values()}) == len({group_of[id] for id in one.judged})
+
+
+def test_a_log_without_a_conversation_to_be_judged_by_is_refused() -> None:
+    traffic, scored = planted()
+    with pytest.raises(ValueError, match="1 of 1 logs have no conversation"):
+        make_report(traffic, scored, [Split(["f0"], {})], K)
