@@ -226,7 +226,7 @@ def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(ho
 def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> None:
     def wanted_with(size: int) -> int:
         groups = (f"{one // size:064x}" for one in range(240))
-        alone = [row(f"{size}-{one}", "code") for one in range(240)]
+        alone = [row(f"{'single' if size == 1 else 'grouped'}-{one}", "code") for one in range(240)]
         rows = alone if size == 1 else [one.model_copy(update={"group": next(groups)}) for one in alone]
         home.log.append(rows)
         home.trigger.tell({"code": Fell(draft=1, promised=1.72, served=1.05, now_ms=home.now_ms)})
