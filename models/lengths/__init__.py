@@ -6,6 +6,7 @@ A policy's module has
   from 0, a plain step, to `view.limit`;
 - `go_on(view, params) -> bool`, only in policies that want it: asked after each pass of the draft but the step's last,
   whether it is to draft on. `view` is the one from before the step, with the step's `confidences`;
+- `OVERLAPS`, only in policies whose tokens are drafted while the target reads;
 - `estimate(logits, index, place, params) -> float`, only in policies with `go_on` that judge by themselves how likely
   the last drafted token is to be accepted: it stands in `confidences` in place of what the draft says of itself;
 - `fit(draft, target_dir, samples, num_draft_tokens, work_dir, params, seed) -> Params`, only in policies that learn:

@@ -23,6 +23,7 @@ from models import catalog
 from models.cost import Cost, Time
 from models.drafts import Draft, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
+from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
 from models.layers.decoder import Decoder
 from models.lengths import fixed
@@ -86,6 +87,11 @@ class Params(EngineParams):
                 f"length policy {self.lengths.name} stops a chain where the draft is unsure; tree {self.trees.name} "
                 "is no chain"
             )
+        if tree.BRANCHES and hasattr(lengths, "OVERLAPS"):
+            raise ValueError(
+                f"length policy {self.lengths.name} drafts a chain while the target reads; tree {self.trees.name} "
+                "is no chain"
+            )
         return self
 
 
@@ -115,6 +121,12 @@ class TorchEngine:
         self.trees = _method("trees", params.trees)
         if draft is not None and self.trees[0].BRANCHES and not draft.expands:
             raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
+        self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
+        if draft is not None and self._answers is Overlapped and not draft.expands:
+            raise ValueError(
+                f"{type(draft).__name__} can't go on from tokens that are not certain; length policy "
+                f"{params.lengths.name} wants a draft that can"
+            )
         self.cost = Cost()
         self.stops = _stop_ids(target_dir)
         self.running: set[Request] = set()
@@ -170,7 +182,7 @@ class TorchEngine:
             raise ValueError(f"the prompt has {len(prompt_ids)} tokens; wanted 1 to {limit - 1}")
         if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and sampling.max_tokens > 0):
             raise ValueError(f"wanted temperature from 0, top_p in (0, 1] and max_tokens from 1; got {sampling}")
-        request = Request(self, prompt_ids, sampling, request_id)
+        request = self._answers(self, prompt_ids, sampling, request_id)
         self.running.add(request)
         try:
             while request.finish_reason is None:

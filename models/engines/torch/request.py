@@ -27,8 +27,8 @@ class Took(NamedTuple):
     Attributes:
         num_rows: of the target's pass.
         num_passes: of the draft; a chain's is one for each token.
-        draft_s: until the proposal was there.
-        target_s: from then on: the target's pass, verification, and what the drafter is shown.
+        draft_s: until the proposal was there; where the target ran meanwhile, what it had to be waited for.
+        target_s: the rest: the target's pass, verification, and what the drafter is shown.
     """
 
     num_rows: int
@@ -46,6 +46,8 @@ class Request:
         finish_reason: None until it ends.
     """
 
+    CHUNKS = 1  # of K tokens, that are drafted beyond what is certain
+
     def __init__(self, engine: "TorchEngine", prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
         self._engine, self._sampling, self._request_id = engine, sampling, request_id
         self._target, self._params = engine.target, engine.params
@@ -53,7 +55,7 @@ class Request:
         limit = min(self._params.max_model_len, len(prompt_ids) + sampling.max_tokens)
         self._max_new = limit - len(prompt_ids)
         # A step's last drafted tokens may reach past the end.
-        self._cache = Cache(self._target, limit + self._params.num_draft_tokens + 1)
+        self._cache = Cache(self._target, limit + self.CHUNKS * self._params.num_draft_tokens + 1)
         self._draft, self.draft_version = engine.loaded, engine.draft_version
         self._drafter: Drafter | None = None
         self._taps: tuple[int, ...] = ()
@@ -124,13 +126,7 @@ class Request:
         if self._drafter is None or not self._engine.speculating:
             return nothing
         policy, params = self._engine.lengths
-        view = View(
-            limit=self._params.num_draft_tokens,
-            position=self._cache.length + 1,
-            steps=tuple(self._counts),
-            num_running=len(self._engine.running),
-            cost=self._engine.cost,
-        )
+        view = self._view()
         num_tokens = policy.num_draft_tokens(view, params)
         if num_tokens == 0:
             return nothing
@@ -146,6 +142,16 @@ class Request:
         go_on = self._go_on(view) if hasattr(policy, "go_on") else None
         proposal = self._drafter.propose(num_tokens, self._draw_drafted, go_on)
         return proposal, proposal.depth
+
+    def _view(self) -> View:
+        """Return what the length policy sees before a step."""
+        return View(
+            limit=self._params.num_draft_tokens,
+            position=self._cache.length + 1,
+            steps=tuple(self._counts),
+            num_running=len(self._engine.running),
+            cost=self._engine.cost,
+        )
 
     def _draw_drafted(self, logits: Tensor) -> tuple[int, Tensor | None]:
         """See `models.drafts.Draw`."""

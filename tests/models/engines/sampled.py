@@ -20,13 +20,19 @@ P_VALUE = 1e-4
 
 
 def sampled_p_value(
-    target: Path, draft: Path | Draft, num_draft_tokens: int = 3, rule: str = "rejection", tree: str = "chain"
+    target: Path,
+    draft: Path | Draft,
+    num_draft_tokens: int = 3,
+    rule: str = "rejection",
+    tree: str = "chain",
+    lengths: str = "fixed",
 ) -> float:
     """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
     prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
 
     async def draw() -> list[tuple[int, ...]]:
-        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, verify={"name": rule}, trees={"name": tree})
+        ways = {"verify": {"name": rule}, "trees": {"name": tree}, "lengths": {"name": lengths}}
+        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, **ways)
         if isinstance(draft, Draft):
             engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, params)
         else:

@@ -1,0 +1,157 @@
+"""PEARL in the reference engine: the output is the target's, chunks grow and are thrown away, the two run at once."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, early_exit, family_named, ngram, open_draft
+from models.engines import Completion
+from models.engines.torch import Params, TorchEngine
+from models.engines.torch.overlapped import Overlapped
+from models.engines.torch.request import Request
+from models.layers.decoder import Cache, Decoder
+from models.proposal import Proposal
+from tests.models.drafts.answered import GREEDY, answer_all, prompts
+from tests.models.drafts.tiny import make_tiny
+from tests.models.engines.sampled import P_VALUE, sampled_p_value
+
+PEARL = {"name": "pearl"}
+
+
+class Oracle(Draft):
+    """Says what the target says, the token after it where it is `wrong`."""
+
+    taps = ()
+    vocabulary = torch.arange(259)
+    expands = True
+
+    def __init__(self, target: Decoder, wrong: bool) -> None:
+        super().__init__()
+        self.target, self.wrong = target, wrong
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        raise NotImplementedError
+
+    def drafter(self, max_len: int) -> "OracleDrafter":
+        return OracleDrafter(self)
+
+
+class OracleDrafter:
+    """Reads all anew each time."""
+
+    def __init__(self, draft: Oracle) -> None:
+        self.draft, self.known = draft, []
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        self.known += token_ids.tolist()[1 if self.known else 0 :]
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        raise NotImplementedError
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        target, text = self.draft.target, [*self.known, *token_ids]
+        states, _ = target.forward(torch.tensor(text), Cache(target, len(text)))
+        said = target.logits(states[-1:])
+        return said.roll(1, dims=-1).log_softmax(-1) if self.draft.wrong else said.log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Path) -> list[Completion]:
+    return answer_all(tiny_target, None, prompts(3))
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 5])
+@pytest.mark.parametrize("family", ["lm", "eagle3", "hydra"])
+def test_the_output_is_that_without_a_draft(
+    tiny_target: Path, plain: list[Completion], family: str, limit: int
+) -> None:
+    draft = make_tiny(family_named(family), tiny_target)
+    found = answer_all(tiny_target, draft, prompts(3), num_draft_tokens=limit, lengths=PEARL)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    assert all(0 <= size <= limit for one in found for size in one.drafted)
+
+
+def test_a_draft_that_is_right_is_verified_chunk_by_chunk(tiny_target: Path, plain: list[Completion]) -> None:
+    draft = Oracle(Decoder.load(tiny_target, torch.float32), wrong=False)
+    found = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=PEARL)[0]
+    assert found.token_ids == plain[0].token_ids
+    # The first new token alone, then the three that wait and the first of the next four; 23 after the prompt's own.
+    assert found.drafted == (1, 4, 4, 4, 4, 4, 4)
+    assert found.accepted == (0, 3, 3, 3, 3, 3, 2)
+
+
+def test_a_draft_that_is_wrong_is_found_out_by_its_first_token(tiny_target: Path, plain: list[Completion]) -> None:
+    draft = Oracle(Decoder.load(tiny_target, torch.float32), wrong=True)
+    found = answer_all(tiny_target, draft, prompts(1), num_draft_tokens=4, lengths=PEARL)[0]
+    assert found.token_ids == plain[0].token_ids
+    assert set(found.drafted) == {1} and set(found.accepted) == {0}
+    assert len(found.drafted) == len(plain[0].drafted)
+
+
+@pytest.mark.slow
+def test_what_is_sampled_follows_the_target(tiny_target: Path, tiny_draft: Path) -> None:
+    assert sampled_p_value(tiny_target, tiny_draft, lengths="pearl") > P_VALUE
+
+
+@pytest.mark.slow
+def test_a_draft_that_lies_about_q_would_be_noticed(
+    tiny_target: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Request, "_spread", lambda self, drawn_from: torch.full((259,), 1 / 259))
+    assert sampled_p_value(tiny_target, tiny_draft, lengths="pearl") < P_VALUE
+
+
+def test_draft_and_target_run_at_once(
+    tiny_target: Path, tiny_draft: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits in every step until the other has begun, which one after the other never would."""
+    meeting, original = Barrier(2, timeout=30), Overlapped._draft_on
+    target = Decoder.load(tiny_target, torch.float32)
+    forward, prompt = target.forward, prompts(1)[0]
+
+    def draft_on(self: Overlapped, number: int) -> list[tuple[int, Tensor | None]]:
+        meeting.wait()
+        return original(self, number)
+
+    def read(token_ids: Tensor, cache: Cache, *rest: Any) -> tuple[Tensor, Tensor]:
+        if cache.length:
+            meeting.wait()
+        return forward(token_ids, cache, *rest)
+
+    monkeypatch.setattr(Overlapped, "_draft_on", draft_on)
+    monkeypatch.setattr(target, "forward", read)
+    draft = open_draft(tiny_draft, tiny_target)
+    engine = TorchEngine(target, tiny_target, draft, None, Params(num_draft_tokens=3, lengths=PEARL))
+    answer = asyncio.run(engine.generate(prompt, GREEDY, "1"))
+    assert answer.token_ids == plain[0].token_ids
+
+
+def test_speculation_may_be_switched_off_and_on_within_a_request(tiny_target: Path, plain: list[Completion]) -> None:
+    target = Decoder.load(tiny_target, torch.float32)
+    engine = TorchEngine(target, tiny_target, Oracle(target, False), None, Params(num_draft_tokens=4, lengths=PEARL))
+    request = Overlapped(engine, prompts(1)[0], GREEDY, "1")
+    while request.finish_reason is None:
+        engine.speculating = len(request.token_ids) % 5 < 3
+        request.step()
+    request.end()
+    assert tuple(request.token_ids) == plain[0].token_ids
+    assert {0, 4} <= set(request.completion().drafted)
+
+
+def test_drafts_and_trees_that_can_not_be_overlapped_are_refused(tiny_target: Path) -> None:
+    with pytest.raises(ValueError, match="pearl drafts a chain while the target reads; tree dyspec is no chain"):
+        Params(lengths=PEARL, trees={"name": "dyspec"})
+    counts = np.zeros(259, np.int64)
+    looks_up = ngram.create(ngram.Params(), tiny_target, counts)
+    with pytest.raises(ValueError, match="can't go on from tokens that are not certain; length policy pearl"):
+        answer_all(tiny_target, looks_up, prompts(1), lengths=PEARL)
+    exits = make_tiny(early_exit, tiny_target)
+    with pytest.raises(ValueError, match="EarlyExit runs layers of the target itself"):
+        answer_all(tiny_target, exits, prompts(1), lengths=PEARL)
