@@ -91,9 +91,7 @@ class LogFile:
                         f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}: upgrade redraft"
                     )
                 if version < SCHEMA_VERSION:
-                    if version:
-                        copy_database(self.path, self.path.parent / COPIES / f"{self.path.stem}-schema-{version}.db")
-                    _upgrade(db)
+                    self._bring_up_to_date(db)
             except sqlite3.DatabaseError as error:
                 db.close()
                 if error.sqlite_errorcode in TORN:
@@ -107,6 +105,16 @@ class LogFile:
             self._local.db = db
         local: sqlite3.Connection = self._local.db
         return local
+
+    def _bring_up_to_date(self, db: sqlite3.Connection) -> None:
+        """Keep a copy of an older log, and upgrade it; whoever comes meanwhile waits, so that the copy is older."""
+        with self.path.with_name(f".{self.path.name}.upgrade").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if 0 < version < SCHEMA_VERSION:
+                copy_database(self.path, self.path.parent / COPIES / f"{self.path.stem}-schema-{version}.db")
+            if version < SCHEMA_VERSION:
+                _upgrade(db)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -157,7 +165,7 @@ class LogFile:
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Bring an empty or older log up to date in one transaction; another process may have done so meanwhile."""
+    """Bring an empty or older log up to date in one transaction."""
     db.execute("BEGIN IMMEDIATE")
     for statement in SCHEMA.split(";"):
         db.execute(statement)
