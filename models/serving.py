@@ -20,6 +20,8 @@ class Limits(Frozen):
         max_queued_requests: requests that wait; above it the answer is 503. Of one key half as many; above it 429.
         max_queued_tokens_per_key: tokens that the waiting requests of one key may take, prompts and answers; 429.
         max_body_bytes: largest request body.
+        max_held_bytes: of the bodies of all requests that are being answered; above it the answer is 503. Of one key
+            half as many; above it 429.
         body_timeout_s: seconds that a body may take to arrive.
     """
 
@@ -27,6 +29,7 @@ class Limits(Frozen):
     max_queued_requests: int = Field(default=256, ge=0)
     max_queued_tokens_per_key: int = Field(default=1 << 20, ge=0)
     max_body_bytes: int = Field(default=1 << 20, ge=1)
+    max_held_bytes: int = Field(default=64 << 20, ge=1)
     body_timeout_s: Positive = 30.0
 
 

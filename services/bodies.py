@@ -1,6 +1,12 @@
-"""Bodies of requests: read whole, within bytes and seconds, once somebody's key was checked."""
+"""Bodies of requests: read whole, within bytes and seconds, once somebody's key was checked.
+
+A body is held until its request was answered. What all of them hold together is bounded, and what those of one key hold
+by half of that, so that no key can keep another's out.
+"""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from typing import NoReturn
 
 from starlette.datastructures import Headers
@@ -9,25 +15,77 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from models.serving import Limits
 from services.access import Refusal
 
+FULL = Refusal(503, "the requests that are being answered are too large together; ask again", code="overloaded")
+FULL_OF_KEY = Refusal(
+    429,
+    "the requests of this key that are being answered are too large together; ask again",
+    code="rate_limit_exceeded",
+)
+
+
+class Held:
+    """Bytes of bodies that are held, in all and by key."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Take the bounds; one body fits in any case."""
+        self._most = max(limits.max_held_bytes, limits.max_body_bytes)
+        self._most_of_key = max(limits.max_held_bytes // 2, limits.max_body_bytes)
+        self._of: Counter[str | None] = Counter()
+
+    def hold(self, key: str | None, num_bytes: int) -> None:
+        """Hold more.
+
+        Raises:
+            Refusal: 429, the key holds its half already; 503, all that may be held is.
+        """
+        if key is not None and self._of[key] + num_bytes > self._most_of_key:
+            raise FULL_OF_KEY
+        if self._of.total() + num_bytes > self._most:
+            raise FULL
+        self._of[key] += num_bytes
+
+    def let_go(self, key: str | None, num_bytes: int) -> None:
+        """Hold less."""
+        self._of[key] -= num_bytes
+        if not self._of[key]:
+            del self._of[key]
+
 
 def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
     """Return `app` with each request's body read before it, see `read_body`."""
 
+    held = Held(limits)
+
     async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            receive = await read_body(Headers(scope=scope), receive, limits)
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        caller, num_bytes = scope.get("redraft.caller"), 0
+        key = None if caller is None else caller.key
+
+        def came(more: int) -> None:
+            nonlocal num_bytes
+            held.hold(key, more)
+            num_bytes += more
+
+        try:
+            await app(scope, await read_body(Headers(scope=scope), receive, limits, came), send)
+        finally:
+            held.let_go(key, num_bytes)
 
     return whole
 
 
-async def read_body(headers: Headers, receive: Receive, limits: Limits) -> Receive:
+async def read_body(
+    headers: Headers, receive: Receive, limits: Limits, came: Callable[[int], None] = lambda _: None
+) -> Receive:
     """Read a whole body.
 
     Args:
         headers: of the request.
         receive: hands out the body's parts.
         limits: how large it may be, and how long it may take.
+        came: told of the bytes of each part; may refuse them.
 
     Returns:
         What hands out the body, then whatever comes, so that a client's leaving is still seen.
@@ -48,9 +106,11 @@ async def read_body(headers: Headers, receive: Receive, limits: Limits) -> Recei
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise Refusal(400, "the client left before the body was complete")
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
+                part = message.get("body", b"")
+                if len(body) + len(part) > max_bytes:
                     _refuse_size(max_bytes)
+                came(len(part))
+                body += part
                 if not message.get("more_body", False):
                     return _replayed(bytes(body), receive)
     except TimeoutError as error:

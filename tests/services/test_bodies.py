@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from models.serving import Limits
-from services.access import Refusal
+from services.access import Caller, Refusal
 from services.bodies import bounded
 
 LIMITS = Limits(max_body_bytes=10, body_timeout_s=0.1)
@@ -68,3 +68,74 @@ def test_a_content_length_that_is_no_number_is_400(length: bytes) -> None:
     with pytest.raises(Refusal, match="not a number") as refused:
         ask(length=length)
     assert refused.value.status == 400
+
+
+class Waiting:
+    """An app of which each request is answered only when it is told to."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._answer = asyncio.Event()
+        self._app = bounded(self._wait, limits)
+
+    async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await self._answer.wait()
+        await JSONResponse({})(scope, receive, send)
+
+    async def ask(self, key: str | None, *parts: bytes) -> "asyncio.Task[None]":
+        messages = [
+            {"type": "http.request", "body": part, "more_body": place + 1 < len(parts)}
+            for place, part in enumerate(parts)
+        ]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(_: Message) -> None:
+            pass
+
+        caller = None if key is None else Caller(key, "client", "none")
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": [],
+            "query_string": b"",
+            "redraft.caller": caller,
+        }
+        task = asyncio.ensure_future(self._app(scope, receive, send))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return task
+
+    def answer(self) -> None:
+        self._answer.set()
+
+
+def test_one_key_holds_half_of_what_may_be_held_and_another_gets_in() -> None:
+    async def drill() -> None:
+        app = Waiting(Limits(max_body_bytes=10, max_held_bytes=40))
+        held = [await app.ask("flooder", b"x" * 10), await app.ask("flooder", b"x" * 5, b"x" * 5)]
+        with pytest.raises(Refusal) as refused:
+            await (await app.ask("flooder", b"x"))
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        held += [await app.ask("other", b"x" * 10), await app.ask(None, b"x" * 9)]
+        with pytest.raises(Refusal) as refused:
+            await (await app.ask("third", b"x", b"x"))
+        assert (refused.value.status, refused.value.code) == (503, "overloaded")
+        assert not any(task.done() for task in held)
+        app.answer()
+        await asyncio.gather(*held)
+        again = [await app.ask("flooder", b"x" * 10) for _ in range(2)]
+        await asyncio.gather(*again)
+
+    asyncio.run(drill())
+
+
+def test_one_body_of_the_largest_size_always_fits() -> None:
+    async def drill() -> None:
+        app = Waiting(Limits(max_body_bytes=10, max_held_bytes=1))
+        app.answer()
+        await (await app.ask("a", b"x" * 10))
+
+    asyncio.run(drill())
