@@ -7,6 +7,7 @@ if the weights and the tokenizer hash to what it was trained with, so both hashe
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 
 from models.params import Frozen
@@ -54,9 +55,16 @@ def _digest(files: list[Path], what: str) -> str:
         raise ValueError(f"no {what}")
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        stat = file.stat()
+        digest.update(_file_digest(file, (stat.st_ino, stat.st_size, stat.st_mtime_ns)))
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _file_digest(file: Path, stamp: tuple[int, int, int]) -> bytes:
+    """Return the sha256 of a file as it is under a stamp: weights are hashed once a process, not at every look."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _chat_template(directory: Path) -> str:

@@ -1,6 +1,8 @@
 """What every target keeps: a directory that loads whole, with the tokenizer that it offers by itself."""
 
+import hashlib
 import importlib.metadata
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,21 @@ def test_the_tokenizer_by_itself_has_a_chat_template_and_an_end(name: str, tiny_
     tokenizer = catalog.load("targets", name).tokenizer(params_of(name, tiny_target))
     assert tokenizer.chat_template
     assert tokenizer.eos_token_id is not None
+
+
+def test_weights_are_hashed_once_and_again_when_they_were_changed(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    [weights] = target.glob("*.safetensors")
+    before = describe(target)
+    hashed: list[object] = []
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *read: (hashed.append(read), real(*read))[1])
+    assert describe(target) == before
+    assert not hashed
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert describe(target).sha256 != before.sha256
+    assert len(hashed) == 1
