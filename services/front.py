@@ -1,8 +1,8 @@
 """HAProxy, between clients and the replica's own server: it bounds connections, headers and their time.
 
 It answers for a replica that is not there, and ends the stream of one that was lost (guard.lua). It has no page of
-statistics and no socket for commands. What is no HTTP, has too large headers or takes too long over them gets HAProxy's
-own 400 or 408: at that point it knows no texts of ours.
+statistics and no socket for commands. Once a request's headers are known, each answer of its own has OpenAI's error
+shape; headers that are no HTTP, too large or too slow get its built-in 400 or 408, which can't be replaced.
 """
 
 import ctypes
@@ -30,9 +30,10 @@ OTHER_FILES = 100  # beyond two of a connection
 BUFFER_BYTES = 16384
 RESTART_S = 0.5
 START_TIMEOUT_S = 10.0
+MALFORMED = Refusal(400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http")
 SLOW = Refusal(504, "the answer took longer than an hour", code="timeout")
 # By the status that HAProxy would answer with: what it says instead.
-ANSWERS = {500: INTERNAL_ERROR, 502: LOST, 503: NO_REPLICA, 504: SLOW}
+ANSWERS = {400: MALFORMED, 500: INTERNAL_ERROR, 502: LOST, 503: NO_REPLICA, 504: SLOW}
 CONFIG = """\
 global
     maxconn {connections}

@@ -1,5 +1,6 @@
 """HAProxy before a server of a replica, both real, without Ray; test_edge.py asks the whole service."""
 
+import http.client
 import os
 import signal
 import socket
@@ -47,12 +48,16 @@ async def half(request):
         await asyncio.sleep(60)
     return StreamingResponse(parts(), headers={{"content-length": "100"}})
 
+async def whole(request):
+    return JSONResponse(len(await request.body()))
+
 app = Starlette(routes=[
     Route("/v1/caller", lambda request: JSONResponse([request.client.host, sys.argv[2]])),
     Route("/v1/short", streamed(20, 0.05)),
     Route("/v1/large", streamed({NUM_EVENTS}, 0)),
     Route("/v1/long", streamed(1000, 0.02)),
     Route("/v1/half", half),
+    Route("/v1/whole", whole, methods=["POST"]),
     Route("/v1/early", lambda request: JSONResponse([], 413), methods=["POST"]),
 ])
 
@@ -117,6 +122,18 @@ def test_without_a_replica_the_answer_is_503_in_openais_shape(scene: Scene) -> N
 def test_a_request_passes_and_its_callers_address_is_not_what_it_says(scene: Scene, replica: Child) -> None:
     answer = httpx.get(f"{scene.url}/v1/caller", headers={"X-Forwarded-For": "192.0.2.1"}, trust_env=False)
     assert answer.json() == ["127.0.0.1", "1"]
+
+
+def test_a_body_that_turns_out_malformed_is_a_400_in_openais_shape(scene: Scene, replica: Child) -> None:
+    with socket.create_connection(("127.0.0.1", scene.port), timeout=10) as client:
+        client.sendall(b"POST /v1/whole HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        time.sleep(0.5)  # the headers have passed by then
+        client.sendall(b"no length\r\n")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        said = httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+    assert error_of(said) == (400, "malformed_http")
+    assert said.headers["content-type"] == "application/json"
 
 
 def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_served(
