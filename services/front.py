@@ -54,6 +54,8 @@ defaults
     option abortonclose
     option http-no-delay
     option http-server-close
+    # One connection is one request at a time, so that to bound the one bounds the other.
+    option disable-h2-upgrade
 {errors}
 
 frontend clients

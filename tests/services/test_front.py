@@ -250,6 +250,12 @@ def test_an_address_holds_half_of_the_connections(scene: Scene) -> None:
     assert len(held) == most
 
 
+def test_a_connection_cant_be_made_one_of_http_2_which_holds_many_requests(scene: Scene) -> None:
+    with socket.create_connection(("127.0.0.1", scene.port), timeout=10) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.slow
 def test_half_a_request_is_cut_after_its_time(scene: Scene) -> None:
     with socket.create_connection(("127.0.0.1", scene.port), timeout=15) as one:
