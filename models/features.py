@@ -118,9 +118,9 @@ class FeatureDraft(Draft):
                 own = [(k[going], v[going]) for k, v in own]
         return drafted
 
-    def drafter(self, max_len: int) -> "_Drafter":
+    def drafter(self, max_len: int) -> "FeatureDrafter":
         """See `models.drafts.Draft`."""
-        return _Drafter(self, max_len)
+        return FeatureDrafter(self, max_len)
 
     def advance(
         self,
@@ -225,7 +225,7 @@ class _Node(NamedTuple):
     logits: Tensor
 
 
-class _Drafter:
+class FeatureDrafter:
     """See `models.drafts.Drafter`. Only the first unroll's keys and values outlive a step."""
 
     def __init__(self, draft: FeatureDraft, max_len: int) -> None:

@@ -20,6 +20,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "eagle": {"vocab_size": 70},
     "hydra": {"vocab_size": 70},
     "medusa": {"vocab_size": 70},
+    "parallel_eagle": {"vocab_size": 70},
 }
 NAMES = sorted(SHAPES)
 VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
@@ -76,9 +77,9 @@ def test_training_teaches_what_is_planted(
 def test_what_reads_the_drafted_tokens_is_accepted_more_where_the_text_forks(
     target: Path, held_out: dict[float, list[Sample]], trained: dict[str, tuple[Draft, Draft]], tmp_path: Path
 ) -> None:
-    """Given the tokens before, the next one is of two; without, head k's is of 2ᵏ⁺¹."""
-    eagle, hydra, medusa = (tau(trained[name][1], target, held_out[1.0], tmp_path) for name in NAMES)
-    assert min(eagle, hydra) > medusa + 0.8, (eagle, hydra, medusa)
+    """Given the tokens before, the next one is of two; without, that of place k is of 2ᵏ⁺¹."""
+    found = {name: tau(trained[name][1], target, held_out[1.0], tmp_path) for name in NAMES}
+    assert min(found["eagle"], found["hydra"]) > max(found["medusa"], found["parallel_eagle"]) + 0.8, found
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from models.checkpoint import output_embedding
 from models.drafts import Rows, eagle3
 from models.targets import describe
 
@@ -104,7 +105,7 @@ def test_renewing_the_vocabulary_keeps_learned_rows_and_takes_new_ones_from_the_
     eagle3.renew(head, tiny_target, counts)
     assert head.vocabulary.tolist() == list(range(40, 104))
     torch.testing.assert_close(head.lm_head.weight[0].detach(), before[old.index(40)])
-    torch.testing.assert_close(head.lm_head.weight[-1].detach(), eagle3.output_embedding(tiny_target)[103])
+    torch.testing.assert_close(head.lm_head.weight[-1].detach(), output_embedding(tiny_target)[103])
 
 
 def test_positions_are_scaled_as_the_config_says(tiny_draft: Path) -> None:

@@ -1,0 +1,177 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all K tokens in one pass.
+
+    [x(t+1); h(t)], [mask; h*], …, [mask; h*]  →  layer  →  q₁, q₂, …, q_K
+
+Where EAGLE-3 would read its own output and the token drafted from it, the later places read a token that stands for
+none and a learnt vector h* in place of the target's states, the same in all of them; position and attention to what
+came before tell them apart. So a pass costs little more than one token's, and siblings of a tree have equal children.
+
+Trained on the target's distributions, every place on every row that is kept: of the rows of a place the next one keeps
+a share drawn by chance (COD sampling), at least so many of all. The paper's drafts have up to four layers, which these
+don't.
+
+The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`).
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
+from models.eagle3_heads import Eagle3, Format, HeadParams
+from models.features import FeatureDrafter
+from models.proposal import Proposal
+
+PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
+FAMILY = "parallel_eagle"
+ARCHITECTURES = ("Eagle3LlamaForCausalLM",)
+TRAINED = True
+SERVED = False
+# Read in vLLM 0.32: v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
+UNSERVED = (
+    "vLLM's parallel drafting fills the same number of places in every step, where a step's length is chosen for each "
+    "request here"
+)
+
+
+class Params(HeadParams):
+    """Shape of a new head.
+
+    Attributes:
+        mask_token_id: the target's token that is read where none is known; its last one by default.
+        retention: share of a place's rows that are trained at the next place too.
+        least_retention: share of all rows that every place is trained on.
+    """
+
+    name: Literal["parallel_eagle"] = "parallel_eagle"
+    mask_token_id: int | None = Field(None, ge=0)
+    retention: float = Field(0.7, gt=0, le=1)
+    least_retention: float = Field(0.2, ge=0, le=1)
+
+    def more(self, vocab_size: int) -> dict[str, Any]:
+        """See the base."""
+        token = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+        return {"ptd_token_id": token, "retention": self.retention, "least_retention": self.least_retention}
+
+
+class ParallelEagle(Eagle3):
+    """The head; parameters carry the names of the checkpoint."""
+
+    procedure = Procedure(follow="all", step_decay=1.0)
+
+    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
+        """See the base.
+
+        Raises:
+            ValueError: the mask is no token of the target's.
+        """
+        super().__init__(config, embedding)
+        token = config.get("ptd_token_id")
+        if not isinstance(token, int) or not 0 <= token < config["vocab_size"]:
+            raise ValueError(f"the mask must be a token of 0 to {config['vocab_size'] - 1}, the target's; got {token}")
+        self.mask_token_id = token
+        self.mask_hidden = nn.Parameter(torch.empty(1, self.fc.in_features))
+
+    def advance(self, step: int, state: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
+        """See the base; from the second step on neither the state nor the token is read."""
+        if step:
+            state = self.combine(self.mask_hidden).expand(len(state), -1)
+            token_ids = torch.full_like(token_ids, self.mask_token_id)
+        return super().advance(step, state, token_ids, *rest)
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        """See `models.drafts.Draft`; with `rows.rng`, in training, a share of the rows goes on."""
+        if (rng := rows.rng) is None:
+            return super().unroll(rows, num_steps, keep)
+
+        def sampled(step: int, running: Tensor, logits: Tensor) -> Tensor:
+            share = max(self.config["retention"] ** (step + 1), self.config["least_retention"])
+            num_kept = min(len(running), max(1, round(share * len(rows.index))))
+            kept = torch.zeros(len(running), dtype=torch.bool, device=running.device)
+            kept[torch.randperm(len(running), generator=rng, device=running.device)[:num_kept]] = True
+            return kept if keep is None else kept & keep(step, running, logits)
+
+        return super().unroll(rows, num_steps, sampled)
+
+    def say_all(self, state: Tensor, last: Tensor, keys: Tensor, values: Tensor, num_tokens: int) -> Tensor:
+        """Draft every place in one pass.
+
+        Args:
+            state: [1, H] the combined states of the token before the last certain one.
+            last: [1] that one.
+            keys, values: [T, kv heads, width] of the first unroll, up to `state`.
+            num_tokens: K.
+
+        Returns:
+            logits [K, D].
+        """
+        state = torch.cat([state, self.combine(self.mask_hidden).expand(num_tokens - 1, -1)])
+        joined = self.join(state, functional.pad(last, (0, num_tokens - 1), value=self.mask_token_id))
+        positions = torch.arange(len(keys) - 1, len(keys) - 1 + num_tokens, device=last.device)
+        own = self.keys_values(joined[1:], positions[1:])
+        keys, values = (torch.cat(pair) for pair in zip((keys, values), own, strict=True))
+        queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, positions)
+        seen = torch.arange(len(keys), device=last.device) <= positions[:, None]
+        queries, keys, values = (heads.transpose(0, 1)[None] for heads in (queries, keys, values))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
+        attended = self.layer["self_attn"]["o_proj"](attended[0].transpose(0, 1).flatten(1))
+        return self.say(self.feed_forward(self.residual(state, joined) + attended))[1]
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
+
+
+class _Drafter(FeatureDrafter):
+    """See the base; what follows a node hangs on its depth alone."""
+
+    draft: ParallelEagle
+    _logits: Tensor  # [K, D] of as many places as were asked for since the last certain token
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        super().extend(token_ids, hidden)
+        self._logits = torch.empty(0)
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """See the base."""
+        self._reach(num_tokens)
+        return super().propose(num_tokens, draw, go_on)
+
+    def _after(self, paths: Any) -> Tensor:
+        depths = [len(path) for path in paths]
+        self._reach(max(depths) + 1)
+        return self._logits[depths]
+
+    def _reach(self, num_tokens: int) -> None:
+        if len(self._logits) < num_tokens or self._run_by is not self.draft:
+            keys, values = self._keys[0, : self._length], self._values[0, : self._length]
+            self._logits = self.draft.say_all(self._state, self._last, keys, values, num_tokens)
+            self._run_by = self.draft
+
+
+_format = Format(FAMILY, ARCHITECTURES, ParallelEagle)
+renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
+
+
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
+    """See `models.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
+    head = _format.create(params, target_dir, token_counts)
+    vector = torch.randn(1, head.fc.in_features, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head.get_parameter("mask_hidden").copy_(vector)
+    return head
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """Raise a ValueError: nothing here has served it yet."""
+    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
+
+
+def vllm_weights(directory: Path) -> None:
+    """Return None: nothing is swapped."""
