@@ -19,7 +19,17 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 FAMILIES = catalog.names("drafts")
 EXPANDING = ["eagle", "eagle3", "early_exit", "hydra", "lm", "medusa", "parallel_eagle", "self_skip"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
-SAMPLED = ["eagle", "early_exit", "hydra", "jacobi", "kangaroo", "medusa", "self_skip", "token_recycling"]
+SAMPLED = [
+    "eagle",
+    "early_exit",
+    "hydra",
+    "jacobi",
+    "kangaroo",
+    "medusa",
+    "parallel_eagle",
+    "self_skip",
+    "token_recycling",
+]
 ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
 
 
