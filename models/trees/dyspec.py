@@ -1,15 +1,16 @@
-"""DySpec's tree: of all trees of N nodes the one that its draft expects most accepted tokens of, grown node by node.
+"""DySpec's tree: of all trees of N nodes the one that its draft expects most accepted tokens of.
 
 Taken for the chance that a token is accepted, the draft's probabilities make a node worth v, their product on its path,
-and a tree Σ v accepted tokens. A heap holds the likeliest child of the root, and of each chosen node, that is yet to be
-chosen; N times the most valuable is. No node is worth more than its parent, so nothing better can turn up later, and
-the greedy choice is the best tree of its size, however deep or wide.
+and a tree Σ v accepted tokens. No node is worth more than its parent, so the N most valuable nodes are a tree, and the
+best of its size, however deep or wide.
 
-The draft is asked as late as can be. What follows a node is worth at most the node, so a known token that is worth as
-much is chosen before; then the draft says what follows all chosen nodes that it was not asked about, in one pass.
+The paper takes them from a heap one by one, and asks the draft what follows each, in N passes. The same nodes are found
+in about as many as the tree is deep: a pass says what follows all of the N best so far that it was not asked about and
+that are worth more than the last of them, because less can't lead into the tree. Rows of the draft are the price, of
+nodes that more valuable ones push out later.
 
 The paper draws the children of a node without replacement; they are the likeliest here, as in all trees. Unlike
-`dynamic` it has no bound of depth and width, at the price of more passes of a draft that is sure.
+`dynamic` it has no bound of depth and width.
 """
 
 import heapq
@@ -40,46 +41,30 @@ class Params(BaseParams):
 
 def grow(expand: Expand, num_tokens: int, params: Params) -> Proposal:
     """Propose the most valuable nodes; see `models.trees`."""
-    least = math.log(params.threshold) if params.threshold else -math.inf
+    bar = math.log(params.threshold) if params.threshold else -math.inf
     tokens: list[int] = []
     parents: list[int] = []
-    values = {-1: 0.0}  # logarithms
-    below: dict[int, list[int]] = {-1: []}  # chosen children of each chosen node
-    children: dict[int, list[tuple[float, int]]] = {}  # value and token, the likeliest first, where the draft was asked
-    heap: list[tuple[float, int, int]] = []  # value, negative; parent; rank
+    values: list[float] = []  # logarithms
+    best: list[int] = []
     unasked, device = [-1], torch.device("cpu")
-
-    def offer(parent: int, rank: int) -> None:
-        if rank < len(children[parent]) and children[parent][rank][0] > -math.inf:
-            heapq.heappush(heap, (-children[parent][rank][0], parent, rank))
-
-    while len(tokens) < num_tokens:
-        best = -heap[0][0] if heap else -math.inf
-        reach = max((values[node] for node in unasked), default=-math.inf)
-        if max(best, reach) < least or max(best, reach) == -math.inf:
-            break
-        if reach > best:
-            log_probs = expand(tokens, parents, unasked)
-            device, likeliest = log_probs.device, log_probs.topk(min(num_tokens, log_probs.shape[-1]))
-            for node, gains, ids in zip(unasked, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True):
-                children[node] = [(values[node] + gain, token) for gain, token in zip(gains, ids, strict=True)]
-                offer(node, 0)
-            unasked = []
-            continue
-        _, parent, rank = heapq.heappop(heap)
-        offer(parent, rank + 1)
-        node = len(tokens)
-        values[node], token = children[parent][rank]
-        below[parent].append(node)
-        below[node] = []
-        tokens.append(token)
-        parents.append(parent)
-        unasked.append(node)
-    in_levels = below[-1]
-    for node in in_levels:
-        in_levels += below[node]
-    numbers = {-1: -1} | {node: number for number, node in enumerate(in_levels)}
+    while unasked and num_tokens:
+        log_probs = expand(tokens, parents, unasked)
+        device, first = log_probs.device, len(tokens)
+        likeliest = log_probs.topk(min(num_tokens, log_probs.shape[-1]))
+        for parent, gains, ids in zip(unasked, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True):
+            reached = values[parent] if parent >= 0 else 0.0
+            worth = [(token, reached + gain) for token, gain in zip(ids, gains, strict=True)]
+            kept = [(token, value) for token, value in worth if value >= bar and value > -math.inf]
+            tokens += [token for token, _ in kept]
+            parents += [parent] * len(kept)
+            values += [value for _, value in kept]
+        # Of equal ones the first, so that no child goes before its parent.
+        best = heapq.nsmallest(num_tokens, range(len(tokens)), key=lambda node: (-values[node], node))
+        least = values[best[-1]] if len(best) == num_tokens else -math.inf
+        unasked = sorted(node for node in best if node >= first and values[node] > least)
+    chosen = sorted(best)
+    numbers = {-1: -1} | {node: number for number, node in enumerate(chosen)}
     return Proposal(
-        torch.tensor([[tokens[node] for node in in_levels]], dtype=torch.int64, device=device),
-        tuple(numbers[parents[node]] for node in in_levels),
+        torch.tensor([[tokens[node] for node in chosen]], dtype=torch.int64, device=device),
+        tuple(numbers[parents[node]] for node in chosen),
     )
