@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from infra.memory import SERVICE_ENDS_AT
+from infra.processes import children_named, process_identity
 from infra.secret import home_secret
 from infra.service_process import ray_folder
 from infra.settings import load_settings
@@ -21,6 +22,8 @@ NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
 PR_SET_PDEATHSIG = 1
+NODE = ("gcs_server", "raylet")  # Ray's own processes, without which nothing is served
+LOOK_S = 2.0  # between two looks at these
 FLUSH_S = 5.0  # for the last bytes of answers that the replica has given, on their way to slow readers
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,7 +50,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: ServiceConfig, home: Path) -> int:
-    """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started.
+    """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started or Ray is gone.
+
+    Ray tells nobody that its node was lost: Serve would wait for another one for ever, behind a front that answers 503.
 
     Raises:
         ValueError: see `ray_folder` and `Front.find`.
@@ -62,7 +67,7 @@ def run(config: ServiceConfig, home: Path) -> int:
     from services.replica import deployment
 
     ray_dir, front = ray_folder(home), Front.find(config, home)
-    ended = threading.Event()
+    ended, is_lost = threading.Event(), False
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
@@ -71,6 +76,7 @@ def run(config: ServiceConfig, home: Path) -> int:
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(ray_dir),
     )
+    node = children_named(*NODE)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())  # after ray.init, which puts in its own and ends at once
     try:
@@ -84,7 +90,9 @@ def run(config: ServiceConfig, home: Path) -> int:
         handle = serve.run(deployed, name=APP_NAME, route_prefix="/", blocking=False)
         by = "Ray's proxy" if front is None else "HAProxy"
         print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
-        ended.wait()
+        while not ended.wait(LOOK_S):
+            if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
+                raise RuntimeError("a process of Ray's node has ended, and with it the replica")
         left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
         print(f"drained, {left} requests were cut off", flush=True)
     except RuntimeError as error:
@@ -92,9 +100,10 @@ def run(config: ServiceConfig, home: Path) -> int:
         return 1
     finally:
         if front is not None:
-            front.stop(FLUSH_S)
-        serve.shutdown()
-        ray.shutdown()
+            front.stop(0.0 if is_lost else FLUSH_S)
+        if not is_lost:  # else both wait for who can't answer
+            serve.shutdown()
+            ray.shutdown()
     return 0
 
 

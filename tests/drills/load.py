@@ -107,6 +107,7 @@ class Ended(NamedTuple):
     """A request that ended; times are on the monotonic clock, the id is the service's, "" if it gave none."""
 
     asker: Asker
+    prompt: str
     request_id: str
     began_s: float
     ended_s: float
@@ -186,7 +187,7 @@ class Load:
             prompt, began_s = asker.prompts[count // 2 % len(asker.prompts)], time.monotonic()
             request_id, outcome = self._ask(number, asker, prompt, stream=count % 2 == 0)
             self.outcomes[outcome] += 1
-            self._tell(Ended(asker, request_id, began_s, time.monotonic(), outcome))
+            self._tell(Ended(asker, prompt, request_id, began_s, time.monotonic(), outcome))
             if outcome != "ok":
                 self._ended.wait(0.2)
 

@@ -422,8 +422,13 @@ def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it
     assert load.ended_well("429", "503"), load.outcomes
 
 
-def test_nothing_outlives_a_runner_that_was_killed(scene: Scene) -> None:
+@pytest.mark.parametrize("part", ["raylet", "runner"])
+def test_a_service_that_lost_what_it_can_not_do_without_ends_and_leaves_nothing(scene: Scene, part: str) -> None:
+    if scene.service.poll() is not None:
+        scene.restart()
     assert any("VLLM" in name for _, name in scene.processes())
-    os.kill(scene.runner, signal.SIGKILL)
+    programs = {Path(title.split()[0]).name: pid for pid, title in scene.processes() if title}
+    killed = scene.runner if part == "runner" else programs[part]
+    os.kill(killed, signal.SIGKILL)
     wait_until(lambda: scene.service.poll() is not None, 60, None, "the end of the service")
     wait_until(lambda: scene.processes() == [], 30, None, "the end of all that it ran")

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import Child, answers, free_port, process_identity, require_port_free, wait_until
+from infra.processes import (
+    Child,
+    answers,
+    children_named,
+    free_port,
+    process_identity,
+    require_port_free,
+    wait_until,
+)
 
 # A program with a child of its own; both print their process ids.
 FAMILY = "sleep 60 & echo pid $!; echo pid $$; wait"
@@ -125,3 +133,11 @@ def test_an_identity_belongs_to_one_living_process() -> None:
     wait_until(lambda: process_identity(other.pid) is None, 5, None, "the zombie")
     other.wait()
     assert process_identity(other.pid) is None
+
+
+def test_children_are_found_by_their_name_while_they_live() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert children_named("sleep", "raylet")[child.pid] == process_identity(child.pid)
+        assert children_named("raylet") == {}
+        child.kill()
+        wait_until(lambda: child.pid not in children_named("sleep"), 10, None, "its end")

@@ -80,6 +80,7 @@ def _soak(home: Path, minutes: float, seed: int, has_small_disk: bool) -> dict[i
                     began_s=ended.began_s,
                     ended_s=ended.ended_s,
                     outcome=ended.outcome,
+                    prompt=ended.prompt,
                 )
             )
 
