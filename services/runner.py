@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 def run(config: ServiceConfig, home: Path) -> int:
     """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started or Ray is gone.
 
-    Ray tells nobody that its node was lost: Serve would wait for another one for ever, behind a front that answers 503.
+    Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
 
     Raises:
         ValueError: see `ray_folder` and `Front.find`.
@@ -92,7 +92,7 @@ def run(config: ServiceConfig, home: Path) -> int:
         print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
         while not ended.wait(LOOK_S):
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
-                raise RuntimeError("a process of Ray's node has ended, and with it the replica")
+                raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")
         left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
         print(f"drained, {left} requests were cut off", flush=True)
     except RuntimeError as error:
@@ -100,7 +100,7 @@ def run(config: ServiceConfig, home: Path) -> int:
         return 1
     finally:
         if front is not None:
-            front.stop(0.0 if is_lost else FLUSH_S)
+            front.stop(config.serve.drain_s if is_lost else FLUSH_S)  # a replica that is left answers on meanwhile
         if not is_lost:  # else both wait for who can't answer
             serve.shutdown()
             ray.shutdown()
