@@ -1,27 +1,26 @@
-"""Who may ask, and what may be asked: the ASGI layer in front of every route, and the parsing of bodies.
+"""Who may ask: the ASGI layer in front of every route.
 
-Nothing that a client sends reaches a handler before its key and its JSON were checked, and no body is read before its
-key was (services/bodies.py). Each request gets an id of ours: one chosen by a client could collide with another's and
-mix up their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
+Nothing that a client sends reaches a handler before its key was checked, and no body is read before
+(services/bodies.py). Each request gets an id of ours: one chosen by a client could collide with another's and mix up
+their log rows. A failure that nobody foresaw becomes a bare 500 here; its text goes to the log only.
 """
 
 import base64
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.consent import Consent, consent_level, group_of, parse_domain, subject_of
+from infra.consent import Consent
 from infra.keys import Role, read_keys, sha256_of
 from services.failures import place_of
 
@@ -57,14 +56,6 @@ RESPONSE_HEADERS = {
 # On every answer that a replica gave, so that one which Serve made up is told apart.
 ANSWER_MARK = b"x-redraft-request"
 KEPT_HEADERS = tuple(name.lower().encode() for name in REQUEST_HEADERS)
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SPECULATION = ("on", "off", "head")
-MAX_CHOICES = 16
-MAX_STOPS = 16
-MAX_PROMPTS = 16
-MAX_BAD_WORDS = 64
-# A JSON schema needs some; what is deeper overflows the stack of whoever walks it next.
-MAX_DEPTH = 100
 
 log = logging.getLogger(__name__)
 
@@ -101,21 +92,6 @@ class Refusal(Exception):
 
 
 INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="internal_error")
-
-
-class Origin(NamedTuple):
-    """What is known of a request before it runs; `subject`, `key` and `group` are hashes, None if nothing was named.
-
-    `speculation` is what the request says of it: "on", "off" or "head".
-    """
-
-    request_id: str
-    domain: str
-    consent: Consent
-    subject: str | None
-    key: str | None = None
-    speculation: str = "on"
-    group: str | None = None
 
 
 class Caller(NamedTuple):
@@ -265,121 +241,12 @@ def known(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers if name.lower() in KEPT_HEADERS]
 
 
-def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
-    """Parse a JSON object strictly.
-
-    A JSON content type is required because a web page can send any other to a loopback address without being asked.
-
-    Raises:
-        Refusal: 415, or 400 for what is not JSON: NaN, Infinity, 1e999, lone surrogates, too deep, no object.
-    """
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, "Content-Type must be application/json")
-    try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and lone surrogates fail here
-    except RecursionError as error:
-        raise Refusal(400, "the body is nested too deeply") from error
-    except ValueError as error:
-        reason = "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)[:200]
-        raise Refusal(400, f"the body is not valid JSON: {reason}") from error
-    if not isinstance(value, dict):
-        raise Refusal(400, f"the body is a JSON {type(value).__name__}, wanted an object")
-    _require_shallow(value)
-    return value
-
-
-def check_limits(body: Mapping[str, Any]) -> None:
-    """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
-    if body.get("min_p") not in (None, 0):
-        raise Refusal(400, "min_p has no effect under speculative decoding; leave it out", "min_p", "unsupported")
-    if body.get("logit_bias"):
-        raise Refusal(
-            400, "logit_bias has no effect under speculative decoding; leave it out", "logit_bias", "unsupported"
-        )
-    if body.get("use_beam_search"):
-        raise Refusal(400, "beam search is not served here", "use_beam_search", "unsupported")
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, Mapping) and message.get("role") not in ROLES:
-            raise Refusal(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
-        _require_shallow_arguments(message)
-    for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"):
-        if body.get(name):
-            raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
-    for name in ("n", "best_of"):
-        number = body.get(name)  # a text would be read as a number further in
-        if number is not None and not (isinstance(number, int) and 1 <= number <= MAX_CHOICES):
-            raise Refusal(400, f"{name} must be an integer from 1 to {MAX_CHOICES}", name)
-    prompts = body.get("prompt")
-    texts = isinstance(prompts, list) and not any(isinstance(entry, int) for entry in prompts[:1])
-    limits = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS, "prompt": MAX_PROMPTS if texts else None}
-    for name, most in limits.items():
-        if most is not None and isinstance(entries := body.get(name), list) and len(entries) > most:
-            raise Refusal(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
-
-
-def describe_origin(
-    request_id: str, headers: Headers, body: Mapping[str, Any], caller: Caller | None, secret: bytes
-) -> Origin:
-    """Read domain, consent, subject, group and how it is to be drafted off a request.
-
-    Args:
-        request_id: of ours.
-        headers: of the request.
-        body: its JSON.
-        caller: who asks.
-        secret: of the home, which groups are hashed under.
-
-    Raises:
-        Refusal: 400, the domain or the group is malformed, or its speculation is none of the choices.
-    """
-    try:
-        domain = parse_domain(headers.get("x-redraft-domain"))
-    except ValueError as error:
-        raise Refusal(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
-    said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
-    consent = consent_level(", ".join(said) if said else None, body.get("store"), caller.log if caller else None)
-    sent = caller.key if caller else None
-    subject, key = subject_of(sent, body.get("user") or None), subject_of(sent, None)
-    named = headers.getlist("x-redraft-group")  # sent twice it is malformed: no name has a space
-    try:
-        group = group_of(secret, key, ", ".join(named) if named else None)
-    except ValueError as error:
-        raise Refusal(400, f"X-Redraft-Group: {error}", "X-Redraft-Group") from error
-    return Origin(request_id, domain, consent, subject, key, _speculation(headers), group)
-
-
-def wants_steps(headers: Headers, caller: Caller | None) -> bool:
-    """Return whether a request asks for the figures of each step, which tell what a draft was trained on.
-
-    Raises:
-        Refusal: 400, the header has another value; 403, the caller is no operator.
-    """
-    said = headers.get("x-redraft-detail")
-    if said is None:
-        return False
-    if said != "steps":
-        raise Refusal(400, f'X-Redraft-Detail is "{said[:32]}", wanted steps', "X-Redraft-Detail")
-    if caller is None or caller.role != "operator":
-        raise Refusal(403, "the figures of each step are for operators", "X-Redraft-Detail", "wrong_role")
-    return True
-
-
 def _password(sent: str) -> str:
     """Return the password of HTTP's basic scheme (RFC 7617), "" for what is not of its form."""
     try:
         return base64.b64decode(sent, validate=True).decode().partition(":")[2]
     except ValueError:
         return ""
-
-
-def _speculation(headers: Headers) -> str:
-    said = headers.get("x-redraft-speculation", SPECULATION[0])
-    if said not in SPECULATION:
-        message = f'X-Redraft-Speculation is "{said[:32]}", wanted {", ".join(SPECULATION[:-1])} or {SPECULATION[-1]}'
-        raise Refusal(400, message, "X-Redraft-Speculation")
-    return said
 
 
 def _is_own_name(host: str) -> bool:
@@ -391,29 +258,3 @@ def _is_own_name(host: str) -> bool:
         return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return False
-
-
-def _require_shallow(value: dict[str, Any]) -> None:
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        nested = (entry.values() if isinstance(entry, dict) else entry for entry in level)
-        level = [child for children in nested for child in children if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep")
-
-
-def _require_shallow_arguments(message: Any) -> None:
-    """Refuse deep JSON in the text of a tool call's arguments, which is parsed for the prompt."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        said = function.get("arguments") if isinstance(function, Mapping) else None
-        try:
-            _require_shallow({"arguments": json.loads(said) if isinstance(said, str) and said.strip() else None})
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, "a tool call's arguments are not JSON, or nested too deeply", "messages") from error
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

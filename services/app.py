@@ -18,9 +18,10 @@ from starlette.types import ASGIApp
 from infra.views.dashboard import dashboard
 from models.engines.vllm.openai import Answer
 from services import metrics
-from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal, check_limits, describe_origin, parse_body, wants_steps
+from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal
 from services.bodies import bounded
 from services.handlers import answered, from_error
+from services.questions import check_limits, describe_origin, parse_body, wants_steps
 from services.service import Service
 from services.stream import opened
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from infra.captured import CapturedFiles
 from models.engines.vllm.capture import Claim
 from models.serving import Capture as Params
-from services.access import Origin
+from services.questions import Origin
 
 if TYPE_CHECKING:
     from models.engines import Completion

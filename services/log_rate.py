@@ -21,7 +21,7 @@ from infra.consent import QueryRow
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from models.engines import Completion
-from services.access import Origin
+from services.questions import Origin
 from services.recorder import Recorder
 
 # Far below what the queues hold, so that nothing is dropped for want of room.

@@ -29,7 +29,7 @@ from infra.status import DomainAcceptance, LogCounts
 from models.acceptance import Tally
 from models.params import Frozen
 from models.tokens import rewrite
-from services.access import Origin
+from services.questions import Origin
 
 if TYPE_CHECKING:
     from models.engines import Completion

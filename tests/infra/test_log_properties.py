@@ -24,7 +24,8 @@ from infra.consent import (
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.windows import Window
-from services.access import Caller, describe_origin
+from services.access import Caller
+from services.questions import describe_origin
 from tests.infra.rows import row
 
 MARK = "PLANTED"

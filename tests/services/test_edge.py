@@ -12,9 +12,9 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from infra.consent import subject_of
 from infra.keys import sha256_of
 from models.tokens import encode_chat
-from services.access import subject_of
 from tasks.stages.samples import usable
 from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, World, ask
 

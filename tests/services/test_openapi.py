@@ -16,8 +16,9 @@ from schemathesis.specs.openapi.checks import (
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from services.access import REQUEST_HEADERS, SPECULATION
+from services.access import REQUEST_HEADERS
 from services.app import routes
+from services.questions import SPECULATION
 from tests.world import MODEL, World
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
 from models.engines import Completion
 from models.targets.random import byte_tokenizer
-from services.access import Origin
+from services.questions import Origin
 from services.recorder import MAX_DOMAINS, MAX_DRAFTS, Recorder
 
 ID = "0123456789abcdef0123456789abcdef"

@@ -1,0 +1,196 @@
+"""What may be asked, request by request, without a service."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from infra.consent import subject_of
+from infra.keys import sha256_of
+from services.access import Caller, Refusal
+from services.questions import MAX_DEPTH, check_limits, describe_origin, parse_body, wants_steps
+
+FIRST, SECOND = "first-key-123", "second-key-123"
+SECRET = b"s" * 32
+KEY = Caller(sha256_of(FIRST), "client")
+OTHER = Caller(sha256_of(SECOND), "client", "full")
+OPERATOR = Caller(sha256_of("third-key-123"), "operator")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xff"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "array",
+        "number",
+        "NaN",
+        "Infinity",
+        "1e999",
+        "surrogate",
+        "UTF-8",
+        "digits",
+        "deep",
+        "limit",
+    ],
+)
+def test_what_is_not_strict_json_is_400(body: bytes) -> None:
+    with pytest.raises(Refusal) as refused:
+        parse_body("application/json", body)
+    assert refused.value.status == 400
+    assert len(refused.value.message) < 300
+
+
+def test_a_body_nested_as_deep_as_the_limit_is_parsed() -> None:
+    deepest = b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
+    assert parse_body("application/json", deepest) == json.loads(deepest)
+
+
+def test_a_body_must_be_declared_as_json() -> None:
+    assert parse_body("application/json; charset=utf-8", b'{"a": 1}') == {"a": 1}
+    for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
+        with pytest.raises(Refusal) as refused:
+            parse_body(kind, b"{}")
+        assert refused.value.status == 415
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"min_p": 0.1},
+        {"min_p": "0.1"},
+        {"logit_bias": {"5": 1}},
+        {"use_beam_search": True},
+        {"kv_transfer_params": {"a": 1}},
+        {"priority": -5},
+        {"n": 0},
+        {"n": 17},
+        {"n": "10000"},
+        {"best_of": 2.5},
+        {"stop": ["a"] * 17},
+        {"prompt": ["a"] * 17},
+        {"prompt": [[5]] * 17},
+        {"bad_words": ["a"] * 65},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "root", "content": "x"}]},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_what_would_be_ignored_or_take_everything_is_400_by_name(body: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as refused:
+        check_limits(body)
+    assert refused.value.status == 400
+    assert refused.value.param == next(iter(body))
+
+
+def test_ordinary_settings_pass_the_limits() -> None:
+    check_limits(
+        {"min_p": 0, "logit_bias": {}, "n": 16, "best_of": None, "stop": "end", "prompt": [1] * 500, "temperature": 0.7}
+    )
+
+
+def origin(headers: dict[str, str], body: dict[str, Any], key: Caller | None = None) -> Any:
+    return describe_origin("id", Headers(headers), body, key, SECRET)
+
+
+@pytest.mark.parametrize(
+    ("header", "store", "key", "wanted"),
+    [
+        (None, None, None, "metadata"),
+        ("full", None, None, "full"),
+        (None, True, None, "full"),
+        ("full", False, None, "none"),
+        ("FULL", None, None, "none"),
+        ("", None, None, "none"),
+        ("full", "yes", None, "none"),
+        ("metadata", True, OTHER, "metadata"),
+        (None, None, OTHER, "full"),
+    ],
+)
+def test_the_stricter_consent_wins(header: str | None, store: Any, key: Caller | None, wanted: str) -> None:
+    headers = {} if header is None else {"X-Redraft-Log": header}
+    assert origin(headers, {} if store is None else {"store": store}, key).consent == wanted
+
+
+def test_a_consent_header_sent_twice_is_none() -> None:
+    twice = Headers(raw=[(b"x-redraft-log", b"full"), (b"x-redraft-log", b"full")])
+    assert describe_origin("id", twice, {}, None, SECRET).consent == "none"
+
+
+@pytest.mark.parametrize("domain", ["", "Chat", "a b", "a/../b", "a" * 33, "caf\u00e9", "a\r\nb"])
+def test_a_malformed_domain_is_400(domain: str) -> None:
+    with pytest.raises(Refusal, match="X-Redraft-Domain"):
+        describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None, SECRET)
+    assert origin({"X-Redraft-Domain": "text-to_sql2"}, {}).domain == "text-to_sql2"
+    assert origin({}, {}).domain == "default"
+
+
+def test_the_figures_of_each_step_are_told_to_operators_who_ask_for_them() -> None:
+    asks = Headers({"X-Redraft-Detail": "steps"})
+    assert wants_steps(asks, OPERATOR)
+    assert not wants_steps(Headers(), OPERATOR)
+    for other in (None, KEY, Caller("a-key-1234", "scraper")):
+        with pytest.raises(Refusal, match="for operators") as refused:
+            wants_steps(asks, other)
+        assert (refused.value.status, refused.value.code) == (403, "wrong_role")
+    with pytest.raises(Refusal, match='X-Redraft-Detail is "yes", wanted steps'):
+        wants_steps(Headers({"X-Redraft-Detail": "yes"}), OPERATOR)
+
+
+def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
+    subjects = {subject_of("k1", None), subject_of("k1", "ann"), subject_of("k2", "ann"), subject_of(None, "ann")}
+    assert len(subjects) == 4
+    assert all(subject is not None and len(subject) == 64 for subject in subjects)
+    assert subject_of("k1", "ann") == subject_of("k1", "ann")
+    assert subject_of(None, None) is None
+    assert origin({}, {"user": "ann"}).subject == subject_of(None, "ann")
+
+
+def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
+    assert {origin({}, {"user": user}, KEY).key for user in ("ann", "bob", None)} == {subject_of(KEY.key, None)}
+    assert origin({}, {}, KEY).key != origin({}, {}, OTHER).key
+    assert origin({}, {"user": "ann"}).key is None
+
+
+def test_a_group_is_hashed_and_nobody_names_that_of_another_key() -> None:
+    named = {"X-Redraft-Group": "ticket-7"}
+    found = [origin(named, {}, key).group for key in (None, KEY, OTHER)]
+    assert len(set(found)) == 3
+    assert all(re.fullmatch("[0-9a-f]{64}", group) for group in found)
+    assert origin(named, {"user": "ann"}, KEY).group == found[1]  # persons of one key share its groups
+    assert origin({}, {}, KEY).group is None
+
+
+@pytest.mark.parametrize("named", [[b""], [b"my secret"], [b"secret" * 22], [b"secr\xe9t"], [b"secret", b"secret"]])
+def test_a_malformed_group_is_400_and_not_repeated(named: list[bytes]) -> None:
+    headers = Headers(raw=[(b"x-redraft-group", value) for value in named])
+    with pytest.raises(Refusal, match="X-Redraft-Group: a group is named by 1 to 128 printable") as refused:
+        describe_origin("id", headers, {}, None, SECRET)
+    assert (refused.value.status, refused.value.param) == (400, "X-Redraft-Group")
+    assert "secr" not in refused.value.message
+
+
+def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
+    def said(value: str | None) -> str:
+        headers = Headers({} if value is None else {"X-Redraft-Speculation": value})
+        return describe_origin("0" * 32, headers, {}, None, SECRET).speculation
+
+    assert [said(value) for value in (None, "on", "off", "head")] == ["on", "on", "off", "head"]
+    with pytest.raises(Refusal, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
+        said("fast")
+    assert refused.value.status == 400
