@@ -71,7 +71,7 @@ class FaultyEngine(TorchEngine):
 
     @cached_property
     def sound(self) -> tuple[Any, BaseParams]:
-        return self._rules[True]
+        return self.rules[True]
 
     async def generate(
         self,
@@ -112,7 +112,7 @@ class FaultyEngine(TorchEngine):
         if fault == "stumbles" and request_id.endswith("-1"):
             raise RuntimeError("the engine stumbled")
         rule, params = self.sound
-        self._rules[True] = (SimpleNamespace(verify=accept_everything) if fault == "corrupts" else rule), params
+        self.rules[True] = (SimpleNamespace(verify=accept_everything) if fault == "corrupts" else rule), params
         return await super().generate(prompt_ids, sampling, request_id, on_first_token)
 
     async def swap_draft(self, directory: Path, version: str) -> float:
@@ -124,7 +124,7 @@ class FaultyEngine(TorchEngine):
         swap_ms = await super().swap_draft(directory, version)
         if fault == "mangles":
             with torch.no_grad():
-                self._draft.fc.weight += 1
+                self.loaded.fc.weight += 1
         return swap_ms
 
 
