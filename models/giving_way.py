@@ -1,8 +1,8 @@
 """Training, and scoring, that stand still while others are answered on the same cores.
 
 Low priority was not enough, most likely because threads of a matrix product wait for the last of them: one that lost
-its core for some milliseconds holds up a whole step of the engine. Here the operations of torch look first whether somebody is
-busy, and wait until nobody is. What runs beside an answer is at most the operation that had begun.
+its core for some milliseconds holds up a whole step of the engine. Here the operations of torch look first whether
+somebody is busy, and wait until nobody is. What runs beside an answer is at most the operation that had begun.
 
 Beside a service that is never idle the work still has a share of the time: what it is owed grows while it waits, and
 is paid off in one go, because each time it goes on costs the others the same.
