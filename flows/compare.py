@@ -58,6 +58,8 @@ def compare(
     report = comparison_report(found, folder / "compare.png")
     if hasattr(comparison, "DRAWN"):
         draw_tradeoffs(found.figures, found.headings, "kl", comparison.DRAWN, folder / "compare.png")
+    if hasattr(comparison, "claims"):
+        report = comparison.claims(report, found)
     if bounds is not None:
         report = fitted(report, found, comparison, bounds, recipe, budget)
     return publish(report, folder, f"compare {family}", found.question, typed, setup)

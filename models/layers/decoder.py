@@ -8,7 +8,7 @@ together, and heads that share keys as rows of one attention.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class Decoder:
             raise ValueError(f"tensor {min(rest)} is not one of a Llama-like model's")
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype, device: str = "cpu") -> "Decoder":
+    def load(cls, directory: Path, dtype: torch.dtype, device: str = "cpu") -> Self:
         """Read a model directory; ValueError as the constructor."""
         return cls(AutoConfig.from_pretrained(directory), read_parts(directory), dtype, device)
 
@@ -239,9 +239,13 @@ class Decoder:
                 all_keys[:, rows.start :], all_values[:, rows.start :] = keys.transpose(0, 1), values.transpose(0, 1)
                 state = state + layer.output(self._attend(queries, all_keys, all_values, rows.mask))
             if skipped is None or number not in skipped.mlp:
-                gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
-                state = state + layer.down(functional.silu(gate) * up)
+                state = state + self._mlp(layer, state)
         return state
+
+    def _mlp(self, layer: "_Layer", state: Tensor) -> Tensor:
+        """[n, H] → [n, H], what the layer's MLP adds."""
+        gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
+        return layer.down(functional.silu(gate) * up)
 
     def _project(self, layer: "_Layer", state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [n, heads, width], keys and values [n, kv heads, width]."""

@@ -9,7 +9,8 @@ A file has
   the whole family on two cores;
 - `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
   that makes no sense for a row is NaN, one that is a mean over documents is of type `tasks.measure.spread.Mean`, so
-  that rows are compared document by document.
+  that rows are compared document by document;
+- `claims(report, found) -> Report`, optional: the report with what the rows' papers claim beside what was seen.
 
 Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments
 alone. What they draw from is said here once; torch is not imported, because listing the comparisons imports this.

@@ -1,0 +1,59 @@
+"""Ways to run models on several requests or devices at once, each held against what its paper claims of it.
+
+A method here is a study and not a part of an engine: it runs the plain way and its own on the same work where this
+machine can, and else counts both with times that were measured here part by part. A module has
+
+- `CLAIM`: what the paper says is gained, in a sentence;
+- `GAIN`: what is divided, the plain way's by the method's, so that more than 1 is better;
+- `KEPT`: what is kept of the plain way's output, 1 for all of it;
+- `SHAPE`: what must be seen for the claim to hold in shape, in a sentence; it is what `study` tests;
+- `NEEDS`: the devices that the claim is of, where they are not here and times are counted; else "";
+- `study(given, rng) -> Seen`.
+"""
+
+from typing import NamedTuple
+
+from models.layers.wide import WideDecoder
+
+REPRODUCED, REFUTED = "reproduced in shape", "refuted"
+
+
+class Given(NamedTuple):
+    """What a study works with.
+
+    Attributes:
+        decoder: the model.
+        prompts: token ids, at least two tokens each.
+        num_tokens: of an answer.
+    """
+
+    decoder: WideDecoder
+    prompts: list[list[int]]
+    num_tokens: int
+
+
+class Seen(NamedTuple):
+    """What a study saw.
+
+    Attributes:
+        gain: see `GAIN`.
+        kept: see `KEPT`; NaN where nothing was put out.
+        holds: whether `SHAPE` was seen.
+    """
+
+    gain: float
+    kept: float
+    holds: bool
+
+
+def verdict(held: float, needs: str) -> str:
+    """Say what became of a claim.
+
+    Args:
+        held: the share of seeds under which its shape was seen.
+        needs: devices that are missing, see `NEEDS`.
+    """
+    if 0 < held < 1:
+        return f"open: seen under {held:.0%} of the seeds"
+    said = REPRODUCED if held else REFUTED
+    return f"{said}, with times measured here part by part; {needs} would show it" if needs else said

@@ -1,0 +1,56 @@
+"""The table of systems: every method has a row, and its paper's claim ends with a verdict."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from infra.views.comparison import Comparison, MethodFigure
+from infra.views.results import Report
+from models import catalog
+from tasks.measure.comparisons import systems
+from tests.tasks.measure.test_decoding import bench_of
+
+EMPTY = Report(figures={}, grids=[], verdict="")
+
+
+def found(shape: float | None) -> Comparison:
+    figures = {name: MethodFigure(value=value) for name, value in (("gain", 2.0), ("kept", 1.0), ("shape", shape))}
+    return Comparison(
+        question="", baseline="", headings=systems.COLUMNS, figures={"flover": figures}, seconds={}, num_seeds=2
+    )
+
+
+def test_every_method_has_a_row_and_says_what_its_paper_claims() -> None:
+    names = catalog.names("systems")
+    assert [row.name for row in systems.rows(1.0)] == [systems.BASELINE, *names]
+    for method in (catalog.load("systems", name) for name in names):
+        assert all(getattr(method, key) for key in ("PAPER", "CLAIM", "GAIN", "KEPT", "SHAPE"))
+        assert isinstance(method.NEEDS, str)
+
+
+def test_the_plain_way_gains_nothing(tiny_target: Path, tmp_path: Path) -> None:
+    seen = systems.measure(bench_of(tiny_target, tmp_path), systems.rows(1.0)[0], seed=0)
+    assert (seen["gain"], seen["kept"]) == (1, 1) and math.isnan(seen["shape"])
+
+
+@pytest.mark.parametrize("row", systems.rows(1.0)[1:], ids=lambda row: row.name)
+def test_a_row_is_studied(row, tiny_target: Path, tmp_path: Path) -> None:
+    seen = systems.measure(bench_of(tiny_target, tmp_path), row, seed=0)
+    assert seen.keys() == systems.COLUMNS.keys()
+    assert seen["gain"] > 0 and seen["shape"] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"), [(1.0, "reproduced in shape"), (0.0, "refuted"), (0.5, "open: seen under 50% of the seeds")]
+)
+def test_a_claim_ends_with_a_verdict(shape: float, said: str) -> None:
+    report = systems.claims(EMPTY, found(shape))
+    assert report.verdict == f"flover: {said}."
+    (grid,) = report.grids
+    assert grid.rows[0][0] == "flover" and "2×" in grid.rows[0][3] and grid.rows[0][-1] == said
+
+
+def test_a_row_without_a_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="flover says nothing of its shape"):
+        systems.claims(EMPTY, found(None))
