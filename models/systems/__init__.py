@@ -7,15 +7,13 @@ machine can, and else counts both with times that were measured here part by par
 - `GAIN`: what is divided, the plain way's by the method's, so that more than 1 is better;
 - `KEPT`: what is kept of the plain way's output, 1 for all of it;
 - `SHAPE`: what must be seen for the claim to hold in shape, in a sentence; it is what `study` tests;
-- `NEEDS`: the devices that the claim is of, where they are not here and times are counted; else "";
+- `NEEDS`: what the claim is of and is not here, such as devices, for which times are counted; else "";
 - `study(given, rng) -> Seen`.
 """
 
 from typing import NamedTuple
 
 from models.layers.wide import WideDecoder
-
-REPRODUCED, REFUTED = "reproduced in shape", "refuted"
 
 
 class Given(NamedTuple):
@@ -51,9 +49,10 @@ def verdict(held: float, needs: str) -> str:
 
     Args:
         held: the share of seeds under which its shape was seen.
-        needs: devices that are missing, see `NEEDS`.
+        needs: what is missing, see `NEEDS`.
     """
     if 0 < held < 1:
         return f"open: seen under {held:.0%} of the seeds"
-    said = REPRODUCED if held else REFUTED
-    return f"{said}, with times measured here part by part; {needs} would show it" if needs else said
+    if held:
+        return f"reproduced in shape{needs and f', as far as it tells without {needs}'}"
+    return f"not seen without {needs}" if needs else "refuted"

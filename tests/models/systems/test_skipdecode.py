@@ -1,0 +1,76 @@
+"""Layers fall with the place, never leave a hole in the cache, and all of them are the plain way."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.layers.wide import WideDecoder
+from models.systems import Given, skipdecode
+from models.targets import random
+
+PROMPTS = [[7, 11, 13], [5, 9, 30, 31]]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> WideDecoder:
+    directory = tmp_path_factory.mktemp("target")
+    random.build(random.Params(num_layers=8), directory)
+    return WideDecoder.load(directory, torch.float32)
+
+
+def test_a_schedule_is_known_by_hand() -> None:
+    assert skipdecode.schedule(8, 3, 0.75, 0.25, 1) == [(0, 3, 4, 5, 6, 7), (0, 5, 6, 7), (0, 7)]
+    assert skipdecode.schedule(4, 2, 1.0, 1.0, 1) == [(0, 1, 2, 3)] * 2
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 30])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+@pytest.mark.parametrize("num_warm", [0, 1])
+def test_a_layer_runs_for_a_beginning_of_the_text_alone(num_layers: int, num_tokens: int, num_warm: int) -> None:
+    layers = skipdecode.schedule(num_layers, num_tokens, 0.9, 0.1, num_warm)
+    assert len(layers) == num_tokens
+    for before, after in pairwise(layers):
+        assert {*after} <= {*before}
+    assert all(len(set(one)) == len(one) and num_layers - 1 in one for one in layers)
+
+
+def test_all_layers_are_the_plain_way(decoder: WideDecoder) -> None:
+    layers = [tuple(range(8))] * 6
+    together, _ = skipdecode.answer(decoder, PROMPTS, layers)
+    alone = [skipdecode.answer(decoder, [prompt], layers)[0][0] for prompt in PROMPTS]
+    assert together == alone
+    again, _ = skipdecode.answer(decoder, PROMPTS, layers, together)
+    assert again == together
+
+
+def test_a_model_whose_lower_layers_do_nothing_loses_nothing(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    random.build(random.Params(num_layers=8), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers[1:6]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    idle = WideDecoder.load(tmp_path, torch.float32)
+    layers = skipdecode.schedule(8, 10, 0.75, 0.375, 1)
+    assert min(map(len, layers)) == 3
+    whole, _ = skipdecode.answer(idle, PROMPTS, [tuple(range(8))] * 10)
+    assert skipdecode.answer(idle, PROMPTS, layers)[0] == whole
+
+
+def test_a_study_of_an_untrained_model_keeps_little(decoder: WideDecoder) -> None:
+    seen = skipdecode.study(Given(decoder, PROMPTS, 12), torch.Generator())
+    assert seen.gain > 0 and seen.kept < 0.95 and not seen.holds
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_warm", "said"),
+    [((0.2, 0.5), 1, "shares must fall"), ((1.2, 0.5), 1, "within 0 and 1"), ((0.5, 0.2), 9, "num_warm must be from")],
+)
+def test_what_is_no_schedule_is_refused(shares: tuple[float, float], num_warm: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        skipdecode.schedule(8, 4, *shares, num_warm)
