@@ -204,6 +204,26 @@ def _check_ids(traces: Sequence[Trace]) -> None:
         raise ValueError("a request_id occurs twice in one list of traces")
 
 
+def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int], length: int) -> list[int]:
+    """Return the places of a completion at which a token of the draft was rejected, 0 being its first token.
+
+    Args:
+        drafted, accepted: tokens of each step, as in `Trace`.
+        matches: of each step, above 0 where a look-up drafted and not the draft; empty where nothing was looked up.
+        length: tokens of the completion.
+
+    Raises:
+        ValueError: the steps don't fit each other.
+    """
+    place, found = 1, []
+    for of_step, kept, match in zip(drafted, accepted, matches or [0] * len(drafted), strict=True):
+        place += kept
+        if kept < of_step and match == 0 and place < length:  # behind the end a token was drafted and never judged
+            found.append(place)
+        place += 1
+    return found
+
+
 def _counts(traces: Sequence[Trace]) -> Floats:
     """Return [N, 3]: drafted, accepted, steps."""
     counts = [(sum(trace.drafted), sum(trace.accepted), len(trace.drafted)) for trace in traces]

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
+from models.answers import require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
 from models.checkpoint import output_embedding, read_tensor
@@ -44,6 +45,7 @@ class Params(BaseParams):
         max_grad_norm: gradients are clipped to this norm.
         num_threads: of the processor; 0 leaves it to torch.
         loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
+        answers: whose answers are learnt, and what a token of them counts.
         step_decay: weight of unroll j is step_decay ** j; by default the family's.
         follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one; by
             default the family's.
@@ -68,6 +70,7 @@ class Params(BaseParams):
     checkpoint_s: float = Field(30.0, ge=0)
     num_threads: int = Field(0, ge=0)
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
+    answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
 
     def over(self, procedure: Procedure) -> Procedure:
         """Return how a family is trained, with what is said here in its place."""
@@ -194,7 +197,9 @@ class _Loop:
         self.draft, self.states, self.params, self.seed = draft, states, params, seed
         self.work_dir = work_dir
         self.procedure = params.over(draft.procedure)
+        require_labels(params.answers, self.procedure.loss)
         self.loss = catalog.load("losses", self.procedure.loss.name)
+        self.counts = token_counts(states.samples, params.answers)
         self.teacher = _Teacher.read(draft, target_dir)
         self.draft_ids = _draft_ids(draft, target_dir)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
@@ -307,20 +312,29 @@ class _Loop:
 
         total, first = torch.zeros((), device=final.device), 0.0
         own = torch.ones_like(rows.index, dtype=torch.bool)
+        counts = self._padded_counts(batch, final.device)
         for step, unrolled in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
             running = unrolled.running
             if len(running) == 0:
                 break
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
-            target = final[sequence, position], log_sums[sequence, position]
-            drafted = self._drafted(step, unrolled, came(step, running), own[running], *target)
+            said = final[sequence, position], log_sums[sequence, position]
+            drafted = self._drafted(step, unrolled, came(step, running), own[running], *said)
             values = self.loss.loss(drafted, self.procedure.loss)
-            total = total + self.procedure.step_decay**step * values.sum()
+            counted = values if counts is None else values * counts[sequence, position + 1]
+            total = total + self.procedure.step_decay**step * counted.sum()
             if step == 0:
                 first = float(values.detach().mean())
             if "on_policy" in self.loss.NEEDS:
                 own[running] &= self._choice(unrolled.logits) == came(step, running)
         return total / len(rows.index), first
+
+    def _padded_counts(self, batch: Sequence[Sample], device: torch.device) -> Tensor | None:
+        """Return [B, T] what each token counts, None where all count the same."""
+        if not self.counts:
+            return None
+        of_batch = [self.counts[sample.id] for sample in batch]
+        return torch.nn.utils.rnn.pad_sequence(of_batch, batch_first=True).to(device)
 
     def _choice(self, logits: Tensor) -> Tensor:
         """[n, D] → [n] the target ids that the draft would have proposed."""

@@ -33,6 +33,8 @@ class Sample(NamedTuple):
     Attributes:
         cluster: names the conversations that it belongs with (`models.clusters`); "" where nobody looked.
         weight: what it counts as beside the others of its domain where drafts are held to it.
+        rejected: places of the completion at which a drafted token was rejected, 0 being its first token; None where
+            nothing is known of drafts.
     """
 
     id: str
@@ -42,6 +44,7 @@ class Sample(NamedTuple):
     temperature: float = 0.0
     cluster: str = ""
     weight: float = 1.0
+    rejected: list[int] | None = None
 
     @property
     def token_ids(self) -> list[int]:

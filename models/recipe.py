@@ -234,6 +234,13 @@ class Recipe(Frozen):
         """Return the settings of training in a refresh."""
         return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
 
+    def _require_answers(self, params: Any, of_log: bool) -> None:
+        from models.answers import require_source  # torch
+        from models.drafts import family_named, procedure_of
+
+        family = family_named(self.draft.name)
+        require_source(params.answers, params.over(procedure_of(family)).loss, family.TRAINED, of_log)
+
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
         require_chain(self.text, {name: getattr(self, name) for name in TABLES})
@@ -243,7 +250,8 @@ class Recipe(Frozen):
                 module.require_engine(self.shrink.method, self.engine.name)
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
-        self.refresh_distill()
+        self._require_answers(self.distill, of_log=False)
+        self._require_answers(self.refresh_distill(), of_log=True)
         if self.num_draft_tokens < 1:
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"

@@ -94,7 +94,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
         "seed": recipe.seed,
     }
     said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
-    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", *said)
+    source = f"models.answers.{params.answers.name}"
+    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", source, *said)
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
+from models.acceptance import rejected_places
 from models.hidden import Sample
 
 Part = Literal["train", "held_out", "probe"]
@@ -70,11 +71,18 @@ def usable(
         else:
             seen.add(content)
             sample = Sample(row.id, row.domain, row.prompt_ids, row.completion_ids, float(temperature))
-            kept.append((row.key, sample))
+            kept.append((row.key, sample._replace(rejected=_rejected(row, len(row.completion_ids)))))
     samples = _within_share(kept, max_share_per_key, min_rows)
     if above := len(kept) - len(samples):
         left_out["above one key's share"] = above
     return samples, left_out
+
+
+def _rejected(row: QueryRow, length: int) -> list[int] | None:
+    """Return where a draft's token was rejected; None where it is not known what was drafted."""
+    if row.drafted_ids is None or row.accepted is None:
+        return None
+    return rejected_places([len(step) for step in row.drafted_ids], row.accepted, row.matches or [], length)
 
 
 def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float, min_rows: int) -> list[Sample]:

@@ -50,6 +50,19 @@ def test_rows_that_cannot_be_trained_on_are_left_out_and_counted():
     }
 
 
+def test_a_sample_knows_where_its_draft_was_refused_and_where_nobody_knows() -> None:
+    steps = {"drafted": [2, 0, 2, 2], "accepted": [1, 0, 2, 0], "drafted_ids": [[5, 6], [], [7, 8], [9, 9]]}
+    rows = [
+        row("a", completion_ids=list(range(10, 20)), **steps),
+        row("b", completion_ids=list(range(20, 30)), matches=[3, 0, 0, 0], **steps),
+        row("c", completion_ids=list(range(30, 37)), **steps),
+        row("d", completion_ids=list(range(40, 50))),
+    ]
+    samples, _ = usable(rows, target_version=1, max_share_per_key=1, min_rows=1)
+    # Steps begin at 1, 3, 4 and 7; what was looked up is not the draft's, and an answer of 7 tokens ends before 7.
+    assert [one.rejected for one in samples] == [[2, 7], [7], [2], None]
+
+
 def test_a_flood_from_one_key_counts_once_a_row_and_up_to_its_share():
     flood = [row(f"f{number}", key="flooder") for number in range(90)]
     copies = [row(f"c{number}", key="flooder", completion_ids=flood[0].completion_ids) for number in range(900)]

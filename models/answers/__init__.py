@@ -1,0 +1,76 @@
+"""Answers that a draft is distilled on: who writes their tokens, and how much a token counts.
+
+In all of them the label is what the target says after the text before, so that a text may be anybody's. A file has
+`PAPER`, `Params`, and
+
+- `WRITES`: whether tokens may be the draft's own. Then its `Params` are `Written`, and
+  `by_draft(lengths, params, rng) -> list[list[bool] | None]` says of answers of these lengths who writes which token;
+  None keeps the target's answer as it is;
+- `LOGGED`: whether it reads what drafts did in served requests. Then
+  `weigh(samples, params) -> list[list[float]]` says how much each token of each answer counts.
+
+The first token of an answer is the target's in any case: no draft is asked for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from models import catalog
+from models.hidden import Sample
+from models.params import BaseParams
+
+
+class Written(BaseParams):
+    """How answers are written anew while the draft learns.
+
+    Attributes:
+        rounds: how often the draft writes, evenly over the steps; between two rounds what it wrote grows old.
+        temperature: at which either model's tokens are drawn; 0 takes the likeliest.
+    """
+
+    rounds: int = Field(4, ge=1)
+    temperature: float = Field(1.0, ge=0)
+
+
+def token_counts(samples: Sequence[Sample], answers: BaseParams) -> dict[str, Tensor]:
+    """Return id to [T] how much each token of prompt and answer counts; empty where all count the same."""
+    source = catalog.load("answers", answers.name)
+    if not source.LOGGED:
+        return {}
+    weights = source.weigh(samples, answers)
+    return {
+        sample.id: torch.tensor([0.0] * len(sample.prompt_ids) + of_answer)
+        for sample, of_answer in zip(samples, weights, strict=True)
+    }
+
+
+def require_labels(answers: BaseParams, loss: BaseParams) -> None:
+    """Raise ValueError if a loss takes the token that came for the target's word, where it may be the draft's own."""
+    if catalog.load("answers", answers.name).WRITES and "token" in catalog.load("losses", loss.name).NEEDS:
+        raise ValueError(
+            f'answers "{answers.name}" hold tokens of the draft\'s own, and loss "{loss.name}" would learn them as the '
+            "target's; choose a loss that reads the target's distribution, such as loss = { name = \"forward_kl\" }"
+        )
+
+
+def require_source(answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool) -> None:
+    """Raise ValueError if a draft can't learn from such answers.
+
+    Args:
+        answers: method of this family.
+        loss: what the draft is trained with.
+        is_trained: whether it has weights to learn.
+        of_log: whether the answers come from the query log.
+    """
+    source = catalog.load("answers", answers.name)
+    if (source.WRITES or source.LOGGED) and not is_trained:
+        raise ValueError(f'answers "{answers.name}" are for drafts that are trained, and this one has no weights')
+    if source.LOGGED and not of_log:
+        raise ValueError(
+            f'answers "{answers.name}" are those of the query log, which a first draft does not have; say so for '
+            f'refreshes alone: [refresh] distill = {{ answers = {{ name = "{answers.name}" }} }}'
+        )
+    require_labels(answers, loss)
