@@ -20,30 +20,20 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.checkpoint import output_embedding, read_stored, read_tensor
-from models.draft_files import (
-    Shapes,
-    check_config,
-    made_for,
-    read_config,
-    require_llama_layout,
-    require_tensors,
-    require_vocabulary,
-    write_config,
-)
+from models import draft_format
+from models.checkpoint import output_embedding, read_tensor
+from models.draft_files import made_for, require_llama_layout
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.proposal import Proposal
-from models.targets import TargetCard, describe
+from models.targets import describe
 from models.trees import path_to
 
-WEIGHTS = "model.safetensors"
 SIZES = ("hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers")
 
 
@@ -233,8 +223,8 @@ class _Drafter:
         return found
 
 
-class Format:
-    """The directory of a family of heads: those functions of `models.drafts.Family` that all of them share.
+class Format(draft_format.Format[Heads]):
+    """See the base; with the functions that make heads, and let them be.
 
     The names in config.json and of the tensors are those of vLLM's Medusa.
     """
@@ -242,7 +232,8 @@ class Format:
     def __init__(
         self, family: str, architectures: tuple[str, ...], model_type: str, draft: Callable[[dict[str, Any]], Heads]
     ) -> None:
-        self._family, self._architectures, self._model_type, self._draft = family, architectures, model_type, draft
+        super().__init__(family, architectures, draft, SIZES)
+        self._model_type = model_type
 
     def create(self, params: HeadsParams, target_dir: Path, token_counts: np.ndarray) -> Heads:
         """Make heads that say what the target's last state says.
@@ -286,52 +277,3 @@ class Format:
     def renew(self, draft: Heads, target_dir: Path, token_counts: np.ndarray) -> Heads:
         """Return the draft as it is; its vocabulary stays."""
         return draft
-
-    def save(self, draft: Heads, directory: Path) -> None:
-        """Write config.json and bfloat16 safetensors into `directory`."""
-        tensors = {
-            name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
-            for name, tensor in draft.state_dict().items()
-        }
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        write_config(draft.config, self._family, directory)
-
-    def load(self, directory: Path, target_dir: Path) -> Heads:
-        """Read heads back, in float32; ValueError as `check`."""
-        self.check(directory, like=None, target=describe(target_dir))
-        draft = self._draft(read_config(directory, self._family, self._architectures))
-        draft.load_state_dict(load_file(directory / WEIGHTS))
-        return draft.float().borrow(target_dir)
-
-    def check(self, directory: Path, like: Path | None, target: TargetCard) -> None:
-        """See `models.drafts.Family`; a vocabulary that is no ascending part of the target's is refused as well."""
-        config = read_config(directory, self._family, self._architectures)
-        for key in SIZES:
-            if not isinstance(config.get(key), int) or config[key] < 1:
-                raise ValueError(f"draft {directory.name} has {key} {config.get(key)!r}; wanted a number from 1")
-        if config["hidden_size"] != target.hidden_size:
-            raise ValueError(
-                f"draft {directory.name} has hidden_size {config['hidden_size']}, the target has {target.hidden_size}"
-            )
-        served = None if like is None else read_config(like, self._family, self._architectures)
-        check_config(config, directory, served, target)
-        tensors = read_stored(directory)
-        require_tensors(tensors, self.expected_shapes(config))
-        if "token_map" in tensors:
-            require_vocabulary("token_map", tensors["token_map"], config["vocab_size"])
-
-    def expected_shapes(self, config: dict[str, Any]) -> Shapes:
-        """Return shape and dtype of every tensor of a checkpoint."""
-        with torch.device("meta"):
-            draft = self._draft(config)
-        return {
-            name: (tuple(tensor.shape), torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in draft.state_dict().items()
-        }
-
-    def vllm_config(self, directory: Path) -> dict[str, Any]:
-        """Raise a ValueError: the engine that serves can't draft with it."""
-        raise ValueError(f'vLLM can\'t draft with family {self._family}; engine "torch" can')
-
-    def vllm_weights(self, directory: Path) -> None:
-        """Return None: nothing is swapped."""
