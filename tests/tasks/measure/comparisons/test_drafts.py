@@ -14,7 +14,7 @@ SMALLER = {"lm": {"num_layers": 1}}  # than the two layers of the target
 
 def test_every_trained_family_has_a_row() -> None:
     names = [row.name for row in drafts.rows(1.0)]
-    assert {"eagle", "eagle3", "hydra", "lm", "medusa"} <= set(names)
+    assert {"clover", "eagle", "eagle3", "hydra", "lm", "medusa"} <= set(names)
     assert all(family_named(name).TRAINED for name in names)
     assert drafts.BASELINE in names
 
