@@ -10,14 +10,16 @@ The draft vocabulary is a subset of the target's. `d2t[i]` is the target's id of
 say every token has none, because the engine makes no room for it.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
@@ -32,7 +34,7 @@ from models.draft_files import (
     require_vocabulary,
     write_config,
 )
-from models.features import FeatureDraft, Scale, decoder_layer, layer_config, linear
+from models.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.targets import TargetCard, describe
@@ -57,20 +59,43 @@ class HeadParams(BaseParams):
         return {}
 
 
-class Eagle3(FeatureDraft):
-    """The head; parameters carry the names of the checkpoint."""
+class MaskedParams(HeadParams):
+    """Shape of a new draft that reads a token in places where none is known.
+
+    Attributes:
+        mask_token_id: that token, one of the target's; its last one by default.
+    """
+
+    mask_token_id: int | None = Field(None, ge=0)
+
+    def mask(self, vocab_size: int) -> int:
+        """Return the token, for a target of `vocab_size` tokens."""
+        return vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+
+
+class TappedDraft(LayeredDraft):
+    """A draft that reads tapped states through one product, and says the tokens of a vocabulary of its own.
+
+    What makes it sets `fc`, `norm`, `lm_head` and `d2t`.
+    """
 
     d2t: Tensor
+    fc: nn.Linear
+    norm: Scale
+    lm_head: nn.Linear
 
     def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
         super().__init__(config, embedding)
         hidden = config["hidden_size"]
-        self.norm_before_residual = config.get("norm_before_residual", False)
         self.fc = linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
-        self.midlayer = decoder_layer(config, 2 * hidden, ("input_layernorm", "hidden_norm"))
+        self.make_layers()
         self.norm = Scale(hidden)
         self.lm_head = linear(hidden, config["draft_vocab_size"]).requires_grad_(False)
         self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64), is_subset(config))
+
+    @abstractmethod
+    def make_layers(self) -> None:
+        """Set the modules between `fc` and `norm`."""
 
     @property
     def vocabulary(self) -> Tensor:
@@ -82,11 +107,6 @@ class Eagle3(FeatureDraft):
         """Which residual streams are read."""
         return tuple(self.config["eagle_aux_hidden_state_layer_ids"])
 
-    @property
-    def layer(self) -> Any:
-        """See the base, as are the next four."""
-        return self.midlayer
-
     def combine(self, hidden: Tensor) -> Tensor:
         """One product of all tapped states; ValueError if they are of another width."""
         if hidden.shape[-1] != self.fc.in_features:
@@ -95,6 +115,28 @@ class Eagle3(FeatureDraft):
             )
         combined: Tensor = self.fc(hidden)
         return combined
+
+    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """A norm and an output matrix of its own, of the draft's tokens."""
+        hidden = self.normed(state, self.norm)
+        return hidden, self.lm_head(hidden)
+
+
+Tapped = TypeVar("Tapped", bound=TappedDraft)
+
+
+class Eagle3(TappedDraft, FeatureDraft):
+    """The head; parameters carry the names of the checkpoint."""
+
+    def make_layers(self) -> None:
+        """Set the layer, which reads the embedding and the state side by side."""
+        self.norm_before_residual = self.config.get("norm_before_residual", False)
+        self.midlayer = decoder_layer(self.config, 2 * self.config["hidden_size"], ("input_layernorm", "hidden_norm"))
+
+    @property
+    def layer(self) -> Any:
+        """See the base, as are the next two."""
+        return self.midlayer
 
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """The embedding, then the state, each normed; J = 2 H."""
@@ -107,10 +149,12 @@ class Eagle3(FeatureDraft):
         """The state."""
         return self.normed(state, self.layer["hidden_norm"]) if self.norm_before_residual else state
 
-    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """A norm and an output matrix of its own, of the draft's tokens."""
-        hidden = self.normed(state, self.norm)
-        return hidden, self.lm_head(hidden)
+
+def require_mask(token_id: Any, vocab_size: int) -> int:
+    """Return what is read where no token is known; ValueError if it is not one of the target's."""
+    if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+        raise ValueError(f"the mask must be a token of 0 to {vocab_size - 1}, the target's; got {token_id}")
+    return token_id
 
 
 def is_subset(config: dict[str, Any]) -> bool:
@@ -118,19 +162,28 @@ def is_subset(config: dict[str, Any]) -> bool:
     return bool(config["draft_vocab_size"] != config["vocab_size"])
 
 
-class Format:
-    """The directory of a family of such heads: those functions of `models.drafts.Family` that all of them share."""
+class Format(Generic[Tapped]):
+    """The directory of a family of such drafts: those functions of `models.drafts.Family` that all of them share."""
 
     def __init__(
-        self, family: str, architectures: tuple[str, ...], head: Callable[[dict[str, Any], Tensor], Eagle3]
+        self,
+        family: str,
+        architectures: tuple[str, ...],
+        head: Callable[[dict[str, Any], Tensor], Tapped],
+        start: Callable[[Tapped, Path, int], None],
     ) -> None:
-        self._family, self._architectures, self._head = family, architectures, head
+        """Take what differs.
 
-    def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
-        """Make a head that starts from the target's last layer.
+        Args:
+            family: its name.
+            architectures: of its config.json; the first is written.
+            head: makes a draft without weights, of its config and the target's embedding.
+            start: sets a new draft's layers, of the target's directory and the number of its last layer.
+        """
+        self._family, self._architectures, self._head, self._start = family, architectures, head, start
 
-        Its hidden-state half of the attention and its MLP are the target's, the embedding half is zero, and `fc` passes
-        the deepest tapped layer through, so an untrained head already drafts better than chance.
+    def create(self, params: HeadParams, target_dir: Path, token_counts: np.ndarray) -> Tapped:
+        """Make a draft whose `fc` passes the deepest tapped layer through, and which says what the target says of it.
 
         Args:
             params: the head's shape.
@@ -151,11 +204,15 @@ class Format:
             raise ValueError(f"aux_layers must ascend within 0 to {source.num_hidden_layers}; got {list(layers)}")
         config = self.config(source, params.vocab_size, layers, describe(target_dir)) | params.more(source.vocab_size)
         head = self._head(config, read_tensor(target_dir, "model.embed_tokens.weight").float())
-        _start_from_last_layer(head, target_dir, source.num_hidden_layers - 1)
+        with torch.no_grad():
+            head.fc.weight.zero_()
+            head.fc.weight[:, -source.hidden_size :] = torch.eye(source.hidden_size)
+            head.norm.weight.copy_(read_tensor(target_dir, "model.norm.weight"))
+            self._start(head, target_dir, source.num_hidden_layers - 1)
         _set_vocabulary(head, target_dir, choose_vocabulary(token_counts, params.vocab_size))
         return head
 
-    def renew(self, draft: Eagle3, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
+    def renew(self, draft: Tapped, target_dir: Path, token_counts: np.ndarray) -> Tapped:
         """Let the draft vocabulary follow the traffic within its size; new tokens' rows start from the target's."""
         wanted = choose_vocabulary(token_counts, len(draft.d2t))
         known = {int(token): row for row, token in enumerate(draft.vocabulary)}
@@ -167,7 +224,7 @@ class Format:
                     draft.lm_head.weight[row] = before[known[token]]
         return draft
 
-    def save(self, draft: Eagle3, directory: Path) -> None:
+    def save(self, draft: Tapped, directory: Path) -> None:
         """Write config.json and bfloat16 safetensors into `directory`, as the engine loads them."""
         tensors = {
             name: tensor.detach().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
@@ -176,7 +233,7 @@ class Format:
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         write_config(draft.config, self._family, directory)
 
-    def load(self, directory: Path, target_dir: Path) -> Eagle3:
+    def load(self, directory: Path, target_dir: Path) -> Tapped:
         """Read a head back, in float32, with the target's embedding beside it.
 
         Raises:
@@ -232,25 +289,25 @@ def _default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3), num_layers}))
 
 
-def _start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
+def start_from_last_layer(head: Eagle3, target_dir: Path, last: int) -> None:
+    """Start a head from the target's last layer, so that it drafts better than chance before it is trained.
+
+    The hidden-state half of its attention and its MLP are the target's, the embedding half is zero.
+    """
     hidden = head.config["hidden_size"]
-    with torch.no_grad():
-        head.fc.weight.zero_()
-        head.fc.weight[:, -hidden:] = torch.eye(hidden)
-        for name, parameter in head.midlayer.named_parameters():
-            if name == "hidden_norm.weight":
-                parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
-            elif name == "input_layernorm.weight":
-                parameter.fill_(1.0)
-            elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
-                parameter.zero_()
-                parameter[:, hidden:] = read_tensor(target_dir, f"model.layers.{last}.{name}")
-            else:
-                parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.{name}"))
-        head.norm.weight.copy_(read_tensor(target_dir, "model.norm.weight"))
+    for name, parameter in head.midlayer.named_parameters():
+        if name == "hidden_norm.weight":
+            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
+        elif name == "input_layernorm.weight":
+            parameter.fill_(1.0)
+        elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):
+            parameter.zero_()
+            parameter[:, hidden:] = read_tensor(target_dir, f"model.layers.{last}.{name}")
+        else:
+            parameter.copy_(read_tensor(target_dir, f"model.layers.{last}.{name}"))
 
 
-def _set_vocabulary(head: Eagle3, target_dir: Path, vocabulary: Tensor) -> None:
+def _set_vocabulary(head: Tapped, target_dir: Path, vocabulary: Tensor) -> None:
     with torch.no_grad():
         head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
         head.lm_head.weight.copy_(output_embedding(target_dir)[vocabulary])

@@ -11,7 +11,7 @@ on the rows that have a loss.
 Letters beyond those of `models.drafts`: n rows of a pass, J width of what queries, keys and values are products of.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from models.proposal import Proposal
 from models.trees import path_to
 
 
-class FeatureDraft(Draft):
-    """The layer; parameters carry the names of the checkpoint.
+class LayeredDraft(Draft):
+    """What drafts of decoder layers of Llama's kind share; parameters carry the names of the checkpoint.
 
     The target's embedding is borrowed: it is read, never trained and never saved.
     """
@@ -51,6 +51,29 @@ class FeatureDraft(Draft):
         self.register_buffer("embedding", embedding, persistent=False)
         frequencies, self.rope_scale = rope_frequencies(LlamaConfig(**config), self.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
+        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width]."""
+        heads = projected.unflatten(-1, (num_heads, self.head_dim))
+        angles = positions[..., None].float() * self.frequencies
+        cos, sin = ((wave[..., None, :] * self.rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
+        """[…, H] → […, H] with the output of a layer's MLP added."""
+        mlp = layer["mlp"]
+        x = self.normed(residual, layer["post_attention_layernorm"])
+        added: Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        return residual + added
+
+    def normed(self, x: Tensor, scale: "Scale") -> Tensor:
+        """RMSNorm over the last axis."""
+        return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
+
+
+class FeatureDraft(LayeredDraft):
+    """The one layer."""
 
     @property
     @abstractmethod
@@ -151,32 +174,13 @@ class FeatureDraft(Draft):
             own.append(self.keys_values(joined, index + step))
         queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
         attended = self._attend(queries, sequence, index, keys, values, own)
-        return self.feed_forward(self.residual(state, joined) + self.layer["self_attn"]["o_proj"](attended))
+        return self.feed_forward(self.layer, self.residual(state, joined) + self.layer["self_attn"]["o_proj"](attended))
 
     def keys_values(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[…, J] at `positions` […] → keys and values […, kv heads, width]."""
         attention = self.layer["self_attn"]
         keys = self.rotated(attention["k_proj"](joined), self.num_kv_heads, positions)
         return keys, attention["v_proj"](joined).unflatten(-1, (self.num_kv_heads, self.head_dim))
-
-    def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
-        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width]."""
-        heads = projected.unflatten(-1, (num_heads, self.head_dim))
-        angles = positions[..., None].float() * self.frequencies
-        cos, sin = ((wave[..., None, :] * self.rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-    def feed_forward(self, residual: Tensor) -> Tensor:
-        """[n, H] → [n, H] with the MLP's output added."""
-        mlp = self.layer["mlp"]
-        x = self.normed(residual, self.layer["post_attention_layernorm"])
-        added: Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
-        return residual + added
-
-    def normed(self, x: Tensor, scale: "Scale") -> Tensor:
-        """RMSNorm over the last axis."""
-        return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
 
     def _attend(
         self,
@@ -225,8 +229,45 @@ class _Node(NamedTuple):
     logits: Tensor
 
 
-class FeatureDrafter:
-    """See `models.drafts.Drafter`. Only the first unroll's keys and values outlive a step."""
+class PathDrafter(ABC):
+    """See `models.drafts.Drafter`. What follows a node hangs on the tokens on its path, on its depth at least."""
+
+    draft: LayeredDraft
+
+    @abstractmethod
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the logits [n, D] after some tokens, which follow the last certain one."""
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """See the base."""
+        path: tuple[int, ...] = ()
+        drawn_from = []
+        num_tokens = min(num_tokens, self.draft.max_depth or num_tokens)
+        while True:
+            logits = self._after([path])[0]
+            token, q = draw(logits)
+            path = (*path, token)
+            drawn_from.append(q)
+            if len(path) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
+                break
+        return Proposal.chain(path, drawn_from, self.draft.embedding.device)
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.drafters.Expander`; nothing follows a node that is as deep as the draft can go."""
+        paths = [path_to(node, token_ids, parents) for node in nodes]
+        deepest = self.draft.max_depth
+        rows = [row for row, path in enumerate(paths) if deepest is None or len(path) < deepest]
+        found = self.draft.embedding.new_full((len(nodes), len(self.draft.embedding)), float("-inf"))
+        if rows:
+            log_probs = self._after([paths[row] for row in rows]).log_softmax(-1)
+            found[torch.tensor(rows, device=found.device)[:, None], self.draft.vocabulary] = log_probs
+        return found
+
+
+class FeatureDrafter(PathDrafter):
+    """See the base; a node is run once. Only the first unroll's keys and values outlive a step."""
+
+    draft: FeatureDraft
 
     def __init__(self, draft: FeatureDraft, max_len: int) -> None:
         self.draft = draft
@@ -244,26 +285,6 @@ class FeatureDrafter:
         self._keys[:, start:stop], self._values[:, start:stop] = keys, values
         self._state, self._last, self._length = combined[0, -1:], token_ids[-1:], stop
         self._nodes = {}
-
-    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
-        path: tuple[int, ...] = ()
-        drawn_from = []
-        while True:
-            logits = self._after([path])[0]
-            token, q = draw(logits)
-            path = (*path, token)
-            drawn_from.append(q)
-            if len(path) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
-                break
-        return Proposal.chain(path, drawn_from, self._last.device)
-
-    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafters.Expander`; a node is run once."""
-        logits = self._after([path_to(node, token_ids, parents) for node in nodes])
-        found = logits.new_full((len(nodes), len(self.draft.embedding)), float("-inf"))
-        found[:, self.draft.vocabulary] = logits.log_softmax(-1)
-        return found
 
     def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the logits [n, D] after some tokens, of which those that were not yet there are run level by level."""

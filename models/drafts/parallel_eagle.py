@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
-from models.eagle3_heads import Eagle3, Format, HeadParams
+from models.eagle3_heads import Eagle3, Format, MaskedParams, require_mask, start_from_last_layer
 from models.features import FeatureDrafter
 from models.proposal import Proposal
 
@@ -39,24 +39,25 @@ UNSERVED = (
 )
 
 
-class Params(HeadParams):
+class Params(MaskedParams):
     """Shape of a new head.
 
     Attributes:
-        mask_token_id: the target's token that is read where none is known; its last one by default.
         retention: share of a place's rows that are trained at the next place too.
         least_retention: share of all rows that every place is trained on.
     """
 
     name: Literal["parallel_eagle"] = "parallel_eagle"
-    mask_token_id: int | None = Field(None, ge=0)
     retention: float = Field(0.7, gt=0, le=1)
     least_retention: float = Field(0.2, ge=0, le=1)
 
     def more(self, vocab_size: int) -> dict[str, Any]:
         """See the base."""
-        token = vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
-        return {"ptd_token_id": token, "retention": self.retention, "least_retention": self.least_retention}
+        return {
+            "ptd_token_id": self.mask(vocab_size),
+            "retention": self.retention,
+            "least_retention": self.least_retention,
+        }
 
 
 class ParallelEagle(Eagle3):
@@ -71,10 +72,7 @@ class ParallelEagle(Eagle3):
             ValueError: the mask is no token of the target's.
         """
         super().__init__(config, embedding)
-        token = config.get("ptd_token_id")
-        if not isinstance(token, int) or not 0 <= token < config["vocab_size"]:
-            raise ValueError(f"the mask must be a token of 0 to {config['vocab_size'] - 1}, the target's; got {token}")
-        self.mask_token_id = token
+        self.mask_token_id = require_mask(config.get("ptd_token_id"), config["vocab_size"])
         self.mask_hidden = nn.Parameter(torch.empty(1, self.fc.in_features))
 
     def advance(self, step: int, state: Tensor, token_ids: Tensor, *rest: Any) -> Tensor:
@@ -120,7 +118,7 @@ class ParallelEagle(Eagle3):
         queries, keys, values = (heads.transpose(0, 1)[None] for heads in (queries, keys, values))
         attended = functional.scaled_dot_product_attention(queries, keys, values, seen, enable_gqa=True)
         attended = self.layer["self_attn"]["o_proj"](attended[0].transpose(0, 1).flatten(1))
-        return self.say(self.feed_forward(self.residual(state, joined) + attended))[1]
+        return self.say(self.feed_forward(self.layer, self.residual(state, joined) + attended))[1]
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""
@@ -155,16 +153,16 @@ class _Drafter(FeatureDrafter):
             self._run_by = self.draft
 
 
-_format = Format(FAMILY, ARCHITECTURES, ParallelEagle)
+_format = Format(FAMILY, ARCHITECTURES, ParallelEagle, start_from_last_layer)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
 
 
-def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle3:
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> ParallelEagle:
     """See `models.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
     head = _format.create(params, target_dir, token_counts)
     vector = torch.randn(1, head.fc.in_features, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        head.get_parameter("mask_hidden").copy_(vector)
+        head.mask_hidden.copy_(vector)
     return head
 
 

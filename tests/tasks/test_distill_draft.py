@@ -52,7 +52,7 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clover", "eagle", "hydra", "medusa", "parallel_eagle"])
+@pytest.mark.parametrize("name", ["clover", "dflash", "eagle", "hydra", "medusa", "parallel_eagle"])
 def test_a_family_that_reads_the_targets_states_is_built_and_goes_on_learning_in_refreshes(
     name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

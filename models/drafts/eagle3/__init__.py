@@ -15,7 +15,7 @@ from models.checkpoint import read_stored, read_tensor, tensor_names
 from models.draft_files import check_made_for, fused, read_json
 from models.drafts import EngineWeights
 from models.drafts.eagle3.layouts import LAYER_NAMES, is_published, read_published
-from models.eagle3_heads import WEIGHTS, Eagle3, Format, HeadParams, is_subset
+from models.eagle3_heads import WEIGHTS, Eagle3, Format, HeadParams, is_subset, start_from_last_layer
 from models.targets import describe
 
 PAPER = "arXiv:2503.01840"
@@ -31,7 +31,7 @@ class Params(HeadParams):
     name: Literal["eagle3"] = "eagle3"
 
 
-_format = Format(FAMILY, ARCHITECTURES, Eagle3)
+_format = Format(FAMILY, ARCHITECTURES, Eagle3, start_from_last_layer)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 expected_shapes = _format.expected_shapes
 

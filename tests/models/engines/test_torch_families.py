@@ -17,10 +17,22 @@ from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 FAMILIES = catalog.names("drafts")
-EXPANDING = ["clover", "eagle", "eagle3", "early_exit", "hydra", "lm", "medusa", "parallel_eagle", "self_skip"]
+EXPANDING = [
+    "clover",
+    "dflash",
+    "eagle",
+    "eagle3",
+    "early_exit",
+    "hydra",
+    "lm",
+    "medusa",
+    "parallel_eagle",
+    "self_skip",
+]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 SAMPLED = [
     "clover",
+    "dflash",
     "eagle",
     "early_exit",
     "hydra",

@@ -50,7 +50,7 @@ def draft_one_by_one(
         v = torch.stack(values).repeat_interleave(groups, 1)
         weights = (torch.einsum("hw,thw->ht", query, k) * head.head_dim**-0.5).softmax(-1)
         attended = torch.einsum("ht,thw->hw", weights, v).flatten()
-        state = head.feed_forward(state + head.midlayer["self_attn"]["o_proj"](attended))
+        state = head.feed_forward(head.midlayer, state + head.midlayer["self_attn"]["o_proj"](attended))
         logits.append(head.lm_head(head.normed(state, head.norm)))
     return logits
 

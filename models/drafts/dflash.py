@@ -1,0 +1,239 @@
+"""DFlash: a block-diffusion draft, which says a whole block in one pass over masks.
+
+    x(t+1), [mask], …, [mask]  →  layers that see the target's states ≤ t and the whole block  →  –, q₁, q₂, …
+
+The target's tapped states, as one product and normed, go into the keys and values of every layer beside the block's
+own; queries are the block's alone. So the text before costs two products a layer and a token. Each place of a block
+sees all others, but not which tokens they become. A block always has `block_size` places, the last certain token
+among them, as in training; what was not asked for is thrown away.
+
+Trained as the paper says: cross-entropy to the tokens that came, in all places of a block at once, place k with weight
+exp(−(k − 1) / 4), which is its choice for blocks of 8. It draws some rows of a text as beginnings of blocks, here every
+row is one. New layers start as the target's last ones instead of at random.
+
+The directory is in the layout of vLLM's DFlash (`dflash_config`).
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.checkpoint import read_tensor
+from models.drafts import KeepRows, Procedure, Rows, Unrolled
+from models.eagle3_heads import Format, MaskedParams, TappedDraft, require_mask
+from models.features import PathDrafter, Scale, decoder_layer
+from models.losses import cross_entropy
+
+PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"
+FAMILY = "dflash"
+ARCHITECTURES = ("DFlashDraftModel",)
+TRAINED = True
+SERVED = False
+# Read in vLLM 0.32: model_executor/models/qwen3_dflash.py, _normalize_context_k. Ran: its rms_norm on a CPU.
+UNSERVED = (
+    "vLLM norms the injected keys of all layers in one call, which on CPUs reads the gains of the first layer for each"
+)
+
+
+class Params(MaskedParams):
+    """Shape of a new draft.
+
+    Attributes:
+        num_layers: decoder layers.
+        block_size: places of a block; one less are drafted.
+    """
+
+    name: Literal["dflash"] = "dflash"
+    num_layers: int = Field(2, ge=1)
+    block_size: int = Field(8, ge=2)
+
+    def more(self, vocab_size: int) -> dict[str, Any]:
+        """See the base; `causal` is what vLLM asks for."""
+        return {
+            "model_type": "qwen3",
+            "num_hidden_layers": self.num_layers,
+            "block_size": self.block_size,
+            "dflash_config": {"mask_token_id": self.mask(vocab_size), "causal": False},
+        }
+
+
+class DFlash(TappedDraft):
+    """The layers; parameters carry the names of the checkpoint."""
+
+    procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=math.exp(-1 / 4))
+
+    def make_layers(self) -> None:
+        """Set the norm of what is injected, and layers with normed queries and keys.
+
+        Raises:
+            ValueError: the mask is no token of the target's, or a size is none.
+        """
+        for key, least in (("num_hidden_layers", 1), ("block_size", 2)):
+            if not isinstance(self.config.get(key), int) or self.config[key] < least:
+                raise ValueError(f"{key} must be a number from {least}; got {self.config.get(key)!r}")
+        masked = self.config.get("dflash_config")
+        token_id = masked.get("mask_token_id") if isinstance(masked, dict) else None
+        self.mask_token_id = require_mask(token_id, self.config["vocab_size"])
+        self.hidden_norm = Scale(self.config["hidden_size"])
+        self.layers = nn.ModuleList(self._layer() for _ in range(self.config["num_hidden_layers"]))
+
+    def _layer(self) -> nn.Module:
+        layer: Any = decoder_layer(self.config, self.config["hidden_size"], ("input_layernorm",))
+        for name in ("q_norm", "k_norm"):
+            layer["self_attn"][name] = Scale(self.head_dim)
+        return nn.ModuleDict(layer)
+
+    @property
+    def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
+        """One token for each mask."""
+        return int(self.config["block_size"]) - 1
+
+    def num_unrolled(self, num_draft_tokens: int) -> int:
+        """Return what a block drafts: how much of it is asked for in serving changes nothing of it."""
+        return self.max_depth
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        """See `models.drafts.Draft`."""
+        injected = self.inject(rows.hidden, torch.arange(rows.hidden.shape[1], device=rows.hidden.device))
+        last = rows.token_ids[rows.sequence, rows.index + 1]
+        states = self.run_block(last, rows.sequence, rows.index, injected)
+        running, drafted = torch.arange(len(rows.index), device=rows.index.device), []
+        num_steps = min(num_steps, self.max_depth)
+        for step in range(num_steps):
+            hidden, logits = self.say(states[running, step])
+            drafted.append(Unrolled(running, logits, hidden))
+            if keep is not None and step + 1 < num_steps:
+                running = running[keep(step, running, logits)]
+        return drafted
+
+    def inject(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return for each layer the keys and values [B, T, kv heads, width] of tapped states [B, T, A·H]."""
+        combined = self.normed(self.combine(hidden), self.hidden_norm)
+        return [self._keys_values(layer, combined, positions) for layer in self.layers]
+
+    def run_block(self, last: Tensor, sequence: Tensor, index: Tensor, injected: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Run the block of rows [n] through all layers.
+
+        Args:
+            last: [n] the last certain token of each.
+            sequence, index: [n] as in `Rows`; rows of one sequence are contiguous.
+            injected: as `inject` returns.
+
+        Returns:
+            [n, block size − 1, H] of the masks.
+        """
+        token_ids = functional.pad(last[:, None], (0, self.max_depth), value=self.mask_token_id)
+        positions = index[:, None] + 1 + torch.arange(token_ids.shape[1], device=index.device)
+        state = functional.embedding(token_ids, self.embedding)
+        layer: Any
+        for layer, text in zip(self.layers, injected, strict=True):
+            attention = layer["self_attn"]
+            x = self.normed(state, layer["input_layernorm"])
+            queries = self._turned(attention["q_proj"](x), self.num_heads, attention["q_norm"], positions)
+            own = self._keys_values(layer, x, positions)
+            attended = attention["o_proj"](self._attend(queries, own, sequence, index, text))
+            state = self.feed_forward(layer, state + attended)
+        return state[:, 1:]
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
+
+    def _keys_values(self, layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        attention = layer["self_attn"]
+        keys = self._turned(attention["k_proj"](x), self.num_kv_heads, attention["k_norm"], positions)
+        return keys, attention["v_proj"](x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+    def _turned(self, projected: Tensor, num_heads: int, norm: Scale, positions: Tensor) -> Tensor:
+        """[…, heads·width] → [.., heads, width], normed head by head, and rotated."""
+        normed = self.normed(projected.unflatten(-1, (num_heads, self.head_dim)), norm)
+        return self.rotated(normed.flatten(-2), num_heads, positions)
+
+    def _attend(
+        self,
+        queries: Tensor,
+        own: tuple[Tensor, Tensor],
+        sequence: Tensor,
+        index: Tensor,
+        text: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attention of blocks [n, S, heads, width] to text [B, T, …] up to their index, and to themselves [n, S, …]."""
+        queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
+        own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
+        parts: list[Tensor] = []
+        start = 0
+        for number, count in zip(
+            *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
+        ):
+            here = slice(start, start := start + count)
+            limit = int(index[here].max()) + 1
+            keys, values = (one[number, :limit] for one in text)
+            unseen = torch.arange(limit, device=index.device) > index[here, None]
+            scores = torch.einsum("nskgw,tkw->nskgt", queries[here], keys)
+            scores = scores.masked_fill(unseen[:, None, None, None], float("-inf"))
+            weights = torch.cat([scores, own_scores[here]], dim=-1).float().softmax(-1).to(queries.dtype)
+            parts.append(
+                torch.einsum("nskgt,tkw->nskgw", weights[..., :limit], values)
+                + torch.einsum("nskgu,nukw->nskgw", weights[..., limit:], own[1][here])
+            )
+        return torch.cat(parts).flatten(2) if parts else queries.flatten(2)
+
+
+class _Drafter(PathDrafter):
+    """See the base; what follows a node hangs on its depth alone."""
+
+    draft: DFlash
+
+    def __init__(self, draft: DFlash, max_len: int) -> None:
+        self.draft = draft
+        shape = (1, max_len, draft.num_kv_heads, draft.head_dim)
+        device = draft.embedding.device
+        self._text = [tuple(torch.empty(shape, device=device) for _ in range(2)) for _ in draft.layers]
+        self._length = 0
+        self._last, self._logits = torch.empty(0), torch.empty(0)
+        self._run_by: DFlash | None = None
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        start, stop = self._length, self._length + len(hidden)
+        positions = torch.arange(start, stop, device=hidden.device)
+        for held, new in zip(self._text, self.draft.inject(hidden[None].float(), positions), strict=True):
+            for whole, part in zip(held, new, strict=True):
+                whole[:, start:stop] = part
+        self._last, self._length, self._run_by = token_ids[-1:], stop, None
+
+    def _after(self, paths: Any) -> Tensor:
+        if self._run_by is not self.draft:
+            text = [(keys[:, : self._length], values[:, : self._length]) for keys, values in self._text]
+            row = torch.zeros_like(self._last)
+            states = self.draft.run_block(self._last, row, row + self._length - 1, text)
+            self._logits, self._run_by = self.draft.say(states[0])[1], self.draft
+        return self._logits[[len(path) for path in paths]]
+
+
+def _start(draft: DFlash, target_dir: Path, last: int) -> None:
+    """Start each layer as one of the target's last ones, the norms of queries and keys at 1."""
+    draft.hidden_norm.weight.copy_(read_tensor(target_dir, f"model.layers.{last}.input_layernorm.weight"))
+    for number, layer in enumerate(draft.layers):
+        source = max(last + 1 - len(draft.layers) + number, 0)
+        for name, parameter in layer.named_parameters():
+            if not name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.copy_(read_tensor(target_dir, f"model.layers.{source}.{name}"))
+
+
+_format = Format(FAMILY, ARCHITECTURES, DFlash, _start)
+create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """Raise a ValueError: what vLLM drafts with it on a CPU is not what it says."""
+    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
+
+
+def vllm_weights(directory: Path) -> None:
+    """Return None: nothing is swapped."""
