@@ -60,10 +60,10 @@ class HeadParams(BaseParams):
 
 
 class MaskedParams(HeadParams):
-    """Shape of a new draft that reads a token in places where none is known.
+    """Shape of a new draft that reads a mask in places where no token is known.
 
     Attributes:
-        mask_token_id: that token, one of the target's; its last one by default.
+        mask_token_id: the target's token that is read where none is known; its last one by default.
     """
 
     mask_token_id: int | None = Field(None, ge=0)

@@ -8,10 +8,11 @@ sees all others, but not which tokens they become. A block always has `block_siz
 among them, as in training; what was not asked for is thrown away.
 
 Trained as the paper says: cross-entropy to the tokens that came, in all places of a block at once, place k with weight
-exp(−(k − 1) / 4), which is its choice for blocks of 8. It draws some rows of a text as beginnings of blocks, here every
-row is one. New layers start as the target's last ones instead of at random.
+exp(−(k − 1) / 4), as its code has it for blocks of 8. The paper draws some rows of a text as
+beginnings of blocks, here every row is one. New layers start as the target's last ones instead of at random.
 
-The directory is in the layout of vLLM's DFlash (`dflash_config`).
+The directory is in the layout of vLLM's DFlash (`dflash_config`): stock vLLM 0.32 drafted with one on a CPU, and
+accepted as much of it as the reference engine as long as all layers had nearly the same gains of keys.
 """
 
 import math

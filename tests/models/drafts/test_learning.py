@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 SHAPES: dict[str, dict[str, int]] = {
     "clover": {"vocab_size": 70},
+    "dflash": {"vocab_size": 70, "block_size": 5},
     "eagle": {"vocab_size": 70},
     "hydra": {"vocab_size": 70},
     "medusa": {"vocab_size": 70},
@@ -25,7 +26,10 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 NAMES = sorted(SHAPES)
 # Tokens a step after so little training. Why parallel_eagle learns less of it is not known: it misses 3.0 with 2.75.
-LEARNT = {"clover": 3.0, "eagle": 3.0, "hydra": 3.0, "medusa": 3.0, "parallel_eagle": 2.5}
+LEARNT = {"clover": 3.0, "dflash": 3.0, "eagle": 3.0, "hydra": 3.0, "medusa": 3.0, "parallel_eagle": 2.5}
+# Answers of either kind that are learnt, and passes over them. Of as few as the others dflash learnt 2.3 to 2.9, in
+# more passes too.
+ANSWERS, MORE = (40, 24, 16), {"dflash": (120, 72, 8)}
 VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
 # The likeliest tokens of a tree are certain.
 RULES = [name for name, rule in VERIFY.items() if rule.LOSSLESS and rule.SAMPLES and "certain" in rule.SIBLINGS]
@@ -48,10 +52,11 @@ def held_out(target: Path) -> dict[float, list[Sample]]:
 @pytest.fixture(scope="module")
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Draft, Draft]]:
     """Family to a new draft and a trained one."""
-    samples = planted.answers(target, 40, 1.0, seed=0) + planted.answers(target, 24, 0.0, seed=2)
-    params = distill.Params(num_epochs=16, batch_tokens=512, learning_rate=4e-3, num_threads=1)
     found = {}
     for name in NAMES:
+        num_sampled, num_greedy, num_epochs = MORE.get(name, ANSWERS)
+        samples = planted.answers(target, num_sampled, 1.0, seed=0) + planted.answers(target, num_greedy, 0.0, seed=2)
+        params = distill.Params(num_epochs=num_epochs, batch_tokens=512, learning_rate=4e-3, num_threads=1)
         family = family_named(name)
         new, draft = (family.create(family.Params(name=name, **SHAPES[name]), target, np.ones(259)) for _ in range(2))
         distill.train(draft, target, samples, params, K, tmp_path_factory.mktemp("work"))
