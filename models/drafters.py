@@ -4,11 +4,12 @@ Letters: n tokens or nodes, V target vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from models.layers.decoder import Begun, Cache, Decoder
+from models.proposal import Proposal
 
 
 @runtime_checkable
@@ -66,4 +67,32 @@ class SelfDrafter(Protocol):
         """Return how far the last certain token and the first drafted ones are on their way through the target.
 
         None if they have not begun, or something was extended since they were proposed.
+        """
+
+
+class Beside(NamedTuple):
+    """What the target reads in a pass beside the tokens.
+
+    Attributes:
+        vectors: [m, H] in place of embeddings.
+        parents: of each, the row that it follows; rows count on behind the last token's.
+    """
+
+    vectors: Tensor
+    parents: tuple[int, ...]
+
+
+@runtime_checkable
+class Asker(Protocol):
+    """A drafter that has vectors of its own read in the passes that verify what it drafted."""
+
+    def ask(self, proposal: Proposal) -> Beside:
+        """Say what is to be read beside what it has just proposed; what comes of it is handed to `hear`."""
+
+    def hear(self, states: Tensor, row: int) -> None:
+        """Take in what the target made of that; `extend` was called before.
+
+        Args:
+            states: [m, H] last hidden states, normed.
+            row: that of the last token that was accepted, 0 of the last certain one.
         """

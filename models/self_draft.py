@@ -26,8 +26,8 @@ from models.trees import lay_out
 from models.weightless import Format, Weightless
 
 
-class TargetPart(Draft):
-    """A draft that runs a part of the target.
+class TargetRunner(Draft):
+    """A draft that runs layers of the target.
 
     Attributes:
         target_dir: of the target.
@@ -36,17 +36,21 @@ class TargetPart(Draft):
     target_dir: Path
     _decoder: Decoder | None = None
 
-    @property
-    @abstractmethod
-    def skipped(self) -> Sublayers:
-        """What it leaves out of the target; neither nothing nor everything."""
-
     def decoder(self) -> Decoder:
         """Return a copy of the target in float32, for whoever asks outside of an engine."""
         device = str(self.vocabulary.device)
         if self._decoder is None or self._decoder.device != device:
             self._decoder = Decoder.load(self.target_dir, torch.float32, device)
         return self._decoder
+
+
+class TargetPart(TargetRunner):
+    """A draft that runs a part of the target."""
+
+    @property
+    @abstractmethod
+    def skipped(self) -> Sublayers:
+        """What it leaves out of the target; neither nothing nor everything."""
 
 
 class SelfDraft(TargetPart, Weightless):
@@ -90,25 +94,56 @@ class SelfDraft(TargetPart, Weightless):
         return TreeDrafter(self, max_len)
 
 
-class Drafter:
-    """See `models.drafts.Drafter` and `SelfDrafter`; it has a target of its own until one is shared.
+class SharedTarget:
+    """What drafters that run the target have in common; each has a target of its own until one is shared.
 
     Attributes:
         known: tokens that are certain.
         num_asked: of these, how many are the prompt's; the rest the target has said.
     """
 
-    def __init__(self, draft: TargetPart, max_len: int) -> None:
+    draft: TargetRunner
+
+    def __init__(self, draft: TargetRunner, max_len: int) -> None:
         self.draft = draft
         self.known: list[int] = []
         self.num_asked = 0
         self._max_len = max_len
         self._shared: tuple[Decoder, Cache] | None = None
-        self._begun: list[Begun] = []
 
     def share(self, target: Decoder, cache: Cache) -> None:
         """See `models.drafters.SelfDrafter`."""
         self._shared = target, cache
+
+    def begun(self) -> Begun | None:
+        """See `models.drafters.SelfDrafter`; nothing has."""
+        return None
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        if not self.known:
+            self.num_asked = len(token_ids) - 1
+        self.known += token_ids.tolist()[1 if self.known else 0 :]
+
+    def target_and_cache(self) -> tuple[Decoder, Cache]:
+        """Return what it drafts with; the cache holds all that is certain but the last token."""
+        if self._shared is None:
+            target = self.draft.decoder()
+            self._shared = target, Cache(target, self._max_len)
+        target, cache = self._shared
+        if unread := self.known[cache.length : -1]:
+            target.forward(torch.tensor(unread, device=target.device), cache)
+        return target, cache
+
+
+class Drafter(SharedTarget):
+    """See `models.drafts.Drafter` and `SelfDrafter`."""
+
+    draft: TargetPart
+
+    def __init__(self, draft: TargetPart, max_len: int) -> None:
+        super().__init__(draft, max_len)
+        self._begun: list[Begun] = []
 
     def begun(self) -> Begun | None:
         """See `models.drafters.SelfDrafter`."""
@@ -117,9 +152,7 @@ class Drafter:
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
         """See the base."""
-        if not self.known:
-            self.num_asked = len(token_ids) - 1
-        self.known += token_ids.tolist()[1 if self.known else 0 :]
+        super().extend(token_ids, hidden)
         self._begun = []
 
     def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
@@ -140,16 +173,6 @@ class Drafter:
                 break
         cache.length = start
         return Proposal.chain(proposed, drawn_from, target.device)
-
-    def target_and_cache(self) -> tuple[Decoder, Cache]:
-        """Return what it drafts with; the cache holds all that is certain but the last token."""
-        if self._shared is None:
-            target = self.draft.decoder()
-            self._shared = target, Cache(target, self._max_len)
-        target, cache = self._shared
-        if unread := self.known[cache.length : -1]:
-            target.forward(torch.tensor(unread, device=target.device), cache)
-        return target, cache
 
     def _logits(self, target: Decoder, states: Tensor, begun: Begun) -> Tensor:
         """[n, V] of what follows rows, from what `Decoder.partial` returned of them."""

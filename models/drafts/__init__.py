@@ -133,6 +133,13 @@ class Draft(nn.Module, ABC):
         """Return how many steps training unrolls where `num_draft_tokens` are served: as many that differ."""
         return min(num_draft_tokens, self.max_unroll or num_draft_tokens)
 
+    def num_vectors(self, num_tokens: int) -> int:
+        """Return the most vectors of its own that the target reads beside `num_tokens` drafted tokens.
+
+        None, but in families whose drafters are `models.drafters.Asker`s.
+        """
+        return 0
+
     @abstractmethod
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """Draft `num_steps` tokens from every row, fed with the tokens that really came.

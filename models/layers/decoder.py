@@ -118,6 +118,7 @@ class Decoder:
         taps: tuple[int, ...] = (),
         parents: Sequence[int] | None = None,
         begun: Begun | None = None,
+        vectors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run tokens that follow what is in the cache, and add them to it.
 
@@ -128,19 +129,23 @@ class Decoder:
             parents: the row, below its own, that each token follows, or counted back from -1 a token of the cache: it
                 sees all on its path, and its position is the path's length. None is a chain.
             begun: layers that the first rows need not go through again.
+            vectors: [m, H] rows behind the tokens' that are read as if they were embeddings; `parents` has one for each
+                of them too.
 
         Returns:
-            last hidden states [n, H], normed, and tapped ones [n, A·H], not normed.
+            last hidden states [n, H], normed, and tapped ones [n, A·H], not normed, those of vectors behind the others.
 
         Raises:
-            ValueError: the cache can't hold the tokens, or a tap is one of the layers that rows have gone through.
+            ValueError: the cache can't hold the rows, or a tap is one of the layers that rows have gone through.
         """
         if begun is not None and any(tap < begun.num_layers for tap in taps):
             raise ValueError(f"rows that begin after {begun.num_layers} layers have no states of layer {min(taps)}")
-        parts = []
-        chunk = CHUNK if begun is None else len(token_ids)
-        for tokens, rows in self._passes(token_ids, cache, parents, chunk):
-            state, first = functional.embedding(tokens, self._embedding), 0
+        parts, embedded = [], functional.embedding(token_ids, self._embedding)
+        if vectors is not None:
+            embedded = torch.cat([embedded, vectors.to(embedded)])
+        chunk = CHUNK if begun is None else len(embedded)
+        for read, rows in self._passes(embedded, cache, parents, chunk):
+            state, first = read, 0
             if begun is not None:
                 first, done = begun.num_layers, len(begun.states)
                 state = torch.cat([begun.states, self._through(range(first), state[done:], cache, rows.after(done))])
@@ -149,7 +154,7 @@ class Decoder:
                 state = self._through(range(number, number + 1), state, cache, rows)
                 if number + 1 in taps:
                     kept[number + 1] = state
-            cache.length += len(tokens)
+            cache.length += len(read)
             tapped = torch.cat([kept[number] for number in taps], dim=-1) if taps else state[:, :0]
             parts.append((self._normed(state, self._norm), tapped))
         return _joined(parts)
@@ -173,10 +178,11 @@ class Decoder:
         """
         whole = min(skipped.attention | skipped.mlp, default=self.num_layers)
         parts = []
-        for tokens, rows in self._passes(token_ids, cache, parents):
-            begun = self._through(range(whole), functional.embedding(tokens, self._embedding), cache, rows)
+        embedded = functional.embedding(token_ids, self._embedding)
+        for read, rows in self._passes(embedded, cache, parents):
+            begun = self._through(range(whole), read, cache, rows)
             state = self._through(range(whole, self.num_layers), begun, cache, rows, skipped)
-            cache.length += len(tokens)
+            cache.length += len(read)
             parts.append((self._normed(state, self._norm), begun))
         states, begun = _joined(parts)
         return states, Begun(whole, begun)
@@ -186,16 +192,16 @@ class Decoder:
         return self._head(states).float()
 
     def _passes(
-        self, token_ids: Tensor, cache: Cache, parents: Sequence[int] | None, chunk: int = CHUNK
+        self, embedded: Tensor, cache: Cache, parents: Sequence[int] | None, chunk: int = CHUNK
     ) -> Iterator[tuple[Tensor, "_Rows"]]:
-        """Yield tokens and their rows, of a chain so many at a time; who takes them lets the cache grow by them."""
-        if cache.length + len(token_ids) > cache.max_len:
-            raise ValueError(f"{cache.length} tokens and {len(token_ids)} more; the cache holds {cache.max_len}")
-        if parents is not None and list(parents) != list(range(-1, len(token_ids) - 1)):
-            yield token_ids, self._tree(cache, parents)
+        """Yield what is read [n, H] and its rows, of a chain so many at a time; who takes them lets the cache grow."""
+        if cache.length + len(embedded) > cache.max_len:
+            raise ValueError(f"{cache.length} tokens and {len(embedded)} more; the cache holds {cache.max_len}")
+        if parents is not None and list(parents) != list(range(-1, len(embedded) - 1)):
+            yield embedded, self._tree(cache, parents)
             return
-        for tokens in token_ids.split(chunk):
-            yield tokens, self._chain(cache, len(tokens))
+        for read in embedded.split(chunk):
+            yield read, self._chain(cache, len(read))
 
     def _chain(self, cache: Cache, num_tokens: int) -> "_Rows":
         start, stop = cache.length, cache.length + num_tokens

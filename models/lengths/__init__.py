@@ -42,6 +42,7 @@ class View:
         cost: what steps take.
         confidences: of each pass of the draft in this step, from 0 to 1 (`models.drafts.confidence`, or the policy's
             `estimate`).
+        vectors: how many rows of its own the draft has read beside 0 tokens, beside one, and so on; empty if never any.
     """
 
     limit: int
@@ -50,6 +51,11 @@ class View:
     num_running: int
     cost: Cost
     confidences: tuple[float, ...] = ()
+    vectors: tuple[int, ...] = ()
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Return the rows of the target's pass that verifies so many drafted tokens."""
+        return 1 + num_tokens + (self.vectors[num_tokens] if self.vectors else 0)
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -136,7 +136,7 @@ def num_draft_tokens(view: View, params: Params) -> int:
         params: `explore` sets how often a token is drafted where none pays; nothing is kept steady.
     """
     num, cost = view.num_running, view.cost
-    times = [cost.step_ms(num, num * (1 + length), length) for length in range(view.limit + 1)]
+    times = [cost.step_ms(num, num * view.num_rows(length), length) for length in range(view.limit + 1)]
     known = [ms for ms in times if ms is not None]
     if len(known) < len(times):
         return view.limit

@@ -8,7 +8,7 @@ import torch
 
 from infra.artifacts import publish, staged
 from infra.versions import Pair, Version
-from models.drafts import open_draft, retrieval, self_skip
+from models.drafts import family_named, open_draft, retrieval, self_skip
 from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers
@@ -52,13 +52,14 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clover", "dflash", "eagle", "hydra", "medusa", "parallel_eagle"])
-def test_a_family_that_reads_the_targets_states_is_built_and_goes_on_learning_in_refreshes(
+@pytest.mark.parametrize("name", ["clover", "dflash", "eagle", "hydra", "medusa", "parallel_eagle", "prompt_tokens"])
+def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
     name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": name, "vocab_size": 128}
+    own = {"vocab_size": 128} if "vocab_size" in family_named(name).Params.model_fields else {}
+    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": name, **own}
     recipe = parse_recipe({"name": "r", **tables}, "r")
     with staged(tmp_path / "target") as directory:
         copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))

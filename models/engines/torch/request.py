@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafters import Expander, Observer, Remembering, SelfDrafter
+from models.drafters import Asker, Expander, Observer, Remembering, SelfDrafter
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
 from models.engines.torch.sampling import draw, probabilities
@@ -54,11 +54,14 @@ class Request:
         self._prompt_ids = list(prompt_ids)
         limit = min(self._params.max_model_len, len(prompt_ids) + sampling.max_tokens)
         self._max_new = limit - len(prompt_ids)
-        # A step's last drafted tokens may reach past the end.
-        self._cache = Cache(self._target, limit + self.CHUNKS * self._params.num_draft_tokens + 1)
         self._draft, self.draft_version = engine.loaded, engine.draft_version
+        # A step's last drafted tokens may reach past the end, and stand there with what is read beside them.
+        drafted = self._params.num_draft_tokens
+        beside = 0 if self._draft is None else self._draft.num_vectors(drafted)
+        self._cache = Cache(self._target, limit + self.CHUNKS * drafted + 1 + beside)
         self._drafter: Drafter | None = None
         self._taps: tuple[int, ...] = ()
+        self._vectors: tuple[int, ...] = ()
         if self._draft is not None and engine.speculating:
             self._drafter = self._draft.drafter(self._cache.max_len)
             if isinstance(self._drafter, SelfDrafter):
@@ -82,6 +85,8 @@ class Request:
         if self._drafter is not None:
             self._drafter.draft = draft
             self._taps, self._vocabulary = draft.taps, draft.vocabulary
+            numbers = [draft.num_vectors(number) for number in range(self._params.num_draft_tokens + 1)]
+            self._vectors = tuple(numbers) if any(numbers) else ()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -100,7 +105,12 @@ class Request:
         tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
         last, before = self.token_ids[-1], self._cache.length
         begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) else None
-        states, tapped = self._target.forward(self._ids([last, *tokens]), self._cache, self._taps, parents, begun)
+        asker = self._drafter if tokens and isinstance(self._drafter, Asker) else None
+        vectors, beside = (None, ()) if asker is None else asker.ask(proposal)
+        states, tapped = self._target.forward(
+            self._ids([last, *tokens]), self._cache, self._taps, (*parents, *beside), begun, vectors
+        )
+        states, heard = states.tensor_split([len(parents)])
         logits = self._target.logits(states)
         verified = self._verify(proposal, logits, states)
         accepted = int(verified.num_accepted[0])
@@ -111,9 +121,11 @@ class Request:
         self._counts.append((len(tokens), accepted))
         self._observe([last, *tokens], logits)
         self._extend([last], emitted, tapped[rows])
+        if asker is not None:
+            asker.hear(heard, rows[-1])
         self._emit(emitted, logits, rows)
         done = time.perf_counter()
-        self._engine.took(Took(1 + len(tokens), num_passes, drafted - started, done - drafted))
+        self._engine.took(Took(len(parents) + len(beside), num_passes, drafted - started, done - drafted))
 
     def end(self) -> None:
         """Let later requests draft from this one, if its draft does so."""
@@ -151,6 +163,7 @@ class Request:
             steps=tuple(self._counts),
             num_running=len(self._engine.running),
             cost=self._engine.cost,
+            vectors=self._vectors,
         )
 
     def _draw_drafted(self, logits: Tensor) -> tuple[int, Tensor | None]:

@@ -27,6 +27,7 @@ EXPANDING = [
     "lm",
     "medusa",
     "parallel_eagle",
+    "prompt_tokens",
     "self_skip",
 ]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
@@ -40,6 +41,7 @@ SAMPLED = [
     "kangaroo",
     "medusa",
     "parallel_eagle",
+    "prompt_tokens",
     "self_skip",
     "token_recycling",
 ]

@@ -139,6 +139,21 @@ def test_rows_may_go_on_from_any_token_of_the_cache(pair: tuple[torch.nn.Module,
 
 
 @torch.inference_mode()
+def test_vectors_are_read_as_embeddings_behind_the_tokens(pair: tuple[torch.nn.Module, Decoder]) -> None:
+    model, decoder = pair
+    ids, parents = torch.tensor([5, 6, 7, 8, 9]), (-1, 0, 1, 0, 3)
+    vectors = model.get_input_embeddings().weight[ids[3:]].detach()
+    one, other = Cache(decoder, 9), Cache(decoder, 9)
+    wanted, wanted_taps = decoder.forward(ids, one, (1,), parents)
+    found, taps = decoder.forward(ids[:3], other, (1,), parents, vectors=vectors)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(taps, wanted_taps)
+    assert one.length == other.length == 5
+    with pytest.raises(ValueError, match="5 tokens and 5 more; the cache holds 9"):
+        decoder.forward(ids[:3], other, (), parents, vectors=vectors)
+
+
+@torch.inference_mode()
 def test_a_sublayer_that_is_skipped_adds_nothing(pair: tuple[torch.nn.Module, Decoder]) -> None:
     """Held to the library's model with the output matrices of these sublayers at 0."""
     model, decoder = pair

@@ -53,6 +53,15 @@ def test_sizes_that_double_are_tried_once_until_they_are_timed() -> None:
     assert {num_draft_tokens(view(cost, steps=((0, 0),) * number), SHALLOW) for number in range(5)} == {8}
 
 
+def test_rows_that_the_draft_has_read_beside_the_tokens_cost_what_rows_cost() -> None:
+    """Of 3 tokens a step without a draft and 4 of 4 nodes, none pays with 9 rows beside that a tree has."""
+    cost = timed({1: 10.0, 2: 10.0, 3: 10.0, 5: 10.0, 9: 10.0, 18: 40.0}, 0.0)
+    beside = View(limit=8, position=20, steps=MANY, num_running=1, cost=cost, vectors=(0, *[9] * 8))
+    assert num_draft_tokens(view(cost), SHALLOW) == 8
+    assert beside.num_rows(8) == 18
+    assert num_draft_tokens(beside, SHALLOW) < 8
+
+
 def test_with_no_tokens_to_draft_none_are() -> None:
     assert num_draft_tokens(view(Cost(), steps=(), limit=0), PARAMS) == 0
 

@@ -1,0 +1,392 @@
+"""Parallel prompt decoding: learnt vectors behind a token let the target itself say what comes after the next one.
+
+    x₁ … xₙ, e₁, …, e_K  →  target  →  p(xₙ₊₁), q₁(xₙ₊₂), …, q_K(xₙ₊₁₊ₖ)
+
+The e are read in place of embeddings; they are all that is learnt, K vectors of the target's width. With an ensemble
+there are several chains of them, of which none sees another, and their logits are averaged. They start as embeddings of
+the commonest tokens.
+
+A step's guesses come out of the step before: its pass reads vectors behind each token that it verifies, because any of
+them may be the last that is accepted, and only those of this one are used. So the draft makes no pass, but rows of the
+target's; logits are computed of the K rows that are used. Which rows get vectors follows the paper's pruning, from the
+draft's own word instead of counts: a row's i-th vector counts as much as the row is likely to be the last that is
+accepted, times how likely i guesses in a row are right, and the best `num_vectors` are read, at least one behind each
+row. How large the tree is, is the engine's to choose; length policy `hardware_aware` counts these rows too. Where
+nothing was asked in the step before, in a request's first step and after a swap, a pass of the draft's own reads K
+rows.
+
+Trained on the target's distributions, 0.8ᵏ for place k, at places that are drawn anew each time: each is K rows through
+the whole target, forth and back.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from models.checkpoint import read_stored, read_tensor
+from models.draft_files import (
+    Shapes,
+    check_config,
+    made_for,
+    read_config,
+    require_llama_layout,
+    require_tensors,
+    write_config,
+)
+from models.drafters import Beside
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence
+from models.layers.decoder import Decoder
+from models.loading import load_floats, moved
+from models.params import BaseParams, validate
+from models.proposal import Proposal
+from models.self_draft import SharedTarget, TargetRunner
+from models.targets import TargetCard, describe
+from models.trees import path_to
+
+PAPER = "arXiv:2405.18628"
+FAMILY = "prompt_tokens"
+WEIGHTS = "model.safetensors"
+ARCHITECTURES = ("PromptTokens",)
+TRAINED = True
+SERVED = False
+TOGETHER = 64  # places that are read in one pass where a text is unrolled
+
+
+class Params(BaseParams):
+    """How many vectors there are, and how many are read.
+
+    Attributes:
+        num_prompts: K, the most tokens that are drafted one after the other.
+        ensemble: chains of vectors whose logits are averaged.
+        num_vectors: the most that a pass of the target reads beside the tokens, but at least one chain behind each.
+        share: of a text's places, those that a training step learns from.
+    """
+
+    name: Literal["prompt_tokens"] = "prompt_tokens"
+    num_prompts: int = Field(3, ge=1)
+    ensemble: int = Field(1, ge=1)
+    num_vectors: int = Field(12, ge=1)
+    share: float = Field(0.25, gt=0, le=1)
+
+
+class PromptTokens(TargetRunner):
+    """The vectors [ensemble, K, H]; all else is the target's.
+
+    Attributes:
+        params: see there.
+        config: as in config.json.
+    """
+
+    procedure = Procedure(follow="all", step_decay=0.8)
+    expands = True
+
+    def __init__(self, params: Params, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.params, self.config = params, config
+        self.vectors = nn.Parameter(torch.empty(params.ensemble, params.num_prompts, config["hidden_size"]))
+        self._models: dict[str, PreTrainedModel] = {}  # by device
+
+    @property
+    def max_depth(self) -> int:  # type: ignore[override]  # a number that the class does not know
+        """One token for each vector of a chain."""
+        return self.params.num_prompts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's states are not handed over: what it reads of them, it reads in the target."""
+        return ()
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """All of the target's."""
+        return torch.arange(self.config["vocab_size"], device=self.vectors.device)
+
+    def num_unrolled(self, num_draft_tokens: int) -> int:
+        """Return K: a tree may have more nodes than that, so how many are served does not tell which vectors are."""
+        return self.max_depth
+
+    def num_vectors(self, num_tokens: int) -> int:
+        """See `models.drafts.Draft`; a step that drafts nothing reads none."""
+        counts = self.allot([1.0] * (num_tokens + 1), [1.0] * self.max_depth) if num_tokens else []
+        return sum(counts) * self.params.ensemble
+
+    def allot(self, last: Sequence[float], right: Sequence[float]) -> list[int]:
+        """Choose how many vectors of a chain are read behind each row.
+
+        Args:
+            last: of each row, how likely it is to be the last that is accepted.
+            right: [K] how likely so many guesses in a row are right, never rising.
+        """
+        counts = [1] * len(last)
+        more = [(row, place) for row in range(len(last)) for place in range(1, len(right))]
+        more.sort(key=lambda one: -last[one[0]] * right[one[1]])
+        for row, _ in more[: max(self.params.num_vectors // self.params.ensemble - len(last), 0)]:
+            counts[row] += 1
+        return counts
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        """See `models.drafts.Draft`; with `rows.rng`, in training, of a share of the rows."""
+        running = torch.arange(len(rows.index), device=rows.index.device)
+        if rows.rng is not None:
+            num_kept = max(1, round(self.params.share * len(running)))
+            drawn = torch.randperm(len(running), generator=rows.rng, device=running.device)[:num_kept]
+            running = drawn.sort().values
+        model = self._model()
+        states = torch.zeros(len(rows.index), self.max_depth, self.config["hidden_size"], device=running.device)
+        for sequence in rows.sequence[running].unique().tolist():
+            here = running[rows.sequence[running] == sequence]
+            states = states.index_put((here,), self._read(model, rows.token_ids[sequence], rows.index[here]))
+        drafted = []
+        num_steps = min(num_steps, self.max_depth)
+        for step in range(num_steps):
+            hidden = states[running, step]
+            logits = model.lm_head(hidden)
+            drafted.append(Unrolled(running, logits, hidden))
+            if step + 1 < num_steps and keep is not None:
+                running = running[keep(step, running, logits)]
+        return drafted
+
+    def drafter(self, max_len: int) -> "_Drafter":
+        """See `models.drafts.Draft`."""
+        return _Drafter(self, max_len)
+
+    def _model(self) -> PreTrainedModel:
+        """Return a copy of the target that gradients go through."""
+        device = str(self.vectors.device)
+        if device not in self._models:
+            with torch.inference_mode(False):
+                self._models = {device: moved(load_floats(self.target_dir), device).requires_grad_(False)}
+        return self._models[device]
+
+    def _read(self, model: PreTrainedModel, token_ids: Tensor, index: Tensor) -> Tensor:
+        """Read the vectors behind some tokens of a text.
+
+        Args:
+            model: the target.
+            token_ids: [T] the text.
+            index: [n] the tokens' places.
+
+        Returns:
+            [n, K, H] last hidden states, normed, means over the ensemble.
+        """
+        stop, device = int(index.max()) + 1, index.device
+        with torch.no_grad():
+            cache = model.model(input_ids=token_ids[None, :stop], use_cache=True).past_key_values
+        size = self.params.ensemble * self.max_depth
+        places = torch.arange(self.max_depth, device=device).repeat(self.params.ensemble)
+        chains = torch.arange(self.params.ensemble, device=device).repeat_interleave(self.max_depth)
+        above = (chains[:, None] == chains) & (places[:, None] >= places)
+        found = []
+        for at in index.split(TOGETHER):
+            own = torch.block_diag(*[above] * len(at)).bool()
+            text = (torch.arange(stop, device=device) <= at[:, None]).repeat_interleave(size, 0)
+            seen = torch.cat([text, own], 1)
+            mask = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(torch.float32).min)
+            states = model.model(
+                inputs_embeds=self.vectors.flatten(0, 1).repeat(len(at), 1)[None],
+                attention_mask=mask[None, None],
+                position_ids=(at[:, None] + 1 + places).flatten()[None],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+            cache.crop(-len(own))  # which it has grown by
+            found.append(states[0].unflatten(0, (len(at), self.params.ensemble, self.max_depth)).mean(1))
+        return torch.cat(found)
+
+
+class _Drafter(SharedTarget):
+    """See `models.drafts.Drafter`, `Expander` and `Asker`."""
+
+    draft: PromptTokens
+
+    def __init__(self, draft: PromptTokens, max_len: int) -> None:
+        super().__init__(draft, max_len + draft.vectors.shape[0] * draft.max_depth)
+        self._heard: Tensor | None = None  # [k, H] behind the last token before the last certain one
+        self._heard_by = draft
+        self._guessed: Tensor | None = None  # [k, V] logits of it
+        self._asked: list[tuple[int, int]] = []  # of each row the first vector's number, and how many a chain has
+        self._sure = [(1, 1.0)] * draft.max_depth  # of each place how often it guessed, and the sum of its confidence
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        super().extend(token_ids, hidden)
+        self._heard = self._guessed = None
+
+    def ask(self, proposal: Proposal) -> Beside:
+        """See `models.drafters.Asker`."""
+        counts = self.draft.allot(self._chances(proposal), self._right())
+        vectors: list[Tensor] = []
+        parents: list[int] = []
+        self._asked = []
+        for row, count in enumerate(counts):
+            self._asked.append((len(parents), count))
+            for chain in self.draft.vectors:
+                above = len(counts) + len(parents)
+                vectors.append(chain[:count])
+                parents += [row, *range(above, above + count - 1)]
+        return Beside(torch.cat(vectors), tuple(parents))
+
+    def hear(self, states: Tensor, row: int) -> None:
+        """See `models.drafters.Asker`."""
+        first, count = self._asked[row]
+        self._heard = states[first : first + self.draft.params.ensemble * count].unflatten(0, (-1, count)).mean(0)
+        self._heard_by = self.draft
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """See the base; each place is a pass, though all were one."""
+        guessed = self._guesses()
+        proposed: list[int] = []
+        drawn_from: list[Tensor | None] = []
+        for logits in guessed[:num_tokens]:
+            token, q = draw(logits)
+            proposed.append(token)
+            drawn_from.append(q)
+            if len(proposed) < min(num_tokens, len(guessed)) and go_on is not None and not go_on(confidence(logits)):
+                break
+        return Proposal.chain(proposed, drawn_from, guessed.device)
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.drafters.Expander`; nothing follows a node that is as deep as there were vectors."""
+        guessed = self._guesses().log_softmax(-1)
+        found = guessed.new_full((len(nodes), guessed.shape[-1]), float("-inf"))
+        for place, node in enumerate(nodes):
+            depth = len(path_to(node, token_ids, parents))
+            if depth < len(guessed):
+                found[place] = guessed[depth]
+        return found
+
+    def _guesses(self) -> Tensor:
+        """Return [k, V] logits of the places after the last certain token; k ≤ K."""
+        if self._guessed is None or self._heard_by is not self.draft:
+            target = self._listen()
+            assert self._heard is not None
+            self._guessed = target.logits(self._heard.to(target.dtype))
+            for place, logits in enumerate(self._guessed):
+                times, total = self._sure[place]
+                self._sure[place] = times + 1, total + confidence(logits)
+        return self._guessed
+
+    def _listen(self) -> Decoder:
+        """Return the target; where it was not asked, it reads all vectors in a pass of their own."""
+        target, cache = self.target_and_cache()
+        if self._heard is None or self._heard_by is not self.draft:
+            start, size = cache.length, self.draft.max_depth
+            parents = [row - 1 if row % size else -1 for row in range(self.draft.vectors[..., 0].numel())]
+            nothing = torch.empty(0, dtype=torch.int64, device=target.device)
+            states, _ = target.forward(nothing, cache, (), parents, vectors=self.draft.vectors.flatten(0, 1))
+            cache.length = start
+            self._heard, self._heard_by = states.unflatten(0, (-1, size)).mean(0), self.draft
+        return target
+
+    def _chances(self, proposal: Proposal) -> list[float]:
+        """Return for each row how likely the draft finds it to be the last that is accepted."""
+        guessed, tokens = self._guesses().softmax(-1), proposal.token_ids[0]
+        depths = torch.tensor([len(path) - 1 for path in proposal.paths[1:]], device=tokens.device)
+        chances = [1.0]
+        for parent, chance in zip(proposal.parents, guessed[depths, tokens].tolist(), strict=True):
+            chances.append(chances[parent + 1] * chance)
+        last = list(chances)
+        for node, parent in enumerate(proposal.parents):
+            last[parent + 1] -= chances[node + 1]
+        return last
+
+    def _right(self) -> list[float]:
+        """Return for each place how likely all guesses up to it are right, by how sure the draft was so far."""
+        return list(accumulate((total / times for times, total in self._sure), mul))
+
+
+def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> PromptTokens:
+    """Make vectors that are embeddings of the commonest tokens, each one's its own.
+
+    Args:
+        params: how many.
+        target_dir: the target's directory (Llama layout).
+        token_counts: [V] how often each target token occurs in the traffic.
+
+    Raises:
+        ValueError: the target is of another layout.
+    """
+    require_llama_layout(AutoConfig.from_pretrained(target_dir).model_type, FAMILY)
+    card = describe(target_dir)
+    draft = PromptTokens(
+        params,
+        {
+            "architectures": list(ARCHITECTURES),
+            FAMILY: params.model_dump(mode="json"),
+            "hidden_size": card.hidden_size,
+            "vocab_size": card.vocab_size,
+            "dtype": "bfloat16",
+            "redraft": made_for(card),
+        },
+    )
+    draft.target_dir = target_dir
+    commonest = np.argsort(-np.asarray(token_counts), kind="stable")
+    chosen = np.resize(commonest, params.ensemble * params.num_prompts)
+    embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
+    with torch.no_grad():
+        draft.vectors.copy_(embedding[torch.from_numpy(chosen)].view_as(draft.vectors))
+    return draft
+
+
+def renew(draft: PromptTokens, target_dir: Path, token_counts: np.ndarray) -> PromptTokens:
+    """Return the draft as it is: it can say every token already."""
+    return draft
+
+
+def save(draft: PromptTokens, directory: Path) -> None:
+    """Write config.json and bfloat16 safetensors into `directory`."""
+    vectors = draft.vectors.detach().to(torch.bfloat16).contiguous().cpu()
+    save_file({"vectors": vectors}, directory / WEIGHTS, metadata={"format": "pt"})
+    write_config(draft.config, FAMILY, directory)
+
+
+def load(directory: Path, target_dir: Path) -> PromptTokens:
+    """Read a draft back, in float32; ValueError as `check`."""
+    check(directory, like=None, target=describe(target_dir))
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    draft = PromptTokens(_params(config, directory), config)
+    draft.load_state_dict(load_file(directory / WEIGHTS))
+    draft.target_dir = target_dir
+    return draft.float()
+
+
+def check(directory: Path, like: Path | None, target: TargetCard) -> None:
+    """See `models.drafts.Family`."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    params = _params(config, directory)
+    if config.get("hidden_size") != target.hidden_size:
+        raise ValueError(
+            f"draft {directory.name} has hidden_size {config.get('hidden_size')}, the target has {target.hidden_size}"
+        )
+    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
+    require_tensors(read_stored(directory), expected_shapes(config, params))
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """Raise a ValueError: vLLM has no such proposer."""
+    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
+
+
+def vllm_weights(directory: Path) -> None:
+    """Return None: vLLM loads nothing of it."""
+
+
+def expected_shapes(config: dict[str, Any], params: Params) -> Shapes:
+    """Return shape and dtype of the only tensor of a checkpoint."""
+    return {"vectors": ((params.ensemble, params.num_prompts, config["hidden_size"]), torch.bfloat16)}
+
+
+def _params(config: dict[str, Any], directory: Path) -> Params:
+    table = config.get(FAMILY)
+    if not isinstance(table, dict):
+        raise ValueError(f'draft {directory.name}: config.json has "{FAMILY}" {table!r}; wanted its settings')
+    return validate(Params, table, f"draft {directory.name}")
