@@ -85,6 +85,23 @@ class BorrowingDraft(FeatureDraft):
         return state, functional.linear(state, self.output)
 
 
+class NormedDraft(BorrowingDraft):
+    """See the base; it reads the last residual stream normed, the feature that the target's output matrix multiplies.
+
+    In training `feature_noise` of its config is on it.
+    """
+
+    def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
+        """Add what is drawn from U(−noise, noise)."""
+        drawn = torch.rand(state.shape, generator=rng, device=state.device, dtype=state.dtype)
+        noisy: Tensor = state + self.config["feature_noise"] * (2 * drawn - 1)
+        return noisy
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """The feature; ValueError if the states are of another width."""
+        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
+
+
 Kind = TypeVar("Kind", bound=BorrowingDraft)
 
 

@@ -279,7 +279,7 @@ class _Loop:
             after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
         for group in self.optimizer.param_groups:
             group["lr"] = self.params.learning_rate * warm * after
-        loss, first = self._loss(batch)
+        loss, first = self._loss(batch, done)
         if not torch.isfinite(loss):
             value = float(loss.detach())
             raise FloatingPointError(
@@ -291,14 +291,15 @@ class _Loop:
         self.optimizer.step()
         return first
 
-    def _loss(self, batch: list[Sample]) -> tuple[Tensor, float]:
+    def _loss(self, batch: list[Sample], done: float) -> tuple[Tensor, float]:
         """Return the loss to minimise, and the first unroll's mean.
 
         More rows go on as the draft gets better, so only the latter falls.
         """
         rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
         # By the step, so that a resumed run draws what the unbroken one would.
-        rows = rows._replace(rng=torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step))
+        rng = torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step)
+        rows = rows._replace(rng=rng, done=done)
         last = lengths[rows.sequence] - 1
 
         def came(step: int, running: Tensor) -> Tensor:

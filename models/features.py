@@ -60,6 +60,45 @@ class LayeredDraft(Draft):
         first, second = heads.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
+    def attend(
+        self,
+        queries: Tensor,
+        own: tuple[Tensor, Tensor],
+        sequence: Tensor,
+        index: Tensor,
+        text: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attention of packed rows to their text and to what is their own.
+
+        Args:
+            queries: [n, S, heads, width] of each row; rows of one sequence are contiguous.
+            own: keys and values [n, m, kv heads, width], all of which a row's queries see.
+            sequence, index: [n] as in `Rows`.
+            text: keys and values [B, T, kv heads, width], which they see up to their index.
+
+        Returns:
+            [n, S, heads·width].
+        """
+        queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
+        own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
+        parts: list[Tensor] = []
+        start = 0
+        for number, count in zip(
+            *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
+        ):
+            here = slice(start, start := start + count)
+            limit = int(index[here].max()) + 1
+            keys, values = (one[number, :limit] for one in text)
+            unseen = torch.arange(limit, device=index.device) > index[here, None]
+            scores = torch.einsum("nskgw,tkw->nskgt", queries[here], keys)
+            scores = scores.masked_fill(unseen[:, None, None, None], float("-inf"))
+            weights = torch.cat([scores, own_scores[here]], dim=-1).float().softmax(-1).to(queries.dtype)
+            parts.append(
+                torch.einsum("nskgt,tkw->nskgw", weights[..., :limit], values)
+                + torch.einsum("nskgu,nukw->nskgw", weights[..., limit:], own[1][here])
+            )
+        return (torch.cat(parts) if parts else queries).flatten(2)
+
     def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
         """[…, H] → […, H] with the output of a layer's MLP added."""
         mlp = layer["mlp"]
@@ -173,7 +212,9 @@ class FeatureDraft(LayeredDraft):
         if step > 0:
             own.append(self.keys_values(joined, index + step))
         queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
-        attended = self._attend(queries, sequence, index, keys, values, own)
+        none = keys.new_empty(len(queries), 0, *keys.shape[2:])
+        own_keys, own_values = (torch.stack(one, dim=1) for one in zip(*own, strict=True)) if own else (none, none)
+        attended = self.attend(queries[:, None], (own_keys, own_values), sequence, index, (keys, values))[:, 0]
         return self.feed_forward(self.layer, self.residual(state, joined) + self.layer["self_attn"]["o_proj"](attended))
 
     def keys_values(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,38 +222,6 @@ class FeatureDraft(LayeredDraft):
         attention = self.layer["self_attn"]
         keys = self.rotated(attention["k_proj"](joined), self.num_kv_heads, positions)
         return keys, attention["v_proj"](joined).unflatten(-1, (self.num_kv_heads, self.head_dim))
-
-    def _attend(
-        self,
-        queries: Tensor,
-        sequence: Tensor,
-        index: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """Attention of packed rows [N, heads, width] → [N, heads·width]; rows of one sequence are contiguous."""
-        groups = self.num_heads // self.num_kv_heads
-        queries = queries.unflatten(1, (self.num_kv_heads, groups)) * self.head_dim**-0.5
-        own_scores = [torch.einsum("nkgw,nkw->nkg", queries, k)[..., None] for k, _ in own]
-        parts: list[Tensor] = []
-        for number, count in zip(
-            *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
-        ):
-            start = sum(len(part) for part in parts)
-            stop = start + count
-            limit = int(index[start:stop].max()) + 1
-            scores = torch.einsum("nkgw,tkw->nkgt", queries[start:stop], keys[number, :limit])
-            unseen = torch.arange(limit, device=index.device) > index[start:stop, None]
-            scores = scores.masked_fill(unseen[:, None, None, :], float("-inf"))
-            weights = (
-                torch.cat([scores, *(s[start:stop] for s in own_scores)], dim=-1).float().softmax(-1).to(queries.dtype)
-            )
-            out = torch.einsum("nkgt,tkw->nkgw", weights[..., :limit], values[number, :limit])
-            for step, (_, v) in enumerate(own):
-                out = out + weights[..., limit + step, None] * v[start:stop, :, None, :]
-            parts.append(out.flatten(1))
-        return torch.cat(parts) if parts else queries.flatten(1)
 
 
 class _Node(NamedTuple):

@@ -59,6 +59,7 @@ class Rows(NamedTuple):
     sequence: Tensor
     index: Tensor  # type: ignore[assignment]  # it hides tuple.index, which nobody asks of rows
     rng: torch.Generator | None = None  # what training draws noise from, on the states' device; None outside of it
+    done: float = 0.0  # share of the training that is behind it
 
 
 class Unrolled(NamedTuple):

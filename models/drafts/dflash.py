@@ -8,8 +8,8 @@ sees all others, but not which tokens they become. A block always has `block_siz
 among them, as in training; what was not asked for is thrown away.
 
 Trained as the paper says: cross-entropy to the tokens that came, in all places of a block at once, place k with weight
-exp(−(k − 1) / 4), as its code has it for blocks of 8. The paper draws some rows of a text as
-beginnings of blocks, here every row is one. New layers start as the target's last ones instead of at random.
+exp(−(k − 1) / 4), as vLLM's trainer `speculators` has it for blocks of 8. That draws some rows of a text as beginnings
+of blocks, here every row is one. New layers start as the target's last ones.
 
 The directory is in the layout of vLLM's DFlash (`dflash_config`): stock vLLM 0.32 drafted with one on a CPU, and
 accepted as much of it as the reference engine as long as all layers had nearly the same gains of keys.
@@ -137,7 +137,7 @@ class DFlash(TappedDraft):
             x = self.normed(state, layer["input_layernorm"])
             queries = self._turned(attention["q_proj"](x), self.num_heads, attention["q_norm"], positions)
             own = self._keys_values(layer, x, positions)
-            attended = attention["o_proj"](self._attend(queries, own, sequence, index, text))
+            attended = attention["o_proj"](self.attend(queries, own, sequence, index, text))
             state = self.feed_forward(layer, state + attended)
         return state[:, 1:]
 
@@ -154,35 +154,6 @@ class DFlash(TappedDraft):
         """[…, heads·width] → [.., heads, width], normed head by head, and rotated."""
         normed = self.normed(projected.unflatten(-1, (num_heads, self.head_dim)), norm)
         return self.rotated(normed.flatten(-2), num_heads, positions)
-
-    def _attend(
-        self,
-        queries: Tensor,
-        own: tuple[Tensor, Tensor],
-        sequence: Tensor,
-        index: Tensor,
-        text: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Attention of blocks [n, S, heads, width] to text [B, T, …] up to their index, and to themselves [n, S, …]."""
-        queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
-        own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
-        parts: list[Tensor] = []
-        start = 0
-        for number, count in zip(
-            *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
-        ):
-            here = slice(start, start := start + count)
-            limit = int(index[here].max()) + 1
-            keys, values = (one[number, :limit] for one in text)
-            unseen = torch.arange(limit, device=index.device) > index[here, None]
-            scores = torch.einsum("nskgw,tkw->nskgt", queries[here], keys)
-            scores = scores.masked_fill(unseen[:, None, None, None], float("-inf"))
-            weights = torch.cat([scores, own_scores[here]], dim=-1).float().softmax(-1).to(queries.dtype)
-            parts.append(
-                torch.einsum("nskgt,tkw->nskgw", weights[..., :limit], values)
-                + torch.einsum("nskgu,nukw->nskgw", weights[..., limit:], own[1][here])
-            )
-        return torch.cat(parts).flatten(2) if parts else queries.flatten(2)
 
 
 class _Drafter(PathDrafter):

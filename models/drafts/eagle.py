@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import BorrowingDraft, Format
+from models.borrowing import Format, NormedDraft
 from models.checkpoint import read_tensor
 from models.drafts import Procedure
 from models.features import decoder_layer, linear
@@ -51,7 +51,7 @@ class Params(BaseParams):
     noise: float = Field(0.1, ge=0)
 
 
-class Eagle(BorrowingDraft):
+class Eagle(NormedDraft):
     """The layer; parameters carry the names of the checkpoint."""
 
     max_unroll = 1  # in training every step reads the target's features
@@ -65,18 +65,8 @@ class Eagle(BorrowingDraft):
 
     @property
     def layer(self) -> Any:
-        """See the base, as are the next four."""
+        """See the base, as are the next two."""
         return self.layers[0]
-
-    def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
-        """Add what is drawn from U(−noise, noise)."""
-        drawn = torch.rand(state.shape, generator=rng, device=state.device, dtype=state.dtype)
-        noisy: Tensor = state + self.config["feature_noise"] * (2 * drawn - 1)
-        return noisy
-
-    def combine(self, hidden: Tensor) -> Tensor:
-        """The last residual stream, normed: what the target's output matrix multiplies."""
-        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
 
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """One product of the embedding and the feature; J = H."""

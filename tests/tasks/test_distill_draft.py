@@ -52,7 +52,9 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clover", "dflash", "eagle", "hydra", "medusa", "parallel_eagle", "prompt_tokens"])
+@pytest.mark.parametrize(
+    "name", ["clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"]
+)
 def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
     name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,166 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from models.checkpoint import read_tensor
+from models.drafts import Rows, falcon
+from models.losses import feature_regression
+from models.targets import describe
+from tests.models.drafts.tiny import make_tiny, save_tiny
+
+TINY = {"vocab_size": 64}
+
+
+def make(target: Path, **changes: object) -> falcon.Falcon:
+    if not changes:
+        draft = make_tiny(falcon, target)
+        assert isinstance(draft, falcon.Falcon)
+        return draft
+    return falcon.create(falcon.Params(**{**TINY, **changes}), target, np.ones(259))
+
+
+def batch(draft: falcon.Falcon, length: int, num_sequences: int = 1, **more: object) -> Rows:
+    """Return every row of random texts whose states end two tokens before the text does."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_sequences, length, 128, generator=rng)
+    token_ids = torch.randint(0, 64, (num_sequences, length + draft.per_pass + 2), generator=rng)
+    index = torch.arange(length - 2).repeat(num_sequences)
+    return Rows(hidden, token_ids, torch.arange(num_sequences).repeat_interleave(length - 2), index, **more)
+
+
+@pytest.mark.parametrize("per_pass", [1, 2, 3])
+def test_a_pass_is_the_librarys_layer_over_its_lstm_whose_last_rows_see_each_other(
+    tiny_target: Path, per_pass: int
+) -> None:
+    draft = make(tiny_target, tokens_per_pass=per_pass)
+    rows = batch(draft, 9)
+    config = LlamaConfig(**draft.config, attn_implementation="eager")
+    layer = LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = nn.Identity()
+    layer.load_state_dict(draft.layers[0].state_dict())
+    embedded = read_tensor(tiny_target, "model.embed_tokens.weight").float()[rows.token_ids[:, 1:7]]
+    with torch.inference_mode():
+        read, _ = draft.lstm(torch.cat([embedded, draft.combine(rows.hidden[:, :6])], dim=-1))
+        positions = torch.arange(6)[None]
+        mask = torch.full((6, 6), float("-inf")).triu(1)
+        mask[-per_pass:] = 0.0
+        waves = LlamaRotaryEmbedding(config)(read, positions)
+        wanted = layer(read, attention_mask=mask[None, None], position_ids=positions, position_embeddings=waves)
+        drafted = draft.unroll(rows, per_pass)
+    found = torch.stack([step.hidden[5] for step in drafted if step.hidden is not None])
+    torch.testing.assert_close(found, wanted[0, -per_pass:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_drafts_k_tokens_and_a_tree_takes_one_for_k_levels(tiny_target: Path) -> None:
+    draft = make(tiny_target)
+    passes: list[int] = []
+    draft.layers[0].self_attn.o_proj.register_forward_hook(lambda module, given, out: passes.append(len(out)))
+    drafter = draft.drafter(40)
+    with torch.inference_mode():
+        drafter.extend(torch.arange(3, 13), torch.randn(9, 128))
+        drafter.propose(5, lambda logits: (int(draft.vocabulary[logits.argmax()]), None))
+        assert passes == [1, 1, 1]
+        drafter.extend(torch.arange(12, 14), torch.randn(1, 128))
+        tokens, parents = [5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 2, 2]
+        root, one, other = drafter.expand(tokens, parents, [-1, 0, 1])
+        assert passes[3:] == [1]  # what follows a first token is there already
+        assert torch.equal(one, other)
+        assert not torch.allclose(root, one)
+        first, second, third = drafter.expand(tokens, parents, [2, 3, 4])
+        assert passes[4:] == [3]  # the three paths of two tokens, in one pass
+        assert not torch.allclose(first, second)
+        assert not torch.allclose(first, third)
+        drafter.expand(tokens, parents, [5, 6])
+        assert len(passes) == 5
+
+
+def test_training_runs_rows_that_end_blocks_of_k_and_every_row_in_its_turn(tiny_target: Path) -> None:
+    draft = make(tiny_target, tokens_per_pass=3)
+    met = set()
+    for seed in range(20):
+        drafted = draft.unroll(batch(draft, 12, rng=torch.Generator().manual_seed(seed)), 3)
+        running = drafted[0].running
+        assert set(running.diff().tolist()) == {3}
+        assert all(torch.equal(step.running, running) for step in drafted)
+        met |= set(running.tolist())
+    assert met == set(range(10))
+
+
+@pytest.mark.parametrize(("done", "share"), [(0.0, 0.45), (0.5, 0.275), (1.0, 0.1)])
+@pytest.mark.parametrize("per_pass", [2, 3])
+def test_a_share_of_the_wrong_tokens_is_shown_at_the_beginnings_of_blocks(
+    tiny_target: Path, per_pass: int, done: float, share: float
+) -> None:
+    draft = make(tiny_target, tokens_per_pass=per_pass, noise=0.0)
+    rows = batch(draft, 200, num_sequences=2, done=done)
+    ends = (rows.index % per_pass == per_pass - 1).nonzero()[:, 0]
+    features, following = draft.combine(rows.hidden), rows.token_ids[:, 1:201]
+    with torch.no_grad():
+        plain = draft.unroll(rows, per_pass)
+    came = [rows.token_ids[rows.sequence, rows.index + 2 + step] for step in range(per_pass)]
+    shown, tokens = draft.glance(rows, features, following, ends, torch.Generator().manual_seed(0))
+    for number in range(2):
+        wrong = sum(
+            int((draft.vocabulary[step.logits.argmax(-1)] != token)[ends][rows.sequence[ends] == number].sum())
+            for step, token in zip(plain, came, strict=True)
+        )
+        changed = (shown[number] != features[number]).any(-1).nonzero()[:, 0]
+        assert share * wrong - per_pass < len(changed) <= share * wrong + per_pass
+        places = changed % per_pass
+        assert set(places.tolist()) == set(range(per_pass - 1))
+        if per_pass == 3:  # a second one only behind a first one
+            assert {int(place) - 1 for place in changed[places == 1]} <= set(changed.tolist())
+        assert torch.equal(shown[number, changed], features[number, changed + per_pass])
+        assert torch.equal(tokens[number, changed], rows.token_ids[number, changed + 1 + per_pass])
+
+
+def test_a_draft_that_is_right_is_shown_nothing(tiny_target: Path) -> None:
+    draft = make(tiny_target, noise=0.0)
+    rows = batch(draft, 40)
+    features, following = draft.combine(rows.hidden), rows.token_ids[:, 1:41]
+    said = draft.vocabulary[draft.say(torch.zeros(1, 128))[1].argmax(-1)]
+    with torch.no_grad():  # whatever it reads, it says the token of the first row of its output matrix
+        for parameter in (*draft.lstm.parameters(), draft.layers[0].mlp.down_proj.weight):
+            parameter.zero_()
+    ends = (rows.index % 2 == 1).nonzero()[:, 0]
+    right = rows._replace(token_ids=torch.full_like(rows.token_ids, int(said)))
+    shown, tokens = draft.glance(right, features, following, ends, torch.Generator().manual_seed(0))
+    assert torch.equal(shown, features)
+    assert torch.equal(tokens, following)
+    wrong = rows._replace(token_ids=torch.full_like(rows.token_ids, int(said) + 1))
+    assert not torch.equal(
+        draft.glance(wrong, features, following, ends, torch.Generator().manual_seed(0))[0], features
+    )
+
+
+def test_one_pass_is_trained_by_regression(tiny_target: Path) -> None:
+    draft = make(tiny_target)
+    assert draft.procedure == (feature_regression.Params(classification=0.1), "all", 1.0)
+    assert draft.num_unrolled(5) == draft.num_unrolled(1) == 2
+
+
+@pytest.mark.parametrize("size", [0, "2", None])
+def test_a_pass_that_drafts_nothing_is_refused(tiny_target: Path, tmp_path: Path, size: object) -> None:
+    save_tiny(falcon, tiny_target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tokens_per_pass": size}))
+    with pytest.raises(ValueError, match=f"tokens_per_pass must be a number from 1; got {size!r}"):
+        falcon.check(tmp_path, None, describe(tiny_target))
+
+
+def test_a_draft_without_the_targets_states_is_an_error_that_says_so(tiny_target: Path) -> None:
+    rows = Rows(torch.empty(1, 9, 0), torch.full((1, 20), 5), torch.tensor([0]), torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"Falcon reads the target's last hidden state, 128 wide; got states of width"):
+        make(tiny_target).unroll(rows, 1)
+
+
+def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="falcon reads targets of the Llama layout; got model_type 'gpt2'"):
+        falcon.create(falcon.Params(), tmp_path, np.empty(0))
