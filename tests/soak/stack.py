@@ -53,8 +53,9 @@ NAMES = (
     ("raylet/raylet", "raylet"),
     ("log_monitor", "log monitor"),
     ("monitor.py", "monitor"),
-    ("runtime_env", "agent of environments"),
-    ("dashboard", "agent"),
+    ("ray::RuntimeEnvAgent", "agent of environments"),
+    ("ray::DashboardAgent", "agent"),
+    ("dashboard.py", "dashboard"),
     ("haproxy", "haproxy"),
     ("services.main", "service"),
     ("flows.deployments", "runner of flows"),
@@ -64,9 +65,9 @@ NAMES = (
     ("prefect", "run of a flow"),
 )
 # Without these the service answers as before.
-ASIDE = frozenset({"controller", "idle worker", "log monitor", "monitor"})
+ASIDE = frozenset({"controller", "dashboard", "idle worker", "log monitor", "monitor"})
 # What is not started again by itself where it is the only thing that ended, or only when it is wanted.
-NOT_BACK = frozenset({"idle worker", "log monitor", "monitor", "run of a flow", "other"})
+NOT_BACK = frozenset({"dashboard", "idle worker", "log monitor", "monitor", "run of a flow", "other"})
 SUPERVISOR, SERVICE = "supervisor", "service"
 
 

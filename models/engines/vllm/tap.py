@@ -52,6 +52,20 @@ class TappedLLM(AsyncLLM):
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
 
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """See the base class.
+
+        Raises:
+            EngineDeadError: the engine ended while the request was on its way; vLLM would call that a failure of the
+                request itself.
+        """
+        try:
+            return await super().add_request(*args, **kwargs)
+        except Exception as error:
+            if self.errored:
+                raise EngineDeadError from error
+            raise
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, wishes: Wishes | None = None, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:

@@ -16,6 +16,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from models import scoring
@@ -403,6 +404,22 @@ def test_without_the_kernel_fix_sampling_is_caught(
             raise
     else:
         assert p_value(pairs, exact) < ALPHA
+
+
+def test_an_engine_that_ends_while_it_is_asked_fails_no_request_as_if_that_were_at_fault(
+    engine: VllmEngine, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine.llm.engine_core
+
+    async def end_and_fail(request: object) -> None:
+        monkeypatch.setattr(core.resources, "engine_dead", True)
+        raise OSError("the socket is closed")
+
+    monkeypatch.setattr(core, "add_request_async", end_and_fail)
+    with pytest.raises(EngineDeadError):
+        loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "ended"))
+    monkeypatch.undo()
+    assert loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "again")).token_ids
 
 
 def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
