@@ -17,15 +17,16 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.answers import require_labels, target, token_counts
+from models.answers import Written, require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
-from models.checkpoint import output_embedding, read_tensor
 from models.drafts import Draft, Procedure, Unrolled
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.losses import Drafted
 from models.params import BaseParams
 from models.resume import load_progress, load_state, save_progress, save_state
+from models.teacher import Teacher, draft_ids
+from models.written import Rounds
 
 
 class Params(BaseParams):
@@ -79,9 +80,9 @@ class Params(BaseParams):
 
 
 class Progress(NamedTuple):
-    """How far a stage is, in tokens; `loss` is a running mean of the first unroll's."""
+    """How far a stage is, in tokens, or in answers that are written; `loss` is a running mean of the first unroll's."""
 
-    stage: Literal["hidden states", "train"]
+    stage: Literal["answers", "hidden states", "train"]
     done: int
     total: int
     loss: float | None
@@ -98,31 +99,6 @@ class Report(NamedTuple):
     num_steps: int
     losses: list[tuple[int, float]]
     peak_memory_mib: float
-
-
-class _Teacher(NamedTuple):
-    """The target's last norm and the rows of its head that the draft can propose."""
-
-    norm: Tensor
-    eps: float
-    head: Tensor
-
-    @classmethod
-    def read(cls, draft: Draft, target_dir: Path) -> "_Teacher":
-        """Read what turns the target's last residual stream into probabilities of the draft's tokens."""
-        config = json.loads((target_dir / "config.json").read_text())
-        norm = read_tensor(target_dir, "model.norm.weight").float()
-        vocabulary = draft.vocabulary
-        head = output_embedding(target_dir)[vocabulary.cpu()].to(vocabulary.device)
-        return cls(norm.to(vocabulary.device), config["rms_norm_eps"], head)
-
-    def normed(self, states: Tensor) -> Tensor:
-        """[N, H] last residual stream → [N, H] what the output matrix multiplies."""
-        return torch.nn.functional.rms_norm(states.float(), states.shape[-1:], self.norm, self.eps)
-
-    def probs(self, normed: Tensor, log_sums: Tensor) -> Tensor:
-        """[N, H] normed states, [N] → [N, D] probabilities, not normalised over D."""
-        return (normed @ self.head.T - log_sums[:, None]).exp()
 
 
 def train(
@@ -167,17 +143,21 @@ def train(
     if params.num_threads:
         torch.set_num_threads(params.num_threads)
     report = on_progress or (lambda progress: None)
-    states = hidden_states(
-        draft,
-        target_dir,
-        samples,
-        work_dir,
-        lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
-        device,
-        captured,
-    )
+    learnt: HiddenStates | Rounds
+    if isinstance(params.answers, Written):
+        learnt = Rounds(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
+    else:
+        learnt = hidden_states(
+            draft,
+            target_dir,
+            samples,
+            work_dir,
+            lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
+            device,
+            captured,
+        )
     draft.to(device)
-    loop = _Loop(draft, target_dir, states, params, num_draft_tokens, work_dir, seed)
+    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed)
     if state is not None:
         loop.go_on_from(state)
     return loop.run(report, state_out)
@@ -188,20 +168,20 @@ class _Loop:
         self,
         draft: Draft,
         target_dir: Path,
-        states: HiddenStates,
+        learnt: HiddenStates | Rounds,
         params: Params,
         num_draft_tokens: int,
         work_dir: Path,
         seed: int,
     ) -> None:
-        self.draft, self.states, self.params, self.seed = draft, states, params, seed
+        self.draft, self.learnt, self.params, self.seed = draft, learnt, params, seed
         self.work_dir = work_dir
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
         self.loss = catalog.load("losses", self.procedure.loss.name)
-        self.counts = token_counts(states.samples, params.answers)
-        self.teacher = _Teacher.read(draft, target_dir)
-        self.draft_ids = _draft_ids(draft, target_dir)
+        self.counts = token_counts(learnt.samples, params.answers)
+        self.teacher = Teacher.read(draft, target_dir)
+        self.draft_ids = draft_ids(draft, target_dir)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -211,8 +191,12 @@ class _Loop:
             weight_decay=params.weight_decay,
             fused=True,
         )
-        self.buckets = length_buckets(states.samples, params.batch_tokens)
+        self.buckets = length_buckets(learnt.samples, params.batch_tokens)
         self.total = max(params.num_epochs * len(self.buckets), params.min_steps)
+        self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.buckets)
+        self.key, self.round = self._key(), -1
+        if isinstance(learnt, HiddenStates):
+            self.states = learnt
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.losses: list[tuple[int, float]] = []
         self.warmup = params.warmup
@@ -226,10 +210,10 @@ class _Loop:
 
     def run(self, report: Callable[[Progress], None], state_out: Path | None = None) -> Report:
         self._resume()
-        all_tokens = sum(len(s.token_ids) for s in self.states.samples) * self.total // len(self.buckets)
         saved = shown = time.perf_counter()
         mean = self.losses[-1][1] if self.losses else None
         while (done := self._done()) < 1.0:
+            self._begin_round(report)
             started = time.perf_counter()
             order = torch.randperm(
                 len(self.buckets),
@@ -246,10 +230,12 @@ class _Loop:
             self.seconds += now - started
             if now - shown > 0.5 or self.step == self.total:
                 shown = now
-                report(Progress("train", self.tokens, all_tokens, mean, self.tokens / self.seconds))
+                report(Progress("train", self.tokens, self.all_tokens, mean, self.tokens / self.seconds))
             if now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()
+        if isinstance(self.learnt, Rounds):
+            self.learnt.end()
         if state_out is not None:
             save_state(state_out, self.trained, self.optimizer)
         if self.num_averaged:
@@ -259,13 +245,25 @@ class _Loop:
         self.draft.eval()
         return Report(
             tokens_per_s=self.tokens / max(self.seconds, 1e-9),
-            hidden_tokens_per_s=self.states.tokens_per_s,
+            hidden_tokens_per_s=self.learnt.tokens_per_s,
             seconds=self.seconds,
             num_tokens=self.tokens,
             num_steps=self.step,
             losses=self.losses,
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         )
+
+    def _begin_round(self, report: Callable[[Progress], None]) -> None:
+        """Where the draft writes, let it write what is learnt from this step on, unless it has."""
+        if not isinstance(self.learnt, Rounds) or (number := self.learnt.at(self.step, self.total)) == self.round:
+            return
+        if self.step:
+            self._save()  # nobody goes on from before it: what was written there is removed
+        loss = self.losses[-1][1] if self.losses else None
+        self.states = self.learnt.begin(
+            number, self.key, lambda stage, done, of, speed: report(Progress(stage, done, of, loss, speed))
+        )
+        self.buckets, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
 
     def _done(self) -> float:
         """Fraction of the schedule, by steps or by time, whichever is further."""
@@ -383,12 +381,12 @@ class _Loop:
             "tokens": self.tokens,
             "losses": self.losses,
             "num_averaged": self.num_averaged,
-            "key": self._key(),
+            "key": self.key,
         }
         save_progress(self.work_dir, self.trained, self.optimizer, progress, self.mean)
 
     def _resume(self) -> None:
-        progress = load_progress(self.work_dir, self.trained, self.optimizer, self._key(), self.mean)
+        progress = load_progress(self.work_dir, self.trained, self.optimizer, self.key, self.mean)
         if progress is not None:
             self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
             self.num_averaged = progress["num_averaged"]
@@ -401,12 +399,3 @@ class _Loop:
         )
         ids = [[s.id for s in bucket] for bucket in self.buckets]
         return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)
-
-
-def _draft_ids(draft: Draft, target_dir: Path) -> Tensor:
-    """[V] each target id's place in the draft's vocabulary, −1 for those that are not in it."""
-    vocab_size = json.loads((target_dir / "config.json").read_text())["vocab_size"]
-    vocabulary = draft.vocabulary
-    ids = torch.full((vocab_size,), -1, device=vocabulary.device)
-    ids[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
-    return ids

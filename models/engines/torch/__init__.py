@@ -17,7 +17,6 @@ from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import field_validator, model_validator
-from transformers import AutoConfig, GenerationConfig
 
 from models import catalog
 from models.cost import Cost, Time
@@ -27,6 +26,7 @@ from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
 from models.layers.decoder import Decoder
 from models.lengths import fixed
+from models.loading import stop_ids
 from models.params import BaseParams
 from models.precision import fast_dtype
 from models.targets import describe
@@ -128,7 +128,7 @@ class TorchEngine:
                 f"{params.lengths.name} wants a draft that can"
             )
         self.cost = Cost()
-        self.stops = _stop_ids(target_dir)
+        self.stops = stop_ids(target_dir)
         self.running: set[Request] = set()
         self.draft, self.draft_version = directory, ""
         self.speculating = draft is not None and params.num_draft_tokens > 0
@@ -279,11 +279,3 @@ def require_tool_parser(name: str) -> None:
 
 def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
     return catalog.load(family, params.name), params
-
-
-def _stop_ids(target: Path) -> frozenset[int]:
-    """Token ids that end an answer, from the target's generation settings, else from its configuration."""
-    has_settings = (target / "generation_config.json").is_file()
-    settings = GenerationConfig if has_settings else AutoConfig
-    ids = settings.from_pretrained(target).eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -80,6 +80,16 @@ def test_a_first_draft_has_no_log_to_learn_from() -> None:
         recipe("eagle3", answers={"name": "rejected"})
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_drafts_own_tokens_are_no_label(name: str) -> None:
+    for where in ({"answers": {"name": name}}, {"refresh": {"answers": {"name": name}}}):
+        with pytest.raises(
+            ValueError, match=f'answers "{name}" hold tokens of .* loss "cross_entropy" would learn them'
+        ):
+            recipe("medusa", **where)
+    recipe("medusa", answers={"name": name}, loss={"name": "forward_kl"})
+
+
 def test_every_family_says_how_it_is_trained() -> None:
     losses = {name: procedure_of(family_named(name)).loss.name for name in ("eagle", "eagle3", "medusa", "self_skip")}
     assert losses == {
