@@ -13,7 +13,26 @@ machine can, and else counts both with times that were measured here part by par
 
 from typing import NamedTuple
 
+from models.cost import Cost
 from models.layers.wide import WideDecoder
+
+
+class Times(NamedTuple):
+    """What parts of a step of one sequence take on a machine, in ms.
+
+    Attributes:
+        cost: whole passes, by the rows of the model that are read.
+        attention_ms: of all layers' attentions at one row, by the number of devices that share the heads; from 1.
+        mlp_ms: the same of their MLPs, by the number of devices that share the channels.
+        rest_ms: of embedding, last norm and output matrix.
+        meet_ms: for one worker to hand a result to another that waits for it.
+    """
+
+    cost: Cost
+    attention_ms: dict[int, float]
+    mlp_ms: dict[int, float]
+    rest_ms: float
+    meet_ms: float
 
 
 class Given(NamedTuple):
@@ -23,11 +42,13 @@ class Given(NamedTuple):
         decoder: the model.
         prompts: token ids, at least two tokens each.
         num_tokens: of an answer.
+        times: of parts of this model's steps.
     """
 
     decoder: WideDecoder
     prompts: list[list[int]]
     num_tokens: int
+    times: Times
 
 
 class Seen(NamedTuple):

@@ -15,6 +15,7 @@ from models import catalog, systems
 from models.layers.wide import WideDecoder
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
+from tasks.measure.part_times import part_times
 
 QUESTION = "Which claims about running models on several requests or devices hold, as far as this machine can tell?"
 BASELINE = "the plain way"
@@ -38,7 +39,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     method = catalog.load("systems", row.settings["method"]["name"])
     decoder = WideDecoder.load(bench.target_dir, torch.float32)
     prompts = lesson.opening(bench.held_out, NUM_PROMPTS, seed)
-    given = systems.Given(decoder, prompts, max(4, round(ANSWER_LENGTH * bench.budget)))
+    given = systems.Given(decoder, prompts, max(4, round(ANSWER_LENGTH * bench.budget)), part_times(bench.target_dir))
     seen: systems.Seen = method.study(given, torch.Generator().manual_seed(seed))
     return {"gain": seen.gain, "kept": seen.kept, "shape": float(seen.holds)}
 

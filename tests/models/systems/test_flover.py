@@ -10,6 +10,7 @@ from models.layers.decoder import Cache
 from models.layers.wide import WideDecoder
 from models.systems import Given, flover
 from models.systems.flover import Request
+from tests.models.systems import planted
 
 FIRST = [7, 11, 13, 17]
 SECOND = [5, 9, 30]
@@ -81,5 +82,5 @@ def test_nonsense_is_refused(decoder: WideDecoder, request_: Request, max_batch:
 
 
 def test_a_study_draws_the_same_requests_for_the_same_seed(decoder: WideDecoder) -> None:
-    seen = flover.study(Given(decoder, [FIRST, SECOND], 8), torch.Generator().manual_seed(0))
+    seen = flover.study(Given(decoder, [FIRST, SECOND], 8, planted.EASY), torch.Generator().manual_seed(0))
     assert seen.gain > 0 and seen.kept == 1
