@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 def acceptance(depth: int) -> float:
     """Return α of a draft of so many layers, as assumed; see the module."""
-    return 1 - 0.35 * depth**-0.25
+    return float(1 - 0.35 * depth**-0.25)
 
 
 def best(times: Times, num_layers: int, faster: float, crossing_ms: float) -> Choice:
