@@ -174,7 +174,7 @@ class Rounds:
                 num_tokens += len(sample.completion_ids)
             written.append(sample)
             report("answers", place + 1, len(self.samples), num_tokens / (perf_counter() - started))
-        partial = file.with_suffix(".new")
+        partial = file.with_name("new.jsonl")  # an erasure reads .jsonl, also what a killed run left
         partial.write_text("".join(json.dumps(sample._asdict()) + "\n" for sample in written))
         partial.replace(file)
         return written
