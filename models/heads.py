@@ -27,7 +27,7 @@ from transformers import AutoConfig
 from models import draft_format
 from models.checkpoint import output_embedding, read_tensor
 from models.draft_files import made_for, require_llama_layout
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
 from models.proposal import Proposal
@@ -139,17 +139,13 @@ class Heads(Draft):
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`."""
         state = self.normed(rows.hidden[rows.sequence, rows.index])
-        running = torch.arange(len(rows.index), device=rows.index.device)
-        num_steps = min(num_steps, self.max_depth)
-        drafted = []
-        for step in range(num_steps):
+
+        def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
             places = rows.index[running, None] + torch.arange(1, step + 2, device=running.device)
-            token_ids = rows.token_ids[rows.sequence[running, None], places]
-            hidden, logits = self.say(step, state[running], token_ids)
-            drafted.append(Unrolled(running, logits, hidden))
-            if step + 1 < num_steps and keep is not None:
-                running = running[keep(step, running, logits)]
-        return drafted
+            return self.say(step, state[running], rows.token_ids[rows.sequence[running, None], places])
+
+        running = torch.arange(len(rows.index), device=rows.index.device)
+        return step_by_step(running, min(num_steps, self.max_depth), keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""

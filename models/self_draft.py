@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
 from models.layers.decoder import MODEL_TYPES, Begun, Cache, Decoder, Sublayers
 from models.params import BaseParams
 from models.proposal import Proposal
@@ -67,14 +67,12 @@ class SelfDraft(TargetPart, Weightless):
             drafted_from = starts[here].tolist()
             token_ids = rows.token_ids[sequence, : max(drafted_from) + num_steps]
             states |= zip(here.tolist(), self.states(target, token_ids, drafted_from, num_steps), strict=True)
-        running, drafted = torch.arange(len(starts), device=starts.device), []
-        for step in range(num_steps):
+
+        def say(step: int, running: Tensor) -> tuple[None, Tensor]:
             hidden = torch.stack([states[row][step] for row in running.tolist()]) if len(running) else None
-            logits = starts.new_zeros(0, target.vocab_size).float() if hidden is None else target.logits(hidden)
-            drafted.append(Unrolled(running, logits))
-            if keep is not None and step + 1 < num_steps:
-                running = running[keep(step, running, logits)]
-        return drafted
+            return None, starts.new_zeros(0, target.vocab_size).float() if hidden is None else target.logits(hidden)
+
+        return step_by_step(torch.arange(len(starts), device=starts.device), num_steps, keep, say)
 
     def states(self, target: Decoder, token_ids: Tensor, starts: Sequence[int], num_tokens: int) -> Iterator[Tensor]:
         """Yield what it makes of some tokens from each start on, [num_tokens, H], after the target's keys before it.

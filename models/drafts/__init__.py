@@ -162,6 +162,25 @@ class Draft(nn.Module, ABC):
         """Return a drafter for a sequence of at most `max_len` tokens."""
 
 
+def step_by_step(
+    running: Tensor, num_steps: int, keep: KeepRows | None, say: Callable[[int, Tensor], tuple[Tensor | None, Tensor]]
+) -> list[Unrolled]:
+    """Unroll rows whose steps need nothing of each other.
+
+    Args:
+        running: [n] the row numbers that begin.
+        num_steps, keep: as in `Draft.unroll`.
+        say: from a step and the rows that run in it to what the output matrix multiplies, if there is one, and logits.
+    """
+    drafted = []
+    for step in range(num_steps):
+        hidden, logits = say(step, running)
+        drafted.append(Unrolled(running, logits, hidden))
+        if keep is not None and step + 1 < num_steps:
+            running = running[keep(step, running, logits)]
+    return drafted
+
+
 def confidence(logits: Tensor) -> float:
     """Return the highest probability that a draft gives, [D] logits taken at temperature 1."""
     return float(logits.float().softmax(-1).max())

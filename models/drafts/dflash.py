@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.checkpoint import read_tensor
-from models.drafts import KeepRows, Procedure, Rows, Unrolled
+from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
 from models.eagle3_heads import Format, MaskedParams, TappedDraft, require_mask
 from models.features import PathDrafter, Scale, decoder_layer
 from models.losses import cross_entropy
@@ -103,14 +103,9 @@ class DFlash(TappedDraft):
         injected = self.inject(rows.hidden, torch.arange(rows.hidden.shape[1], device=rows.hidden.device))
         last = rows.token_ids[rows.sequence, rows.index + 1]
         states = self.run_block(last, rows.sequence, rows.index, injected)
-        running, drafted = torch.arange(len(rows.index), device=rows.index.device), []
+        running = torch.arange(len(rows.index), device=rows.index.device)
         num_steps = min(num_steps, self.max_depth)
-        for step in range(num_steps):
-            hidden, logits = self.say(states[running, step])
-            drafted.append(Unrolled(running, logits, hidden))
-            if keep is not None and step + 1 < num_steps:
-                running = running[keep(step, running, logits)]
-        return drafted
+        return step_by_step(running, num_steps, keep, lambda step, running: self.say(states[running, step]))
 
     def inject(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each layer the keys and values [B, T, kv heads, width] of tapped states [B, T, A·H]."""

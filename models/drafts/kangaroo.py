@@ -19,7 +19,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from models.checkpoint import output_embedding, read_stored, read_tensor
 from models.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
-from models.drafts import KeepRows, Rows, Unrolled
+from models.drafts import KeepRows, Rows, Unrolled, step_by_step
 from models.layers.decoder import MODEL_TYPES, Begun, Cache, Decoder, Sublayers, rope_frequencies
 from models.params import BaseParams
 from models.self_draft import Drafter, TargetPart
@@ -104,14 +104,12 @@ class Kangaroo(TargetPart):
             seen = torch.cat([places[: len(read)] <= last, (places > last) & (places <= asked.flatten()[:, None])], 1)
             states = self.adapt(own[asked.flatten()], asked.flatten(), keys, values, seen)
             adapted[here] = states.unflatten(0, asked.shape)
-        running, drafted = torch.arange(len(rows.index), device=rows.index.device), []
-        for step in range(num_steps):
+
+        def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
             hidden = adapted[running, step]
-            logits = hidden @ self.head.T
-            drafted.append(Unrolled(running, logits, hidden))
-            if keep is not None and step + 1 < num_steps:
-                running = running[keep(step, running, logits)]
-        return drafted
+            return hidden, hidden @ self.head.T
+
+        return step_by_step(torch.arange(len(rows.index), device=rows.index.device), num_steps, keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""

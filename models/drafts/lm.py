@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint import read_tensors, tensor_names
 from models.draft_files import Shapes, check_config, fused, made_for, read_config, require_tensors, write_config
-from models.drafts import Draft, Draw, EngineWeights, GoOn, KeepRows, Rows, Unrolled, confidence
+from models.drafts import Draft, Draw, EngineWeights, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
 from models.layers.decoder import Cache, Decoder
 from models.layers.reshape import spread_layers, take_layers
 from models.loading import load_floats
@@ -76,15 +76,12 @@ class Lm(Draft):
         """See `models.drafts.Draft`."""
         # Right padding needs no mask: no token attends to a later one.
         states = self.model(input_ids=rows.token_ids, use_cache=False).last_hidden_state
-        running = torch.arange(len(rows.index), device=rows.index.device)
-        drafted = []
-        for step in range(num_steps):
+
+        def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
             hidden = states[rows.sequence[running], rows.index[running] + 1 + step]
-            logits = self.lm_head(hidden)
-            drafted.append(Unrolled(running, logits, hidden))
-            if step + 1 < num_steps and keep is not None:
-                running = running[keep(step, running, logits)]
-        return drafted
+            return hidden, self.lm_head(hidden)
+
+        return step_by_step(torch.arange(len(rows.index), device=rows.index.device), num_steps, keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""

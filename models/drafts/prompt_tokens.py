@@ -43,7 +43,7 @@ from models.draft_files import (
     write_config,
 )
 from models.drafters import Beside
-from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence
+from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, step_by_step
 from models.layers.decoder import Decoder
 from models.loading import load_floats, moved
 from models.params import BaseParams, validate
@@ -145,15 +145,12 @@ class PromptTokens(TargetRunner):
         for sequence in rows.sequence[running].unique().tolist():
             here = running[rows.sequence[running] == sequence]
             states = states.index_put((here,), self._read(model, rows.token_ids[sequence], rows.index[here]))
-        drafted = []
-        num_steps = min(num_steps, self.max_depth)
-        for step in range(num_steps):
+
+        def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
             hidden = states[running, step]
-            logits = model.lm_head(hidden)
-            drafted.append(Unrolled(running, logits, hidden))
-            if step + 1 < num_steps and keep is not None:
-                running = running[keep(step, running, logits)]
-        return drafted
+            return hidden, model.lm_head(hidden)
+
+        return step_by_step(running, min(num_steps, self.max_depth), keep, say)
 
     def drafter(self, max_len: int) -> "_Drafter":
         """See `models.drafts.Draft`."""
