@@ -40,13 +40,17 @@ async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answe
 
 
 def from_error(body: dict[str, Any]) -> Refusal:
-    """Turn the engine's error body into a Refusal; the text of a failure inside is left out."""
+    """Turn the engine's error body into a Refusal; the text of a failure inside is left out.
+
+    Such a failure is logged by its kind: the engine answers it as any other request, and nobody else tells of it.
+    """
     error = body["error"]
     status, param = int(error["code"]), error.get("param")
     message = str(error["message"])[:1000]
     if status == NOT_IMPLEMENTED:
         return Refusal(400, message or "this is not served here", param, "unsupported")
     if status >= 500 and status != 503:
+        log.error("the engine failed on a request: %s, %d", error.get("type"), status)  # its text may quote the request
         return INTERNAL_ERROR
     code = None
     if "context length" in message or "maximum model length" in message:

@@ -39,6 +39,14 @@ def test_an_error_of_the_engine_becomes_what_a_client_may_know(
     assert refusal.message == (message or body["error"]["message"])
 
 
+def test_a_failure_that_the_engine_answers_is_logged_by_its_kind_and_without_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from_error(error(500, "secret of a request"))
+    assert "the engine failed on a request: anything, 500" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("raised", "told"),
     [(Refused(error(400, "wrong")), (400, "wrong")), (EngineStopped(), (503, UNAVAILABLE.message))],
