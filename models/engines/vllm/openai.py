@@ -21,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.tap import EngineEnded
 from models.serving import Structured
 from models.tokens import encode_chat
 
@@ -159,8 +160,8 @@ def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
 async def _answer(running: Awaitable[Any]) -> Answer:
     try:
         answer = await running
-    except EngineDeadError as error:
-        raise EngineStopped("the engine is not running") from error
+    except (EngineEnded, EngineDeadError) as error:
+        raise EngineStopped(str(error)) from error
     except Exception as error:
         # A chat template that refuses its messages raises a class of jinja2, which is not ours to import.
         if isinstance(error, REFUSABLE) or any(kind.__name__ == "TemplateError" for kind in type(error).__mro__):

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from http import HTTPStatus
 from typing import Any, cast
 
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -21,6 +22,13 @@ from models.verify import Rules
 
 OnFinish = Callable[[Completion, SamplingParams], None]
 WishesOf = Callable[[str], Wishes]
+
+
+class EngineEnded(GracefulHTTPError):
+    """The engine ended before an answer did: a 503 wherever vLLM tells of it, its streams too, and not a 500."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is not running; it is being restarted", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class TappedLLM(AsyncLLM):
@@ -56,14 +64,13 @@ class TappedLLM(AsyncLLM):
         """See the base class.
 
         Raises:
-            EngineDeadError: the engine ended while the request was on its way; vLLM would call that a failure of the
-                request itself.
+            EngineEnded: while the request was on its way; vLLM would call that a failure of the request itself.
         """
         try:
             return await super().add_request(*args, **kwargs)
         except Exception as error:
             if self.errored:
-                raise EngineDeadError from error
+                raise EngineEnded from error
             raise
 
     async def generate(
@@ -73,8 +80,8 @@ class TappedLLM(AsyncLLM):
 
         Raises:
             VLLMValidationError: what constrains the answer is refused, or leads nowhere.
-            EngineDeadError: the engine broke the answer off, as it does to all when it is told to end; vLLM would pass
-            on what there is as a whole answer, with finish reason "abort".
+            EngineEnded: the engine is gone, or broke the answer off, as it does to all when it is told to end; vLLM
+                would pass on what there is as a whole answer, with finish reason "abort".
         """
         if self.grammars is not None and sampling_params.structured_outputs is not None:
             await self.grammars.require(sampling_params.structured_outputs)
@@ -83,10 +90,13 @@ class TappedLLM(AsyncLLM):
         wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
         if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
-            async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                _require_unbroken(output, sampling_params)
-                output.kv_transfer_params = None
-                yield output
+            try:
+                async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
+                    _require_unbroken(output, sampling_params)
+                    output.kv_transfer_params = None
+                    yield output
+            except EngineDeadError as error:
+                raise EngineEnded from error
             return
         tap = _Tap(request_id, sampling_params, wishes, self)
         try:
@@ -99,6 +109,8 @@ class TappedLLM(AsyncLLM):
                     tap.ended = True
                     self._tell(answered.completion, sampling_params)
                 yield output
+        except EngineDeadError as error:
+            raise EngineEnded from error
         finally:
             if not tap.ended and tap.token_ids:  # the client went away
                 self._tell(tap.completion(), sampling_params)
@@ -111,7 +123,7 @@ class TappedLLM(AsyncLLM):
 def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) -> None:
     reasons = {answer.finish_reason for answer in output.outputs}
     if "abort" in reasons:
-        raise EngineDeadError
+        raise EngineEnded
     if "error" in reasons and sampling_params.structured_outputs is not None:
         raise VLLMValidationError("no answer can be of this form: its grammar leads where no token may follow")
 

@@ -16,7 +16,6 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from models import scoring
@@ -24,6 +23,7 @@ from models.drafts import Rows, eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import LookUp, Params
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker
 from models.golden import Golden, equal_output, near_tie_threshold
 from models.hidden import HiddenStates, Sample
@@ -416,7 +416,7 @@ def test_an_engine_that_ends_while_it_is_asked_fails_no_request_as_if_that_were_
         raise OSError("the socket is closed")
 
     monkeypatch.setattr(core, "add_request_async", end_and_fail)
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineEnded):
         loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "ended"))
     monkeypatch.undo()
     assert loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "again")).token_ids

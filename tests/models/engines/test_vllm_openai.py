@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from starlette.requests import Request
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from models.engines.vllm.openai import EngineStopped, Handlers, Refused
+from services.handlers import UNAVAILABLE, from_error
 
 pytestmark = pytest.mark.engine
 
@@ -57,8 +59,9 @@ def test_without_a_parser_tools_are_refused_and_the_setting_is_named(engine: Any
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_the_engine_broke_off_is_an_error_and_not_a_short_answer(
-    engine: Any, loop: Loop, stream: bool, num_choices: int
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_answer_that_the_engine_broke_off_is_unavailable_and_neither_a_short_answer_nor_a_failure(
+    engine: Any, loop: Loop, killed: bool, stream: bool, num_choices: int
 ) -> None:
     handlers = loop.run_until_complete(Handlers.build(engine))
     body = {"model": "target", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 180, "n": num_choices}
@@ -69,16 +72,26 @@ def test_an_answer_that_the_engine_broke_off_is_an_error_and_not_a_short_answer(
         requests = engine.llm.output_processor.request_states
         while not any(one.detokenizer.output_token_ids for one in requests.values()):
             await asyncio.sleep(0.001)
-        await engine.llm.abort(list(requests), internal=True)  # as the engine's process does when it is told to end
+        running_ids = list(requests)
+        if killed:
+            engine.llm.output_processor.propagate_error(EngineDeadError())
+        else:
+            await engine.llm.abort(running_ids, internal=True)  # as the engine's process does when it is told to end
         try:
             frames = await running
         except EngineStopped:
             return {}
+        finally:
+            await engine.llm.abort(running_ids, internal=True)
         assert frames[-1] == "data: [DONE]\n\n"
         return dict(json.loads(frames[-2].removeprefix("data: ")))
 
     ended = loop.run_until_complete(broken())
-    assert ended.keys() == ({"error"} if stream else set())
+    if not stream:
+        assert ended == {}
+    else:
+        told = from_error(ended)
+        assert (told.status, told.code, told.message) == (503, UNAVAILABLE.code, UNAVAILABLE.message)
 
 
 async def collected(handlers: Handlers, body: dict[str, Any], raw: Request) -> list[str]:
