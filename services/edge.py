@@ -2,7 +2,8 @@
 
 Left to itself, the proxy obeys a client's headers (a time limit that cuts streams, an id that it can't decode), keeps
 reading a body however large, lets one that trickles in hold a slot, shows its own routes to anyone, answers overload as
-plain text, tells the text of a crash, and lets the stream of a killed replica end without a word.
+plain text, tells the text of a crash, and lets the stream of a killed replica end without a word. How many connections
+there are and how long their headers take is decided before a request comes here, and nothing bounds it.
 """
 
 import json
@@ -24,7 +25,10 @@ from services.failures import place_of
 # The proxy is a process of Ray's: it learns by this variable which configuration it stands before.
 CONFIG_VARIABLE = "SERVICE_CONFIG"
 SERVE_PATHS = "/-/"
+# Of a request, its first line left out.
+HEADER_BYTES, HEADER_LINES = 15 << 10, 64
 NO_REPLICA = Refusal(503, "no replica is running; ask again in a few seconds", code="engine_unavailable")
+TOO_LARGE = Refusal(400, f"at most {HEADER_LINES} headers are taken, of {HEADER_BYTES} bytes", code="headers_too_large")
 OVERLOADED = Refusal(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
 LOST = Refusal(503, "the replica that answered was lost; ask again", code="replica_lost")
 LOST_FRAMES = f"data: {json.dumps(LOST.body(), separators=(',', ':'))}\n\ndata: [DONE]\n\n".encode()
@@ -52,6 +56,7 @@ class Edge:
             return
         try:
             headers = Headers(scope=scope)
+            _require_small(headers)
             if scope["path"] not in OPEN_PATHS:
                 self._keys.identify(headers, scope["path"])
             if scope["path"].startswith(SERVE_PATHS):
@@ -70,6 +75,11 @@ class Edge:
         elif answer.cut_stream:
             await send({"type": "http.response.body", "body": LOST_FRAMES})
         # Any other answer that was cut stays so: the server closes the connection on it, which its length gives away.
+
+
+def _require_small(headers: Headers) -> None:
+    if len(headers.raw) > HEADER_LINES or sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES:
+        raise TOO_LARGE
 
 
 class _Answer:

@@ -21,13 +21,13 @@ from infra.processes import PR_SET_PDEATHSIG, wait_until
 from infra.service_process import front_folder
 from services.access import INTERNAL_ERROR, Refusal
 from services.config import ServiceConfig
-from services.edge import LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
+from services.edge import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
 
 MAX_CONNECTIONS = 4096
 # Of the connections that there may be, one address holds half at most: a proxy before us is one address too.
 SHARE_OF_ADDRESS = 2
 OTHER_FILES = 100  # beyond two of a connection
-BUFFER_BYTES = 16384
+REWRITE_BYTES = 1024  # of a buffer that holds the headers, for what is added to them
 RESTART_S = 0.5
 START_TIMEOUT_S = 10.0
 MALFORMED = Refusal(400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http")
@@ -39,8 +39,8 @@ global
     maxconn {connections}
     nbthread 1
     tune.bufsize {buffer}
-    tune.maxrewrite 1024
-    tune.http.maxhdr 64
+    tune.maxrewrite {rewrite}
+    tune.http.maxhdr {lines}
     lua-load {guard} {lost} {half}
 
 defaults
@@ -112,7 +112,7 @@ class Front:
             return cls(binary, config, front_folder(home))
         if config.serve.front == "haproxy":
             raise ValueError('[serve] front is "haproxy", and none runs here; see: redraft doctor')
-        log.warning("no HAProxy runs here, so Ray's proxy serves: it bounds neither connections nor headers")
+        log.warning("no HAProxy runs here, so Ray's proxy serves: it bounds no connections, nor how long headers take")
         return None
 
     def start(self) -> None:
@@ -180,8 +180,10 @@ def _write(config: ServiceConfig, folder: Path, socket: Path) -> Path:
         CONFIG.format(
             connections=connections,
             of_address=max(1, connections // SHARE_OF_ADDRESS),
-            buffer=BUFFER_BYTES,
-            half=BUFFER_BYTES // 2,
+            buffer=HEADER_BYTES + REWRITE_BYTES,
+            rewrite=REWRITE_BYTES,
+            lines=HEADER_LINES,
+            half=(HEADER_BYTES + REWRITE_BYTES) // 2,
             guard=_quoted(files("services") / "guard.lua"),
             lost=_quoted(folder / "lost.events"),
             errors="\n".join(lines),

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infra.keys import add_key
 from models.serving import Limits
 from services.access import Keys
-from services.edge import Edge
+from services.edge import HEADER_BYTES, HEADER_LINES, Edge
 
 MARK = {"x-redraft-request": "1"}
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-redraft-request", b"1")]
@@ -82,6 +82,21 @@ def test_only_the_headers_that_mean_something_here_pass() -> None:
     ]
     passed = json.loads(ask(headers=sent)[1])["headers"]
     assert passed == {"host": "localhost", "authorization": "Bearer \u00e9", "x-redraft-domain": "chat"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[("X-A", b"x" * HEADER_BYTES)], [(f"X-{number}", b"x") for number in range(HEADER_LINES)]],
+    ids=["bytes", "lines"],
+)
+def test_too_many_bytes_or_lines_of_headers_are_400_before_anyone_looks_at_the_key(
+    headers: list[tuple[str, bytes]], tmp_path: Path
+) -> None:
+    add_key(tmp_path / "keys.json", "a-client", "client")
+    status, body, _ = ask(headers=headers, keys=Keys(tmp_path / "keys.json", loopback=True))
+    assert (status, error_of(body)["code"]) == (400, "headers_too_large")
+    few = [(name, value[: HEADER_BYTES // 2]) for name, value in headers[: HEADER_LINES - 1]]
+    assert ask(headers=few)[0] == 200
 
 
 def test_serves_own_routes_are_not_there(tmp_path: Path) -> None:
