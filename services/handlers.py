@@ -9,7 +9,7 @@ from models.engines.vllm.tap import EngineEnded
 from services.access import INTERNAL_ERROR, Refusal
 from services.failures import place_of
 
-UNAVAILABLE = Refusal(503, str(EngineEnded()), code="engine_unavailable")
+UNAVAILABLE = Refusal(503, "the engine is not running; it is being restarted", code="engine_unavailable")
 NOT_IMPLEMENTED = 501
 # What reading a tool's odd parameters fails with; anything else is a failure of ours.
 ODD = (LookupError, AttributeError, RecursionError)
@@ -53,10 +53,10 @@ def from_error(body: dict[str, Any]) -> Refusal:
     if status >= 500 and status != 503:
         log.error("the engine failed on a request: %s, %d", error.get("type"), status)  # its text may quote the request
         return INTERNAL_ERROR
+    if message == str(EngineEnded()):
+        return UNAVAILABLE
     code = None
-    if message == UNAVAILABLE.message:
-        code = UNAVAILABLE.code
-    elif "context length" in message or "maximum model length" in message:
+    if "context length" in message or "maximum model length" in message:
         code = "context_length_exceeded"
     elif status == 404:
         code = "model_not_found"

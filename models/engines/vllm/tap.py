@@ -28,7 +28,7 @@ class EngineEnded(GracefulHTTPError):
     """The engine ended before an answer did: a 503 wherever vLLM tells of it, its streams too, and not a 500."""
 
     def __init__(self) -> None:
-        super().__init__("the engine is not running; it is being restarted", HTTPStatus.SERVICE_UNAVAILABLE)
+        super().__init__("the engine has ended", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 class TappedLLM(AsyncLLM):
