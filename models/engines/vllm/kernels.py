@@ -1,9 +1,15 @@
-"""The kernel that makes sampling under speculation right on a CPU.
+"""What makes sampling under speculation right on a CPU.
 
 vLLM 0.32's CPU stand-in for `expand_kernel` computes into a copy, so temperature, top-p and top-k of the verified
 tokens are whatever the memory held (vllm-project/vllm#55005). Greedy decoding does not read them, which is how it goes
 unseen.
+
+A step in which nothing is verified, as one that reads a prompt, hands on an empty tensor of top-k, and where no request
+has a top-p, its CPU code then takes the largest value of none: that ends the engine.
 """
+
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -29,10 +35,22 @@ def expand(
     output.copy_(torch.repeat_interleave(replaced, counts))
 
 
+def on_rows(constrain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what leaves logits [num_tokens, V] of no tokens alone, and does as `constrain` with others."""
+
+    @wraps(constrain)
+    def constrained(logits: Tensor, *limits: Tensor | None) -> Tensor:
+        return constrain(logits, *limits) if len(logits) else logits
+
+    return constrained
+
+
 def install() -> None:
-    """Register the kernel, on CPUs only. The worker does so as it imports its extension; a plugin runs too early."""
+    """Put both in place, on CPUs only. The worker does so as it imports its extension; a plugin runs too early."""
     from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample import rejection_sampler
 
     if current_platform.is_cpu():
         register_kernels({NAME: expand})
+        rejection_sampler.apply_top_k_top_p = on_rows(rejection_sampler.apply_top_k_top_p)

@@ -422,6 +422,11 @@ def test_an_engine_that_ends_while_it_is_asked_fails_no_request_as_if_that_were_
     assert loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "again")).token_ids
 
 
+def test_a_request_with_a_top_k_alone_does_not_end_the_engine(engine: VllmEngine, loop: Loop) -> None:
+    sampling = GREEDY.model_copy(update={"temperature": 1.0, "top_k": 5})
+    assert loop.run_until_complete(engine.generate(prompts(1)[0], sampling, "of five")).token_ids
+
+
 def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
     children = psutil.Process().children(recursive=True)
     titles = [" ".join(child.cmdline()).strip() for child in children if child.status() != psutil.STATUS_ZOMBIE]

@@ -1,8 +1,8 @@
-"""The kernel that repeats each request's value over its drafted tokens."""
+"""What samples under speculation: values repeated over drafted tokens, and steps that have none."""
 
 import torch
 
-from models.engines.vllm.kernels import expand
+from models.engines.vllm.kernels import expand, on_rows
 
 
 def test_values_are_repeated_over_the_drafted_tokens_in_place() -> None:
@@ -15,3 +15,12 @@ def test_a_request_without_drafted_tokens_takes_no_place() -> None:
     output = torch.zeros(2)
     expand(output, torch.tensor([3.0, 4.0]), torch.tensor([0, 2], dtype=torch.int32), 0, 1)
     assert output.tolist() == [4.0, 4.0]
+
+
+def test_a_step_that_verifies_nothing_has_no_tokens_to_constrain() -> None:
+    def largest_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return logits.topk(int(k.max())).values
+
+    constrained = on_rows(largest_first)
+    assert constrained(torch.empty(0, 7), torch.empty(0)).shape == (0, 7)
+    assert constrained(torch.tensor([[1.0, 3.0]]), torch.tensor([1])).tolist() == [[3.0]]
