@@ -50,7 +50,8 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     if current_platform.is_cpu():
         register_kernels({NAME: expand})
-        rejection_sampler.apply_top_k_top_p = on_rows(rejection_sampler.apply_top_k_top_p)
+        rejection_sampler.apply_top_k_top_p = on_rows(apply_top_k_top_p)  # type: ignore[attr-defined]
