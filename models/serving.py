@@ -96,8 +96,8 @@ class Serving(Frozen):
         min_swap_interval_s: seconds between two swaps, at least.
         min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
         drain_s: seconds that running requests get when the service ends.
-        front: what clients connect to: "haproxy", which bounds headers and connections; "ray", Ray Serve's own proxy,
-            which doesn't; "auto" is HAProxy where it runs.
+        front: what clients connect to: "haproxy", which bounds connections and how long headers take; "ray", Ray
+            Serve's own proxy, which doesn't; "auto" is HAProxy where it runs.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
         structured: whether clients can name the form of an answer.

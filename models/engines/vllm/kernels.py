@@ -54,4 +54,5 @@ def install() -> None:
 
     if current_platform.is_cpu():
         register_kernels({NAME: expand})
+        # The module calls it by this name, which it imported and doesn't export.
         rejection_sampler.apply_top_k_top_p = on_rows(apply_top_k_top_p)  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ async def _answer(running: Awaitable[Any]) -> Answer:
     try:
         answer = await running
     except (EngineEnded, EngineDeadError) as error:
-        raise EngineStopped(str(error)) from error
+        raise EngineStopped("the engine is not running") from error
     except Exception as error:
         # A chat template that refuses its messages raises a class of jinja2, which is not ours to import.
         if isinstance(error, REFUSABLE) or any(kind.__name__ == "TemplateError" for kind in type(error).__mro__):
