@@ -13,9 +13,6 @@ way is in the arithmetic that is served, `redraft bench specbench` tells.
 import asyncio
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +38,6 @@ COLUMNS = {
     "equal_pct": "outputs equal to plain decoding's, %",
     "near_tie_pct": "outputs that part from it at a near tie, %",
 }
-DRAFT = {"name": "eagle3"}
 NUM_PROMPTS, ANSWER_LENGTH, WARM_TOKENS, NUM_FITTED = 6, 32, 8, 48
 GREEDY = Sampling(max_tokens=ANSWER_LENGTH, ignore_eos=True, num_logprobs=2)
 
@@ -150,13 +146,4 @@ def _fitted(engine: dict[str, Any], draft: Draft, bench: Bench, seed: int) -> di
 def _draft(bench: Bench, seed: int) -> Draft:
     if bench.draft_dir is not None and (champion := open_draft(bench.draft_dir, bench.target_dir)).expands:
         return champion
-    learnt = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
-    return _head(bench.target_dir, learnt, bench.budget, seed)
-
-
-@lru_cache(maxsize=4)
-def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: float, seed: int) -> Draft:
-    """Return the head that rows of a seed share; kept, since each of them drafts with it."""
-    with TemporaryDirectory(prefix="redraft-decoding-") as folder:
-        bench = Bench(target_dir, {"text": [list(one) for one in documents]}, {}, budget, Path(folder))
-        return lesson.train(bench, DRAFT, lesson.TRAINING, seed).draft
+    return lesson.head(bench, seed)

@@ -8,6 +8,9 @@ order of training and what is drawn.
 import json
 import time
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +34,7 @@ COLUMNS = {
 NUM_DRAFT_TOKENS, MOST_TOKENS = 3, 4096
 PROMPT_LENGTH, ANSWER_LENGTH, NUM_ANSWERS, NUM_HELD_OUT = 16, 48, 96, 24
 TRAINING = {"num_epochs": 6, "batch_tokens": 256}
+HEAD = {"name": "eagle3"}
 
 
 class Learnt(NamedTuple):
@@ -56,16 +60,36 @@ class Taught(NamedTuple):
 def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Learnt:
     """Train a new draft as `train` does, and score it on answers to other documents."""
     taught = train(bench, draft, training, seed)
-    prompts = opening(bench.held_out, min(NUM_HELD_OUT, _num_answers(bench)), seed)
+    return Learnt(
+        figures={**accepted(bench, taught.draft, seed), "train_s": taught.train_s},
+        num_parameters=sum(one.numel() for one in taught.draft.parameters() if one.requires_grad),
+    )
+
+
+def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:
+    """Return τ of a draft on greedy answers to held-out documents that the seed draws, and at temperature 1."""
+    prompts = opening(bench.held_out, min(NUM_HELD_OUT, num_answers(bench)), seed)
     target, rng = _load(bench), torch.Generator().manual_seed(seed)
     held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
     del target
-    scores = score(taught.draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
-    greedy, sampled = scores[: len(prompts)], scores[len(prompts) :]
-    return Learnt(
-        figures={"tau": _tau(greedy), "tau_sampled": _tau(sampled), "train_s": taught.train_s},
-        num_parameters=sum(one.numel() for one in taught.draft.parameters() if one.requires_grad),
-    )
+    scores = score(draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
+    return {"tau": _tau(scores[: len(prompts)]), "tau_sampled": _tau(scores[len(prompts) :])}
+
+
+def head(bench: Bench, seed: int) -> Draft:
+    """Return a new EAGLE-3 head of one layer that was trained as `train` does.
+
+    It is kept for all rows of a seed, which share it: one that changes it takes a copy.
+    """
+    documents = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
+    return _head(bench.target_dir, documents, bench.budget, seed)
+
+
+@lru_cache(maxsize=4)
+def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: float, seed: int) -> Draft:
+    with TemporaryDirectory(prefix="redraft-lesson-") as folder:
+        bench = Bench(target_dir, {"text": [list(one) for one in documents]}, {}, budget, Path(folder))
+        return train(bench, HEAD, TRAINING, seed).draft
 
 
 def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Taught:
@@ -78,7 +102,7 @@ def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
         training: keys of a recipe's [distill].
         seed: see the module.
     """
-    learnt = answered(bench, _num_answers(bench), seed)
+    learnt = answered(bench, num_answers(bench), seed)
     vocab_size = json.loads((bench.target_dir / "config.json").read_text())["vocab_size"]
     family = family_named(draft["name"])
     counts = np.bincount([token for one in learnt for token in one.completion_ids], minlength=vocab_size)
@@ -104,7 +128,8 @@ def opening(documents: dict[str, list[list[int]]], number: int, seed: int) -> li
     return draw(long_enough, number * PROMPT_LENGTH, PROMPT_LENGTH, seed)
 
 
-def _num_answers(bench: Bench) -> int:
+def num_answers(bench: Bench) -> int:
+    """Return how many answers a draft learns."""
     return max(2, round(NUM_ANSWERS * bench.budget))
 
 

@@ -1,0 +1,57 @@
+"""What a draft learns from each source of answers after it has served, at equal tokens.
+
+All rows of a seed begin with one EAGLE-3 head of one layer. It has learnt the target's answers to half of the documents
+(`tasks.measure.lesson`) and served the answers to the other half, in which the places are marked at which its tokens
+were refused, as a query log tells them. From there on rows differ in whose answers to these prompts they learn, and in
+nothing else; the head that learns no more is a row too. Seconds include what is written on the way.
+"""
+
+import time
+from copy import deepcopy
+
+from models import catalog, distill
+from models.acceptance import rejected_places
+from models.drafts import Draft
+from models.hidden import Sample
+from models.scoring import trace
+from tasks.measure import lesson
+from tasks.measure.comparisons import Bench, Row
+
+QUESTION = "From whose answers does a draft that has served learn most, at equal tokens?"
+BASELINE = "target"
+COLUMNS = {**lesson.COLUMNS, "tokens_k": "tokens learnt, thousand"}
+AS_SERVED = "as served"
+
+
+def rows(budget: float) -> list[Row]:
+    """Return every source, and no further learning; `budget` scales the answers, 1 being 96 of 48 tokens twice."""
+    learning = [Row(name, {"answers": {"name": name}}) for name in catalog.names("answers")]
+    return [*learning, Row(AS_SERVED, {"answers": None})]
+
+
+def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
+    """Let the head learn on; see `tasks.measure.comparisons`."""
+    first, then = (bench._replace(train=_half(bench.train, number)) for number in (0, 1))
+    draft = deepcopy(lesson.head(first, seed))
+    num_tokens, train_s = 0, 0.0
+    if row.settings["answers"] is not None:
+        samples = served(draft, then, seed)
+        params = distill.Params.model_validate({**lesson.TRAINING, "answers": row.settings["answers"]})
+        started = time.perf_counter()
+        report = distill.train(
+            draft, bench.target_dir, samples, params, lesson.NUM_DRAFT_TOKENS, bench.work_dir / "train", seed
+        )
+        num_tokens, train_s = report.num_tokens, time.perf_counter() - started
+    return {**lesson.accepted(bench, draft, seed), "train_s": train_s, "tokens_k": num_tokens / 1000}
+
+
+def served(draft: Draft, bench: Bench, seed: int) -> list[Sample]:
+    """Return the target's greedy answers to the training part, with the places at which `draft` was refused in them."""
+    samples = lesson.answered(bench, lesson.num_answers(bench), seed)
+    traces = trace(draft, bench.target_dir, samples, lesson.NUM_DRAFT_TOKENS, bench.work_dir / "served")
+    refused = {one.request_id: rejected_places(one.drafted, one.accepted, [], len(one.token_ids)) for one in traces}
+    return [sample._replace(rejected=refused[sample.id]) for sample in samples]
+
+
+def _half(documents: dict[str, list[list[int]]], number: int) -> dict[str, list[list[int]]]:
+    return {domain: of_domain[number::2] for domain, of_domain in documents.items()}
