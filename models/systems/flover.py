@@ -6,16 +6,19 @@ a common buffer for that, here each request has a cache of its own. The weights 
 requests that are served one after another read them once a token each.
 
 The plain ways: one request after another, and dynamic batching, which takes all who wait, and lets nobody join until
-the longest of them is finished. Steps run and are timed; only waiting for arrivals is skipped, on a clock of its own.
+the longest of them is finished. Passes of each shape are timed in turn, in several rounds, and all three ways are
+reckoned with the same medians, over many drawn arrivals: timed one way after the other, once each, what else the
+machine did at that moment decided which was faster. The arrivals drawn first are served for real, to compare outputs.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
+from models.golden import LEAST_THRESHOLD, Golden, equal_output
 from models.layers.decoder import Cache
 from models.layers.wide import WideDecoder
 from models.systems import Given, Seen
@@ -23,12 +26,16 @@ from models.systems import Given, Seen
 PAPER = "arXiv:2305.13484, sections III and IV"
 CLAIM = "over 11× (GPT) and 16× (Llama) faster than FasterTransformer when requests arrive at random"
 GAIN = "mean seconds from a request's arrival to its last token, one request after another / fused"
-KEPT = "outputs that are the same token by token"
+KEPT = "outputs that are the same token by token, or part at a near tie"
 SHAPE = "fused requests end sooner than one after another, and than in batches that nobody joins; all outputs stay"
 NEEDS = ""
 NUM_REQUESTS, MAX_BATCH = 8, 8
+NUM_DRAWS, NUM_ROUNDS = 32, 5
 GAP_STEPS = 2.0  # mean steps of a single request between two arrivals
 SHORTEST = 0.25  # answers are from this share of the longest up to it
+
+# Seconds of a pass, by its sequences and by the tokens that each of them has in it.
+Takes = Callable[[int, int], float]
 
 
 class Request(NamedTuple):
@@ -43,29 +50,35 @@ class Request(NamedTuple):
     arrives_s: float
 
 
+class Pass(NamedTuple):
+    """One pass of the model.
+
+    Attributes:
+        numbers: of the requests in it.
+        reads: whether it reads the prompt of the only one; else each is a row, and has one more token said.
+        ends_s: on the clock on which requests arrive.
+    """
+
+    numbers: tuple[int, ...]
+    reads: bool
+    ends_s: float
+
+
 class Answer(NamedTuple):
-    """What was said, and how long after the arrival the last token came."""
+    """What was said, and how sure each token was: the gap of the two best log-probabilities."""
 
     token_ids: list[int]
-    seconds: float
+    gaps: list[float]
 
 
-@torch.inference_mode()
-def serve(
-    decoder: WideDecoder,
-    requests: Sequence[Request],
-    max_batch: int,
-    joins: bool,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[Answer]:
-    """Answer requests greedily, in the order of their arrival.
+def passes(requests: Sequence[Request], max_batch: int, joins: bool, takes: Takes) -> Iterator[Pass]:
+    """Yield the passes that answer requests in the order of their arrival, one after another.
 
     Args:
-        decoder: the model.
         requests: in any order.
         max_batch: how many run at once; 1 is one after another.
         joins: whether a request may join those that run; else it waits until all of them are finished.
-        clock: seconds; asked before and after each pass.
+        takes: what passes take.
 
     Raises:
         ValueError: a request has no prompt or asks for no token, or nothing may run.
@@ -75,80 +88,142 @@ def serve(
     if any(not request.prompt or request.num_tokens < 1 for request in requests):
         raise ValueError("each request needs a prompt of a token or more, and an answer of 1 or more")
     waiting = sorted(range(len(requests)), key=lambda number: requests[number].arrives_s)
-    running: list[_Running] = []
-    answers: dict[int, Answer] = {}
+    said: dict[int, int] = {}  # tokens of each that runs
     now = 0.0
-    while waiting or running:
-        if not running:
+    while waiting or said:
+        if not said:
             now = max(now, requests[waiting[0]].arrives_s)
-        started = clock()
-        if waiting and len(running) < max_batch and _may_enter(requests[waiting[0]], running, joins, now):
-            running.append(_read(decoder, waiting[0], requests[waiting.pop(0)]))
+        # Who arrived joins, or finds nobody or only such as have said their first token alone.
+        enters = waiting and len(said) < max_batch and requests[waiting[0]].arrives_s <= now
+        if enters and (joins or set(said.values()) <= {1}):
+            number = waiting.pop(0)
+            said[number] = 0
+            one = Pass((number,), True, now + takes(1, len(requests[number].prompt)))
         else:
-            _step(decoder, running)
-        now += clock() - started
-        for one in [one for one in running if len(one.token_ids) == requests[one.number].num_tokens]:
-            answers[one.number] = Answer(one.token_ids, now - requests[one.number].arrives_s)
-            running.remove(one)
-    return [answers[number] for number in range(len(requests))]
+            one = Pass((*said,), False, now + takes(len(said), 1))
+        for number in one.numbers:
+            said[number] += 1
+        said = {number: count for number, count in said.items() if count < requests[number].num_tokens}
+        now = one.ends_s
+        yield one
+
+
+def seconds(requests: Sequence[Request], max_batch: int, joins: bool, takes: Takes) -> list[float]:
+    """Return how long after its arrival each request has its last token; see `passes`."""
+    ends = {number: one.ends_s for one in passes(requests, max_batch, joins, takes) for number in one.numbers}
+    return [ends[number] - request.arrives_s for number, request in enumerate(requests)]
+
+
+@torch.inference_mode()
+def serve(decoder: WideDecoder, requests: Sequence[Request], max_batch: int, joins: bool, takes: Takes) -> list[Answer]:
+    """Answer requests greedily in just these passes; see `passes`.
+
+    Args:
+        decoder: the model.
+        requests: in any order.
+        max_batch: see `passes`.
+        joins: see `passes`.
+        takes: decides who meets whom; what passes really take here does not count.
+    """
+    running: dict[int, _Running] = {}
+    for one in passes(requests, max_batch, joins, takes):
+        if one.reads:
+            (number,) = one.numbers
+            running[number] = _read(decoder, requests[number])
+        else:
+            _step(decoder, [running[number] for number in one.numbers])
+    return [running[number].answer for number in range(len(requests))]
 
 
 def study(given: Given, rng: torch.Generator) -> Seen:
-    """Serve the same requests in the three ways; see `models.systems`.
+    """Serve the same requests in the three ways, with what passes take here; see `models.systems`.
 
     Args:
         given: requests take its prompts in turn, and answers are of up to its `num_tokens`.
         rng: draws arrivals and lengths.
     """
-    step_s = _step_s(given)
-    gaps = torch.empty(NUM_REQUESTS).exponential_(1.0, generator=rng) * GAP_STEPS * step_s
-    shortest = max(1, round(SHORTEST * given.num_tokens))
-    lengths = torch.randint(shortest, given.num_tokens + 1, (NUM_REQUESTS,), generator=rng).tolist()
-    requests = [
-        Request(given.prompts[number % len(given.prompts)], length, arrives_s)
-        for number, (length, arrives_s) in enumerate(zip(lengths, gaps.cumsum(0).tolist(), strict=True))
-    ]
-    single = serve(given.decoder, requests, 1, joins=False)
-    batched, fused = (serve(given.decoder, requests, MAX_BATCH, joins) for joins in (False, True))
-    one_s, batch_s, fused_s = (fmean(answer.seconds for answer in answers) for answers in (single, batched, fused))
-    kept = fmean(one.token_ids == other.token_ids for one, other in zip(single, fused, strict=True))
+    return compare(given, _takes(given), rng)
+
+
+def compare(given: Given, takes: Takes, rng: torch.Generator) -> Seen:
+    """Serve the same requests in the three ways.
+
+    Args:
+        given: see `study`.
+        takes: what passes take.
+        rng: see `study`.
+    """
+    drawn = [_draw(given, takes(1, 1), rng) for _ in range(NUM_DRAWS)]
+    one_s, batch_s, fused_s = (
+        fmean(fmean(seconds(requests, max_batch, joins, takes)) for requests in drawn)
+        for max_batch, joins in ((1, False), (MAX_BATCH, False), (MAX_BATCH, True))
+    )
+    plain = serve(given.decoder, drawn[0], 1, False, takes)
+    fused = serve(given.decoder, drawn[0], MAX_BATCH, True, takes)
+    kept = fmean(_same(request, one, other) for request, one, other in zip(drawn[0], plain, fused, strict=True))
     return Seen(one_s / fused_s, kept, fused_s < min(one_s, batch_s) and kept == 1)
 
 
 class _Running(NamedTuple):
-    number: int
     cache: Cache
-    token_ids: list[int]
+    answer: Answer
 
 
-def _may_enter(request: Request, running: Sequence[_Running], joins: bool, now: float) -> bool:
-    """Whether a request has arrived, and finds nobody or only such as have said their first token alone."""
-    if request.arrives_s > now:
-        return False
-    return joins or all(len(one.token_ids) == 1 for one in running)
+def _draw(given: Given, step_s: float, rng: torch.Generator) -> list[Request]:
+    """Return requests that arrive at random, as often as so many steps of a single request allow."""
+    gaps = torch.empty(NUM_REQUESTS).exponential_(1.0, generator=rng) * GAP_STEPS * step_s
+    shortest = max(1, round(SHORTEST * given.num_tokens))
+    lengths = torch.randint(shortest, given.num_tokens + 1, (NUM_REQUESTS,), generator=rng).tolist()
+    return [
+        Request(given.prompts[number % len(given.prompts)], length, arrives_s)
+        for number, (length, arrives_s) in enumerate(zip(lengths, gaps.cumsum(0).tolist(), strict=True))
+    ]
 
 
-def _read(decoder: WideDecoder, number: int, request: Request) -> _Running:
+def _same(request: Request, plain: Answer, other: Answer) -> bool:
+    """Whether an output is the plain one, as far as arithmetic in batches of another shape can tell."""
+    golden = Golden(prompt_ids=tuple(request.prompt), token_ids=tuple(plain.token_ids), gaps=tuple(plain.gaps))
+    return equal_output(golden, other.token_ids, LEAST_THRESHOLD) != "different"
+
+
+def _read(decoder: WideDecoder, request: Request) -> _Running:
     cache = Cache(decoder, len(request.prompt) + request.num_tokens)
     states, _ = decoder.forward(torch.tensor(request.prompt, device=decoder.device), cache)
-    return _Running(number, cache, decoder.logits(states[-1:]).argmax(-1).tolist())
+    running = _Running(cache, Answer([], []))
+    _say(decoder, [running], states[-1:])
+    return running
 
 
 def _step(decoder: WideDecoder, running: Sequence[_Running]) -> None:
     """Say one more token of each."""
-    last = torch.tensor([one.token_ids[-1] for one in running], device=decoder.device)
-    said = decoder.logits(decoder.together(last, [one.cache for one in running])).argmax(-1).tolist()
-    for one, token in zip(running, said, strict=True):
-        one.token_ids.append(token)
+    last = torch.tensor([one.answer.token_ids[-1] for one in running], device=decoder.device)
+    _say(decoder, running, decoder.together(last, [one.cache for one in running]))
+
+
+def _say(decoder: WideDecoder, running: Sequence[_Running], states: torch.Tensor) -> None:
+    """Append to each answer what its row of the states [n, H] says."""
+    best = decoder.logits(states).log_softmax(-1).topk(2)
+    gaps = best.values[:, 0] - best.values[:, 1]
+    for one, token, gap in zip(running, best.indices[:, 0].tolist(), gaps.tolist(), strict=True):
+        one.answer.token_ids.append(token)
+        one.answer.gaps.append(gap)
 
 
 @torch.inference_mode()
-def _step_s(given: Given) -> float:
-    """Return what a step of a single request takes here, after a first one that warms up."""
-    running = _read(given.decoder, 0, Request(given.prompts[0], 5, 0.0))
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        _step(given.decoder, [running])
-        times.append(time.perf_counter() - started)
-    return median(times[1:])
+def _takes(given: Given) -> Takes:
+    """Time a pass of each shape, in turn, after a first round that warms up; returns the medians."""
+    lengths = {len(prompt): prompt for prompt in given.prompts}
+    took: dict[tuple[int, int], list[float]] = {}
+    for _ in range(1 + NUM_ROUNDS):
+        for length, prompt in lengths.items():
+            started = perf_counter()
+            _read(given.decoder, Request(prompt, 1, 0.0))
+            took.setdefault((1, length), []).append(perf_counter() - started)
+        prompts = [given.prompts[number % len(given.prompts)] for number in range(MAX_BATCH)]
+        running = [_read(given.decoder, Request(prompt, 1 + MAX_BATCH, 0.0)) for prompt in prompts]
+        for number in range(1, MAX_BATCH + 1):
+            started = perf_counter()
+            _step(given.decoder, running[:number])
+            took.setdefault((number, 1), []).append(perf_counter() - started)
+    medians = {shape: median(times[1:]) for shape, times in took.items()}
+    return lambda num_sequences, num_tokens: medians[num_sequences, num_tokens]

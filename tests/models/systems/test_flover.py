@@ -1,6 +1,5 @@
 """Fused requests say what they say alone, and take what a clock that is known by hand says."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from models.layers.decoder import Cache
 from models.layers.wide import WideDecoder
 from models.systems import Given, flover
-from models.systems.flover import Request
+from models.systems.flover import Answer, Request
 from tests.models.systems import planted
 
 FIRST = [7, 11, 13, 17]
@@ -21,42 +20,46 @@ def decoder(tiny_target: Path) -> WideDecoder:
     return WideDecoder.load(tiny_target, torch.float32)
 
 
-def passes(decoder: WideDecoder, requests: list[Request], max_batch: int, joins: bool) -> list[float]:
-    """Return what each request takes where each pass takes a second."""
-    answers = flover.serve(decoder, requests, max_batch, joins, itertools.count().__next__)
-    return [answer.seconds for answer in answers]
+def a_second(num_sequences: int, num_tokens: int) -> float:
+    """Each pass takes a second."""
+    return 1.0
 
 
-def test_one_after_another_each_waits_for_all_before_it(decoder: WideDecoder) -> None:
+def test_one_after_another_each_waits_for_all_before_it() -> None:
     requests = [Request(FIRST, 3, 0.0)] * 3
-    assert passes(decoder, requests, 1, joins=False) == [3, 6, 9]
+    assert flover.seconds(requests, 1, False, a_second) == [3, 6, 9]
 
 
-def test_a_batch_shares_its_steps(decoder: WideDecoder) -> None:
+def test_a_batch_shares_its_steps() -> None:
     requests = [Request(FIRST, 3, 0.0)] * 3
-    assert passes(decoder, requests, 3, joins=False) == [5, 5, 5]  # three prompts, then two steps
-    assert passes(decoder, requests, 2, joins=False) == [4, 4, 7]  # the third finds no room
+    assert flover.seconds(requests, 3, False, a_second) == [5, 5, 5]  # three prompts, then two steps
+    assert flover.seconds(requests, 2, False, a_second) == [4, 4, 7]  # the third finds no room
 
 
-def test_who_comes_late_waits_for_a_batch_and_joins_what_is_fused(decoder: WideDecoder) -> None:
+def test_who_comes_late_waits_for_a_batch_and_joins_what_is_fused() -> None:
     requests = [Request(SECOND, 3, 1.5), Request(FIRST, 5, 0.0)]
-    assert passes(decoder, requests, 2, joins=False) == [6.5, 5]
-    assert passes(decoder, requests, 2, joins=True) == [3.5, 6]
+    assert flover.seconds(requests, 2, False, a_second) == [6.5, 5]
+    assert flover.seconds(requests, 2, True, a_second) == [3.5, 6]
 
 
-def test_time_goes_on_to_the_next_arrival_where_nobody_runs(decoder: WideDecoder) -> None:
-    assert passes(decoder, [Request(FIRST, 2, 0.0), Request(FIRST, 1, 100.0)], 2, joins=True) == [2, 1]
+def test_time_goes_on_to_the_next_arrival_where_nobody_runs() -> None:
+    assert flover.seconds([Request(FIRST, 2, 0.0), Request(FIRST, 1, 100.0)], 2, True, a_second) == [2, 1]
+
+
+def test_a_pass_takes_what_its_shape_does() -> None:
+    requests = [Request(FIRST, 2, 0.0), Request(SECOND, 2, 0.0)]
+    # Prompts of 4 and of 3 tokens, then one step of two sequences.
+    assert flover.seconds(requests, 2, True, lambda sequences, tokens: 10.0 * sequences + tokens) == [48, 48]
 
 
 def test_fused_requests_say_what_each_says_alone(decoder: WideDecoder) -> None:
     requests = [Request([5 + number, *FIRST[: number + 1]], 12 - number, 1.3 * number) for number in range(4)]
-    alone = [flover.serve(decoder, [request], 1, joins=False)[0].token_ids for request in requests]
-    clock = itertools.count().__next__
-    fused = flover.serve(decoder, requests, 3, joins=True, clock=clock)
-    assert [answer.token_ids for answer in fused] == alone
-    assert [len(said) for said in alone] == [12, 11, 10, 9]
+    alone = [flover.serve(decoder, [request], 1, False, a_second)[0] for request in requests]
+    fused = flover.serve(decoder, requests, 3, True, a_second)
+    assert [answer.token_ids for answer in fused] == [answer.token_ids for answer in alone]
+    assert [len(said.gaps) for said in alone] == [12, 11, 10, 9]
     for request, said in zip(requests, alone, strict=True):
-        assert said == plain(decoder, request)
+        assert said.token_ids == plain(decoder, request)
 
 
 def plain(decoder: WideDecoder, request: Request) -> list[int]:
@@ -76,11 +79,34 @@ def plain(decoder: WideDecoder, request: Request) -> list[int]:
         (Request(FIRST, 3, 0.0), 0, "max_batch must be 1 or more, got 0"),
     ],
 )
-def test_nonsense_is_refused(decoder: WideDecoder, request_: Request, max_batch: int, said: str) -> None:
+def test_nonsense_is_refused(request_: Request, max_batch: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        flover.serve(decoder, [request_], max_batch, joins=True)
+        flover.seconds([request_], max_batch, True, a_second)
 
 
-def test_a_study_draws_the_same_requests_for_the_same_seed(decoder: WideDecoder) -> None:
-    seen = flover.study(Given(decoder, [FIRST, SECOND], 8, planted.EASY), torch.Generator().manual_seed(0))
+def test_an_output_may_part_at_a_near_tie_and_nowhere_else() -> None:
+    request, said = Request(FIRST, 3, 0.0), Answer([5, 6, 7], [1.0, 1e-5, 1.0])
+    assert flover._same(request, said, said)
+    assert flover._same(request, said, said._replace(token_ids=[5, 9, 9]))
+    assert not flover._same(request, said, said._replace(token_ids=[9, 6, 7]))
+
+
+@pytest.mark.parametrize(("at_eight", "holds"), [(1.0, True), (2.0, True), (8.0, False)])
+def test_the_verdict_follows_from_what_a_step_of_eight_rows_takes(
+    decoder: WideDecoder, at_eight: float, holds: bool
+) -> None:
+    """Where eight rows take as long as eight steps nothing is gained, so that the claim must not be seen."""
+
+    def takes(num_sequences: int, num_tokens: int) -> float:
+        return 1 + (at_eight - 1) * (num_sequences - 1) / 7
+
+    given = Given(decoder, [FIRST, SECOND], 12, planted.EASY)
+    seen = [flover.compare(given, takes, torch.Generator().manual_seed(seed)) for seed in range(5)]
+    assert [one.holds for one in seen] == [holds] * 5
+    assert all((one.gain > 1.3) is holds and one.kept == 1 for one in seen)
+
+
+def test_a_study_times_the_passes_of_this_machine(decoder: WideDecoder) -> None:
+    given = Given(decoder, [FIRST, SECOND], 8, planted.EASY)
+    seen = flover.study(given, torch.Generator().manual_seed(0))
     assert seen.gain > 0 and seen.kept == 1
