@@ -115,7 +115,7 @@ class Format(draft_format.Format[Kind]):
         """Make a draft with what it borrows, its own weights without values.
 
         Args:
-            vocab_size: D.
+            vocab_size: D; 0 is the target's.
             own: what else its config.json says.
             target_dir: the target's directory (Llama layout).
             token_counts: [V] how often each target token occurs in the traffic.
@@ -129,7 +129,7 @@ class Format(draft_format.Format[Kind]):
             raise ValueError(f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {vocab_size}")
         config = layer_config(source) | {
             "architectures": list(self._architectures),
-            "draft_vocab_size": vocab_size,
+            "draft_vocab_size": vocab_size or source.vocab_size,
             "redraft": made_for(describe(target_dir)),
             **own,
         }

@@ -112,6 +112,21 @@ def require_vocabulary(name: str, token_ids: Tensor, vocab_size: int) -> None:
         )
 
 
+def require_whole_vocabulary(family: str, size: int, vocab_size: int) -> None:
+    """Raise ValueError unless a draft says every token of the target's, as vLLM's drafts of a family do.
+
+    Args:
+        family: its name.
+        size: D, the draft's tokens.
+        vocab_size: V.
+    """
+    if size != vocab_size:
+        raise ValueError(
+            f"vLLM's drafts of family {family} say every token of the target's {vocab_size or 'vocabulary'}, this one "
+            f'{size}: set vocab_size = 0 in [draft], or engine "torch"'
+        )
+
+
 def made_for(target: TargetCard) -> dict[str, str]:
     """Return what a draft's config keeps of its target under "redraft"."""
     return {"target_sha256": target.sha256, "tokenizer_sha256": target.tokenizer_sha256}

@@ -256,7 +256,7 @@ class Recipe(Frozen):
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
             )
-        catalog.load("engines", self.engine.name).require_draft(self.draft.name)
+        catalog.load("engines", self.engine.name).require_draft(self.draft, self.num_draft_tokens)
         if self.serve.tool_parser:
             catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():

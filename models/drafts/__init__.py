@@ -218,7 +218,7 @@ class Family(Protocol):
     def SERVED(self) -> bool:
         """Whether vLLM drafts with it; the reference engine drafts with every family.
 
-        A family that vLLM knows in another form says in `UNSERVED` what the difference is.
+        A family that vLLM knows and can't serve here says in `UNSERVED` why.
         """
 
     @property
@@ -260,10 +260,26 @@ class Family(Protocol):
         """
 
     def vllm_config(self, directory: Path) -> dict[str, Any]:
-        """Return what vLLM's speculative_config says of this draft; ValueError in a family that is not `SERVED`."""
+        """Return what vLLM's speculative_config says of this draft, K with it where no other is possible.
+
+        Raises:
+            ValueError: the family is not `SERVED`, or vLLM can't compute this draft; see `Limited`.
+        """
 
     def vllm_weights(self, directory: Path) -> EngineWeights | None:
         """Return what vLLM loads in a swap, None where it loads nothing; ValueError if it can't be read."""
+
+
+class Limited(Family, Protocol):
+    """A family of which vLLM can compute some drafts and not others."""
+
+    def require_served(self, params: Any, num_draft_tokens: int) -> None:
+        """Raise ValueError if vLLM can't draft with what is made by `params`; says what to set.
+
+        Args:
+            params: the family's `Params`.
+            num_draft_tokens: K as served.
+        """
 
 
 class Collector(Family, Protocol):

@@ -9,8 +9,8 @@ are not learnt, so which ones they are can follow the traffic. Training is of on
 smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
 for the errors that further steps start from.
 
-A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE: stock vLLM 0.32 drafted with one on a CPU,
-and accepted as much of it as the reference engine.
+A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE, and served; one of a part of it is not
+(read in vLLM 0.32: model_executor/models/llama_eagle.py has no map of tokens).
 """
 
 from pathlib import Path
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.borrowing import Format, NormedDraft
-from models.checkpoint import read_tensor
-from models.drafts import Procedure
+from models.checkpoint import read_tensor, tensor_names
+from models.draft_files import fused, read_config, require_whole_vocabulary
+from models.draft_format import WEIGHTS
+from models.drafts import EngineWeights, Procedure
 from models.features import decoder_layer, linear
 from models.losses import feature_regression
 from models.params import BaseParams
@@ -33,21 +35,19 @@ PAPER = "arXiv:2401.15077"
 FAMILY = "eagle"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
 TRAINED = True
-SERVED = False
-# Read in vLLM 0.32: model_executor/models/llama_eagle.py. The tensors have its names.
-UNSERVED = "vLLM's EAGLE drafts say every token of the target, with its whole output matrix"
+SERVED = True
 
 
 class Params(BaseParams):
     """What is a new draft's own.
 
     Attributes:
-        vocab_size: D, at most the target's.
+        vocab_size: D, at most the target's; 0 is all of it, which is what vLLM can serve.
         noise: features are off by up to this in training, each entry by itself.
     """
 
     name: Literal["eagle"] = "eagle"
-    vocab_size: int = Field(4096, ge=1)
+    vocab_size: int = Field(4096, ge=0)
     noise: float = Field(0.1, ge=0)
 
 
@@ -80,7 +80,6 @@ class Eagle(NormedDraft):
 
 _format = Format(FAMILY, ARCHITECTURES, Eagle)
 renew, save, load, check = _format.renew, _format.save, _format.load, _format.check
-vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
@@ -101,3 +100,21 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
         for name, parameter in draft.layer.named_parameters():
             parameter.copy_(read_tensor(target_dir, f"model.layers.{draft.num_target_layers - 1}.{name}"))
     return draft
+
+
+def require_served(params: Params, num_draft_tokens: int) -> None:
+    """See `models.drafts.Limited`."""
+    require_whole_vocabulary(FAMILY, params.vocab_size, 0)
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """See `models.drafts.Family`; ValueError for a draft of a part of the vocabulary."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    require_whole_vocabulary(FAMILY, config["draft_vocab_size"], config["vocab_size"])
+    return {"method": "eagle", "model": str(directory)}
+
+
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file, with vLLM's names for its tensors."""
+    file = directory / WEIGHTS
+    return EngineWeights(file, fused({f"model.{name}": name for name in tensor_names(file)}))

@@ -2,8 +2,9 @@
 
 `vllm` is the production engine; `torch` is the reference, for one stream, without processes of its own. Each module has
 `Params`, `start(target, draft, params, served_name, draft_version)`, which returns an `Engine`,
-`child_environment(params)`, the variables that its process must have, `require_draft(name)`, a ValueError if it can't
-draft with that family, and `require_tool_parser(name)`, a ValueError if its endpoint can't parse tool calls that way.
+`child_environment(params)`, the variables that its process must have, `require_draft(draft, num_draft_tokens)`, a
+ValueError if it can't draft so with drafts of those Params, and `require_tool_parser(name)`, a ValueError if its
+endpoint can't parse tool calls that way.
 """
 
 from abc import abstractmethod

@@ -268,7 +268,7 @@ def child_environment(params: Params) -> dict[str, str]:
     return {}
 
 
-def require_draft(name: str) -> None:
+def require_draft(draft: BaseParams, num_draft_tokens: int) -> None:
     """Return: it drafts with every family."""
 
 

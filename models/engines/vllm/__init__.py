@@ -145,12 +145,14 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
     }
 
 
-def require_draft(name: str) -> None:
-    """Raise ValueError if vLLM can't draft with a family."""
-    family = catalog.load("drafts", name)
+def require_draft(draft: BaseParams, num_draft_tokens: int) -> None:
+    """Raise ValueError if vLLM can't draft with a family, or not with drafts that are made so."""
+    family = catalog.load("drafts", draft.name)
     if not family.SERVED:
         why = f": {family.UNSERVED}" if hasattr(family, "UNSERVED") else ""
-        raise ValueError(f'engine "vllm" can\'t draft with family {name}; engine "torch" can{why}')
+        raise ValueError(f'engine "vllm" can\'t draft with family {draft.name}; engine "torch" can{why}')
+    if hasattr(family, "require_served"):
+        family.require_served(draft, num_draft_tokens)
 
 
 def require_tool_parser(name: str) -> None:

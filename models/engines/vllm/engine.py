@@ -91,7 +91,8 @@ class VllmEngine:
             serves: whether it is to run on, rather than to answer a batch; see `mode_of`.
 
         Raises:
-            ValueError: a directory can't be loaded, or vLLM is asked for a model runner that is not supported.
+            ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
+                or it is asked for a model runner that is not supported.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
@@ -103,12 +104,18 @@ class VllmEngine:
         speculative: dict[str, Any] = {}
         setup: Setup | None = None
         if draft is not None and params.num_draft_tokens > 0:
+            own = family_of(draft).vllm_config(draft)
+            if (k := own.get("num_speculative_tokens", params.num_draft_tokens)) != params.num_draft_tokens:
+                raise ValueError(
+                    f"draft {draft.name} drafts {k} tokens in every step of vLLM, no other number; "
+                    f"got num_draft_tokens {params.num_draft_tokens}"
+                )
             drafting = {
-                **family_of(draft).vllm_config(draft),
+                **own,
                 "num_speculative_tokens": params.num_draft_tokens,
                 "draft_sample_method": params.draft_sample_method,
             }
-            if drafting["method"] in METHODS:
+            if drafting["method"] in METHODS and not drafting.get("parallel_drafting"):
                 facts = measured_for(target, draft, dtype, mode.eager, vllm.__version__)
                 file = None if costs is None else costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
                 setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts)

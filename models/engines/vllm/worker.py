@@ -125,8 +125,9 @@ class DraftWorker:
             initialize_layerwise_reload(draft)
             draft.load_weights(iter(weights.items()))
             finalize_layerwise_reload(draft, config)
+            targets = self._targets()
             for module in draft.modules():  # a packed output layer keeps its old copy otherwise
-                if isinstance(module, ParallelLMHead):
+                if isinstance(module, ParallelLMHead) and id(module) not in targets:
                     quant_method: Any = module.quant_method
                     quant_method.process_weights_after_loading(module)
         return len(weights)
@@ -196,8 +197,12 @@ class DraftWorker:
 
     def _shared(self, parameters: Parameters) -> set[str]:
         """Return the file's tensors whose module is the target's own; writing through it would change the target."""
-        targets = {id(module) for module in self.get_model().modules()}
+        targets = self._targets()
         return {part for name, parts in parameters.items() if id(self._place(name)[0]) in targets for part in parts}
+
+    def _targets(self) -> set[int]:
+        """Return the identities of the target's modules, some of which a draft may share."""
+        return {id(module) for module in self.get_model().modules()}
 
     def _require_like_start(self, weights: dict[str, Tensor], shared: set[str]) -> None:
         if not hasattr(self, "_wanted"):

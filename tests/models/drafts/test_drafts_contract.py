@@ -31,7 +31,7 @@ from models.drafts import (
     open_draft,
 )
 from models.targets import describe, random
-from tests.models.drafts.tiny import make_tiny, save_tiny
+from tests.models.drafts.tiny import make_tiny, params_of, save_tiny
 
 NAMES = catalog.names("drafts")
 K = 3
@@ -193,16 +193,31 @@ def test_a_family_that_expands_says_after_each_node_what_it_says_after_its_path(
     torch.testing.assert_close(again, found, rtol=1e-3, atol=1e-3)
 
 
-def test_a_family_that_vllm_does_not_serve_says_so_in_its_place(family: Family, saved: Path) -> None:
+@pytest.fixture(scope="module")
+def served(family: Family, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(family, tiny_target, tmp_path_factory.mktemp("served"), served=True)
+
+
+def test_a_family_that_vllm_does_not_serve_says_so_in_its_place(family: Family, saved: Path, served: Path) -> None:
     require = catalog.load("engines", "vllm").require_draft
     if family.SERVED:
-        require(name_of(family))
-        assert family.vllm_config(saved)["method"]
+        require(params_of(family, served=True), K)
+        assert family.vllm_config(served)["method"]
     else:
         with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
-            require(name_of(family))
+            require(params_of(family), K)
         with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
             family.vllm_config(saved)
+
+
+def test_a_draft_that_vllm_can_not_compute_is_refused_by_its_params_and_by_its_directory(
+    family: Family, saved: Path
+) -> None:
+    if not hasattr(family, "require_served"):
+        return
+    with pytest.raises(ValueError, match=r"set .* in \[draft\]"):
+        catalog.load("engines", "vllm").require_draft(params_of(family), K)
+    catalog.load("engines", "torch").require_draft(params_of(family), K)
 
 
 def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_target: Path) -> None:
@@ -244,8 +259,8 @@ def test_a_draft_of_another_vocabulary_is_refused(
         family.check(tmp_path, None, describe(tiny_target))
 
 
-def test_the_engine_finds_every_tensor_of_the_file_once(family: Family, saved: Path) -> None:
-    weights = family.vllm_weights(saved)
+def test_the_engine_finds_every_tensor_of_the_file_once(family: Family, served: Path) -> None:
+    weights = family.vllm_weights(served)
     assert (weights is not None) == (family.TRAINED and family.SERVED)
     if weights is not None:
         parts = [part for parts in weights.parameters.values() for part in parts]

@@ -12,9 +12,10 @@ from models.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, eagle
 from models.losses import feature_regression
 from models.targets import describe
-from tests.models.drafts.tiny import make_tiny
+from tests.models.drafts.tiny import make_tiny, save_tiny
 
 TINY = {"vocab_size": 64}
+SERVED = {"vocab_size": 0}
 
 
 def test_a_feature_is_what_the_targets_output_matrix_reads(tiny_target: Path) -> None:
@@ -98,3 +99,14 @@ def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ValueError, match="eagle reads targets of the Llama layout; got model_type 'gpt2'"):
         eagle.create(eagle.Params(), tmp_path, np.empty(0))
+
+
+def test_what_vllm_serves_says_every_token_of_the_target(tiny_target: Path, tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for directory, served in ((whole, True), (part, False)):
+        directory.mkdir()
+        save_tiny(eagle, tiny_target, directory, served=served)
+    assert eagle.load(whole, tiny_target).vocabulary.tolist() == list(range(259))
+    assert eagle.vllm_config(whole) == {"method": "eagle", "model": str(whole)}
+    with pytest.raises(ValueError, match="every token of the target's 259, this one 64: set vocab_size = 0 in"):
+        eagle.vllm_config(part)

@@ -7,27 +7,39 @@ import numpy as np
 
 from infra.manifest import write_manifest
 from models.drafts import Draft, Family, name_of
+from models.params import BaseParams
 from tests.conftest import shake
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def make_tiny(family: Family, target: Path, seed: int = 0, scale: float = 0.02) -> Draft:
-    """Make a draft with seeded noise on its weights; its Params are `TINY` of the family's test file, if it has one."""
-    counts = np.zeros(259)
-    counts[3:67] = 1
+def params_of(family: Family, served: bool = False) -> BaseParams:
+    """Return what `TINY` of the family's test file says, if it has one.
+
+    Where it is to be `served`, by three tokens a step, what `SERVED` says there goes before.
+    """
     [file] = HERE.rglob(f"test_{name_of(family)}.py")
     module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    draft = family.create(family.Params(name=name_of(family), **getattr(module, "TINY", {})), target, counts)
+    shape = getattr(module, "TINY", {}) | (getattr(module, "SERVED", {}) if served else {})
+    return family.Params(name=name_of(family), **shape)
+
+
+def make_tiny(family: Family, target: Path, seed: int = 0, scale: float = 0.02, served: bool = False) -> Draft:
+    """Make a draft of such Params, with seeded noise on its weights."""
+    counts = np.zeros(259)
+    counts[3:67] = 1
+    draft = family.create(params_of(family, served), target, counts)
     if hasattr(family, "collect"):
         family.collect(draft, [list(range(3, 60))])
     shake(draft, scale, seed)
     return draft
 
 
-def save_tiny(family: Family, target: Path, directory: Path, seed: int = 0, scale: float = 0.02) -> Path:
+def save_tiny(
+    family: Family, target: Path, directory: Path, seed: int = 0, scale: float = 0.02, served: bool = False
+) -> Path:
     """Save such a draft with its manifest, and return its directory."""
-    family.save(make_tiny(family, target, seed, scale), directory)
+    family.save(make_tiny(family, target, seed, scale, served), directory)
     write_manifest(directory)
     return directory
