@@ -8,7 +8,9 @@ Seeds are paired: a row's difference from the baseline is taken seed by seed, an
 has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
 Intervals are Student's t, see `tasks.measure.spread`.
 
-Under a margin, rows that the first seeds leave undecided get more of them, see `tasks.measure.decide`.
+Rows that train do so at a learning rate of their own, which a sweep finds before their first cell, see
+`tasks.measure.sweep`. Under a margin, rows that the first seeds leave undecided get more of them, see
+`tasks.measure.decide`.
 """
 
 import fnmatch
@@ -37,7 +39,7 @@ from models.acceptance import CONFIDENCE
 from models.params import did_you_mean
 from models.recipe import Recipe
 from models.targets import describe
-from tasks.measure import chain, decide
+from tasks.measure import chain, decide, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
 from tasks.measure.spread import Mean, differences, spread
@@ -86,6 +88,7 @@ def compare_methods(
         "budget": budget,
         "rows": {row.name: row.settings for row in rows},
         "code": code_version(*code_modules(comparison, rows))[:16],
+        "sweep": sweep.PLAN if hasattr(comparison, "tune") else None,
         "draft": _champion(recipe),
         "commit": git_commit(),
         "device": {**describe_machine(), "dtype": DTYPE},
@@ -116,7 +119,9 @@ def compare_methods(
         baseline=comparison.BASELINE,
         headings=comparison.COLUMNS,
         figures=figures,
-        seconds={name: sum(one["seconds"] for one in of_row) for name, of_row in measured.items()},
+        seconds={
+            row.name: sweep.seconds(row, cells) + sum(one["seconds"] for one in measured[row.name]) for row in rows
+        },
         num_seeds=num_seeds,
         verdicts=verdicts,
         margin="" if margin is None else f"{margin.value:g} of {comparison.COLUMNS[margin.metric]}",
@@ -136,7 +141,8 @@ def _measure(
     with _bar(len(wanted) - len(missing), len(wanted)) as bar:
         for row, seed in missing:
             bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
-            found = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, row, seed))
+            tuned = sweep.tuned(comparison, bench, row, cells)
+            found = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed))
             said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
             told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
             out.print(told, markup=False, highlight=False, soft_wrap=True)
@@ -202,9 +208,9 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
 
 
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
-    """Return the modules that figures depend on, with all that they import: the comparison, its rows' methods, and the
-    build's stages where it makes chains of them."""
-    own = [comparison.__name__, *sorted(set(_methods([row.settings for row in rows])))]
+    """Return the modules that figures depend on, with all that they import: the comparison, its rows' methods, the
+    sweep, and the build's stages where it makes chains of them."""
+    own = [comparison.__name__, *sorted(set(_methods([row.settings for row in rows]))), sweep.__name__]
     stages = {change.__module__ for change in chain.CHANGES.values()}
     return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own) else own
 

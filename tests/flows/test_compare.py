@@ -34,7 +34,14 @@ COLUMNS = {"loss": "nats a token, lower is better", "counted": "tokens counted"}
 
 def rows(budget):
     noisy = [Row("noisy", {}), Row("same", {})] if budget == 3 else []
-    return [Row("uniform", {}), Row("unigram", {"smoothing": 1.0}), *noisy]
+    swept = [Row("swept", {"learning_rate": 0.5})] if budget == 4 else []
+    return [Row("uniform", {}), Row("unigram", {"smoothing": 1.0}), *noisy, *swept]
+
+
+def tune(bench, row, seed):
+    with Path("MEASURED").open("a") as file:
+        print("sweep", row.settings["learning_rate"], file=file)
+    return abs(row.settings["learning_rate"] - 2)
 
 
 def measure(bench, row, seed):
@@ -44,6 +51,8 @@ def measure(bench, row, seed):
         raise KeyboardInterrupt
     assert bench.target_dir.joinpath("config.json").is_file() and list(bench.work_dir.iterdir()) == []
     held_out = [token for document in bench.held_out["code"] for token in document]
+    if row.name == "swept":
+        return {"loss": row.settings["learning_rate"], "counted": float("nan")}
     if row.name == "noisy":
         return {"loss": math.log(259) + (-1) ** seed, "counted": float("nan")}
     if row.name in ("uniform", "same"):
@@ -146,6 +155,16 @@ def test_under_a_margin_undecided_rows_get_more_seeds_and_what_is_still_open_is_
     assert re.fullmatch(r"undecided, needs about \d+ more seeds", verdicts["noisy"])
     block = (tmp_path / "home" / "compare" / "unigrams-tiny" / "RESULTS.md").read_text()
     assert "Within 0.1 of nats a token, lower is better, at 95% over all looks: " in block
+
+
+def test_a_row_is_measured_at_the_learning_rate_that_its_sweep_finds_once_for_all_seeds(run, tmp_path: Path) -> None:
+    result = run("unigrams", "--seeds", "2", "--budget", "4", "--only", "swept")
+    assert result.exit_code == 0, result.output
+    sweep = [f"sweep {rate}" for rate in (0.5, 0.167, 1.5, 4.5)]
+    assert measured(tmp_path) == ["uniform 0", *sweep, "swept 0", "uniform 1", "swept 1"]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["rows_measured"]["swept"]["loss"]["value"] == 1.5
+    assert found["sweep"]["most_runs"] == 5
 
 
 @pytest.mark.parametrize(

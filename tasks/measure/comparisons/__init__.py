@@ -10,6 +10,8 @@ A file has
 - `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
   that makes no sense for a row is NaN, one that is a mean over documents is of type `tasks.measure.spread.Mean`, so
   that rows are compared document by document;
+- `tune(bench, row, seed) -> float`, optional: the loss of a row on `bench.held_out` after training at the rate that its
+  settings call `learning_rate`; rows that have one are then measured at their best rate (`tasks.measure.sweep`);
 - `claims(report, found) -> Report`, optional: the report with what the rows' papers claim beside what was seen.
 
 Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments

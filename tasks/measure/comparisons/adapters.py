@@ -2,11 +2,13 @@
 
 The whole target learns the first domain by name from a few documents, cut to `LENGTH` tokens, and is measured on
 held-out ones of that domain and of all others, which shows what it forgot. The seed draws documents, first weights and
-the order of batches. Each method trains at the rate its file says, at a third of it and at three times as much; what is
-shown is the one that does best on documents of the domain that are neither learnt nor measured on, and its rate.
+the order of batches. Each method trains at a rate of its own: the sweep begins at the one that its file says, and asks
+for the least loss on other documents of the domain than are learnt or measured on.
 Memory is what one batch keeps for the backward pass, and what weights, gradients and optimizer take; it is counted, not
 read off the process.
 """
+
+import math
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +18,7 @@ from models.counting import held_bytes
 from models.params import TrainingParams
 from models.perplexity import score
 from models.training import pad, train
-from tasks.measure import likeness
+from tasks.measure import likeness, sweep
 from tasks.measure.comparisons import Bench, Row, shuffled
 from tasks.measure.losses import nats_per_token
 from tasks.measure.spread import Mean
@@ -31,11 +33,10 @@ COLUMNS = {
     "saved_mib": "saved, MiB ↓",
     "held_mib": "held for backward, MiB ↓",
     "state_mib": "weights, gradients, optimizer, MiB ↓",
-    "rate": "learning rate, the best of three",
+    **sweep.COLUMNS,
     "train_s": "training at that rate, s ↓",
 }
 LENGTH, BATCH_TOKENS, NUM_HELD_OUT = 96, 192, 8
-SWEEP = (1 / 3, 1.0, 3.0)
 FULL_LEARNING_RATE = 1e-4
 _MIB = 1 << 20
 
@@ -50,16 +51,24 @@ def rows(budget: float) -> list[Row]:
     ]
 
 
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Train as `row` says; see `tasks.measure.comparisons`."""
+    model = _target(bench)
+    _learn(bench, row, model, seed)
+    return _loss(model, bench.held_out[min(bench.train)][:NUM_HELD_OUT])
+
+
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train as `row` says and measure; see `tasks.measure.comparisons`."""
     model = _target(bench)
     if row.settings["learning_rate"] is None:
-        nothing = dict.fromkeys(("held_mib", "rate", "train_s"), float("nan"))
+        nothing = dict.fromkeys(("held_mib", "train_s"), math.nan)
         costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": _num_bytes(model) / _MIB}
     else:
-        model, costs = _best_of_sweep(bench, row, seed)
+        costs = _learn(bench, row, model, seed)
     documents = [document[:LENGTH] for document in bench.held_out[min(bench.train)][:NUM_HELD_OUT]]
-    return {**_losses(bench, model), **likeness.measure_likeness(bench, model, documents), **costs}
+    like = likeness.measure_likeness(bench, model, documents)
+    return {**_losses(bench, model), **like, **costs, "rate": sweep.rate_of(row)}
 
 
 def _target(bench: Bench) -> PreTrainedModel:
@@ -67,26 +76,10 @@ def _target(bench: Bench) -> PreTrainedModel:
     return model
 
 
-def _best_of_sweep(bench: Bench, row: Row, seed: int) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Train at each rate; return the model with the least loss on documents of its own, and what it took."""
+def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
+    """Train in place on documents that the seed draws, and say what it took."""
     pool = shuffled(bench.train[min(bench.train)], torch.Generator().manual_seed(seed))
-    num_learnt = max(1, round(16 * bench.budget))
-    unseen = pool[num_learnt : num_learnt + NUM_HELD_OUT] or pool[-1:]
-    best: tuple[float, PreTrainedModel, dict[str, float]] | None = None
-    for factor in SWEEP:
-        model, rate = _target(bench), factor * row.settings["learning_rate"]
-        costs = _learn(bench, row, model, [document[:LENGTH] for document in pool[:num_learnt]], rate, seed)
-        loss = _loss(model, unseen)
-        if best is None or loss < best[0]:
-            best = loss, model, costs | {"rate": rate}
-    assert best is not None
-    return best[1:]
-
-
-def _learn(
-    bench: Bench, row: Row, model: PreTrainedModel, documents: list[list[int]], rate: float, seed: int
-) -> dict[str, float]:
-    """Train in place and say what it took."""
+    documents = [document[:LENGTH] for document in pool[: max(1, round(16 * bench.budget))]]
     rng = torch.Generator().manual_seed(seed)
     num_base, adapted = model.num_parameters(), None
     if row.settings["adapter"] is not None:
@@ -95,7 +88,7 @@ def _learn(
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
     held = held_bytes(model, lambda: model(input_ids=batch.token_ids, labels=batch.labels, use_cache=False).loss)
     settings = TrainingParams(
-        learning_rate=rate,
+        learning_rate=row.settings["learning_rate"],
         num_epochs=2,
         batch_tokens=BATCH_TOKENS,
         max_length=LENGTH,
@@ -126,7 +119,7 @@ def _losses(bench: Bench, model: PreTrainedModel) -> dict[str, float]:
     ]
     return {
         "loss": _loss(model, bench.held_out[new][:NUM_HELD_OUT]),
-        "other_loss": _loss(model, others[:NUM_HELD_OUT]) if others else float("nan"),
+        "other_loss": _loss(model, others[:NUM_HELD_OUT]) if others else math.nan,
     }
 
 

@@ -5,8 +5,9 @@ without the L1 norm kept; sign prediction by threshold; and the lognormal gradie
 equal bits. All of them train a Llama of two layers from scratch, because arithmetic shows in what can be learnt, and
 the target itself is too slow to be trained a hundred times. It reads the target's tokens, the 1023 most frequent of the
 training text and one for all others: most of a small model's time would go into an output matrix that no method here
-touches. A method that changes inference too is scored in its own arithmetic, and beside it in floats. Formats are
-simulated in float32, so the seconds say what a simulation costs, not what hardware would save.
+touches. Each row trains at the learning rate that suits it best, and so does the float32 that it is compared with. A
+method that changes inference too is scored in its own arithmetic, and beside it in floats. Formats are simulated in
+float32, so the seconds say what a simulation costs, not what hardware would save.
 """
 
 from functools import lru_cache
@@ -20,7 +21,7 @@ from models import catalog
 from models.params import TrainingParams
 from models.perplexity import score
 from models.training import train_by_name
-from tasks.measure import evidence
+from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
 from tasks.measure.losses import nats_per_token
 from tasks.measure.spread import Mean, differences
@@ -32,7 +33,8 @@ COLUMNS = {
     "gap": "above float32 of this width and seed, nats/token ↓",
     "float_loss": "held-out, the same weights in floats, nats/token ↓",
     **evidence.COLUMNS,
-    "train_s": "training, s ↓",
+    **sweep.COLUMNS,
+    "train_s": "training at that rate, s ↓",
 }
 WIDTH, OTHER_WIDTHS, HEAD_WIDTH = 128, (64, 192), 32
 VOCABULARY, LENGTH, NUM_TOKENS, NUM_HELD_OUT = 1024, 64, 20_000, 48
@@ -64,7 +66,7 @@ def rows(budget: float) -> list[Row]:
         grid = {"weight_bits": weight, "activation_bits": activation, "gradient_bits": gradient}
         found.append(_row(f"dorefa-{weight}-{activation}-{gradient}", {"name": "dorefa", **grid}))
     for width in (WIDTH, *OTHER_WIDTHS):
-        at = "" if width == WIDTH else f"-width-{width}"
+        at = _at(width)
         if at:
             found.append(_row(f"{BASELINE}{at}", None, width))
         for mantissa in (8, 12):
@@ -81,35 +83,51 @@ def rows(budget: float) -> list[Row]:
     return found
 
 
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Train with one method; see the package."""
+    settings = row.settings
+    return _run(_texts(bench, seed), settings["width"], seed, settings["method"], settings["learning_rate"]).loss
+
+
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train with one method and in float32, from the same weights on the same batches; see the package."""
     texts, width = _texts(bench, seed), row.settings["width"]
-    plain = _float32(texts, width, seed)
-    method = row.settings["method"]
-    outcome = plain if method is None else _run(texts, width, seed, method)
+    method, rate = row.settings["method"], row.settings["learning_rate"]
+    plain = _float32(texts, width, seed, rate if method is None else row.settings["against_rate"])
+    outcome = plain if method is None else _run(texts, width, seed, method, rate)
     return {
         "loss": outcome.loss,
         "gap": differences([outcome.loss], [plain.loss])[0],
         "float_loss": outcome.float_loss,
         **outcome.figures,
+        "rate": rate,
         "train_s": outcome.train_s,
     }
 
 
 def _row(name: str, method: dict[str, Any] | None, width: int = WIDTH) -> Row:
-    return Row(name, {"method": method, "width": width})
+    """Return a row that says which one in float32 it is compared with, and at which rates to begin."""
+    settings: dict[str, Any] = {"method": method, "width": width, "learning_rate": TRAINING.learning_rate}
+    if method is not None:
+        settings |= {"against": BASELINE + _at(width), "against_rate": TRAINING.learning_rate}
+    return Row(name, settings)
+
+
+def _at(width: int) -> str:
+    return "" if width == WIDTH else f"-width-{width}"
 
 
 @lru_cache(maxsize=16)
-def _float32(texts: Texts, width: int, seed: int) -> Outcome:
+def _float32(texts: Texts, width: int, seed: int, rate: float) -> Outcome:
     """Kept, since each row of a seed is compared with it."""
-    return _run(texts, width, seed, None)
+    return _run(texts, width, seed, None, rate)
 
 
-def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None) -> Outcome:
+def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None, rate: float) -> Outcome:
     methods = [] if method is None else [catalog.parse("regimes", method)]
     model = _model(width, seed)
-    trained = train_by_name(model, texts.train, TRAINING, methods, seed)
+    training = TRAINING.model_copy(update={"learning_rate": rate})
+    trained = train_by_name(model, texts.train, training, methods, seed)
     in_floats = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
     loss = evidence.own_loss(model, texts.held_out, methods, LENGTH, seed)
     return Outcome(loss, in_floats, trained.seconds, evidence.evidence(trained))

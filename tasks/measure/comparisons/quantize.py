@@ -12,7 +12,8 @@ Rows of three kinds, each with a float row of its own to be read against:
 - "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
 
 The seed draws the documents to calibrate, train and measure on; calibrated is on `ENOUGH` tokens for each input of the
-widest layer. Seconds are the simulation's, not an engine's.
+widest layer. Rows that train do so at the learning rate that suits each best. Seconds are the simulation's, not an
+engine's.
 """
 
 import math
@@ -30,9 +31,9 @@ from models.perplexity import score
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
 from models.sparsity import Pattern
-from tasks.measure import likeness
+from tasks.measure import likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw, up_to
-from tasks.measure.losses import perplexity
+from tasks.measure.losses import nats_per_token, perplexity
 
 QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
 BASELINE = "float"
@@ -42,7 +43,10 @@ COLUMNS = {
     "size_mib": "size of the weights, MiB (lower is better)",
     "ms_per_token": "simulated forward pass, ms a token (lower is better)",
     "context_tokens": "tokens whose keys and values fit 1 GiB (higher is better)",
+    **sweep.COLUMNS,
 }
+# Where sweeps begin.
+RATE, SCRATCH_RATE = 2e-5, 3e-3
 HELD_OUT_TOKENS = 2048
 MAX_LENGTH = 128
 GRID = {"group_size": 64, "symmetric": False}
@@ -67,54 +71,64 @@ def rows(budget: float) -> list[Row]:
     """See `tasks.measure.comparisons`."""
     on_target = {"model": "target", "num_tokens": int(1024 * budget)}
     found = [Row(BASELINE, on_target)]
-    found += [Row(name, {**on_target, "method": _table(name)}) for name in catalog.names("quantize")]
-    for name in ("rtn", "gptq", "awq"):
-        found.append(Row(f"{name}, symmetric", {**on_target, "method": {**_table(name), "symmetric": True}}))
-    for name in ("rtn", "gptq"):
-        found.append(Row(f"2:4, then {name}", {**on_target, "prune": {"name": "sparsegpt"}, "method": _table(name)}))
+    for name in catalog.names("quantize"):
+        rate = RATE if hasattr(catalog.load("quantize", name), "regime") else None
+        found.append(Row(name, {**on_target, "method": _table(name), "learning_rate": rate}))
+    found += [
+        Row(f"{name}, symmetric", {**on_target, "method": {**_table(name), "symmetric": True}})
+        for name in ("rtn", "gptq", "awq")
+    ]
+    found += [
+        Row(f"2:4, then {name}", {**on_target, "prune": {"name": "sparsegpt"}, "method": _table(name)})
+        for name in ("rtn", "gptq")
+    ]
     for heading, text in (("a quarter of the text", 0.25), ("twice the text", 2.0)):
         found.append(Row(f"gptq, {heading}", {**on_target, "method": _table("gptq"), "text": text}))
     rescued = {"*.mlp.down_proj": {"name": "int8_dynamic"}}
     found.append(
         Row("int8_static, down_proj dynamic", {**on_target, "method": _table("int8_static"), "exceptions": rescued})
     )
-    found.append(Row("finetuned", {**on_target, "finetune": True}))
-    found.append(Row("finetuned, then rtn", {**on_target, "finetune": True, "method": _table("rtn")}))
+    finetuned = {**on_target, "finetune": True, "learning_rate": RATE}
+    found += [Row("finetuned", finetuned), Row("finetuned, then rtn", {**finetuned, "method": _table("rtn")})]
     found.append(Row("outliers, float", {**on_target, "model": "outliers"}))
     for heading, settings in TABLE_1.items():
         method = {"name": "llm_int8", **settings}
         found.append(Row(f"outliers, {heading}", {**on_target, "model": "outliers", "method": method}))
-    scratch = {"model": "scratch", "num_tokens": int(16384 * budget)}
+    scratch = {"model": "scratch", "num_tokens": int(16384 * budget), "learning_rate": SCRATCH_RATE}
     found.append(Row("scratch, float", {**scratch, "finetune": True}))
     for table in SCRATCH:
         found.append(Row("scratch, " + ", ".join(table.values()), {**scratch, "method": table}))
     return found
 
 
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """See `tasks.measure.comparisons`."""
+    model = _quantize(bench, row.settings, seed).model
+    return nats_per_token(score(model, _held_out(bench, seed), max_length=MAX_LENGTH))
+
+
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
     settings = row.settings
-    model = MODELS[settings["model"]](bench, seed)
-    num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
-    train = draw(bench.train, num_tokens, MAX_LENGTH, seed)
-    held_out = draw(bench.held_out, max(MAX_LENGTH, round(HELD_OUT_TOKENS * bench.budget)), MAX_LENGTH, seed)
-    quantized = _quantize(model, bench, settings, train, seed)
+    held_out = _held_out(bench, seed)
+    quantized = _quantize(bench, settings, seed)
     started = time.perf_counter()
     scores = score(quantized.model, held_out, max_length=MAX_LENGTH)
     seconds = time.perf_counter() - started
     like = dict.fromkeys(likeness.COLUMNS, math.nan)
     if settings["model"] != "scratch":  # which has learnt nothing from the target
         like = likeness.measure_likeness(bench, quantized.model, held_out)
-    config = model.config
+    config = quantized.model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Two bytes for each key and each value, unless the method says otherwise.
-    width = 4 * len(blocks(model)) * config.num_key_value_heads * head_dim
+    width = 4 * len(blocks(quantized.model)) * config.num_key_value_heads * head_dim
     return {
         "perplexity": perplexity(scores),
         **like,
         "size_mib": quantized.num_bytes / 2**20,
         "ms_per_token": 1000 * seconds / sum(map(len, held_out)),
         "context_tokens": 2**30 / quantized.figures.get("kv_bytes_per_token", width),
+        "rate": sweep.rate_of(row),
     }
 
 
@@ -146,15 +160,20 @@ def _table(name: str) -> dict[str, Any]:
     return {"name": name, **{key: value for key, value in GRID.items() if key in params.model_fields}}
 
 
-def _quantize(
-    model: PreTrainedModel, bench: Bench, settings: dict[str, Any], train: list[list[int]], seed: int
-) -> Quantized:
+def _held_out(bench: Bench, seed: int) -> list[list[int]]:
+    return draw(bench.held_out, max(MAX_LENGTH, round(HELD_OUT_TOKENS * bench.budget)), MAX_LENGTH, seed)
+
+
+def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> Quantized:
     def text() -> list[list[int]]:
         return up_to(_sample(bench.train, 10**6, Random(seed)), settings["num_tokens"])
 
-    loop = TrainingParams(
-        learning_rate=3e-3 if settings["model"] == "scratch" else 2e-5, batch_tokens=512, max_length=MAX_LENGTH
-    )
+    model = MODELS[settings["model"]](bench, seed)
+    num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
+    train = draw(bench.train, num_tokens, MAX_LENGTH, seed)
+    loop = TrainingParams(batch_tokens=512, max_length=MAX_LENGTH)
+    if (rate := settings.get("learning_rate")) is not None:
+        loop = loop.model_copy(update={"learning_rate": rate})
     if "prune" in settings:
         prune_model(model, train, catalog.parse("prune", settings["prune"]), PATTERN)
     if settings.get("finetune"):

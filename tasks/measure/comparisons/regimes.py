@@ -3,7 +3,8 @@
 Trained from scratch is a Llama of four layers, 128 wide, on token ids of the target's tokenizer; the default target
 itself would take an hour a row. Its vocabulary is the text's 2,047 commonest tokens and one for all others, or the
 output matrix would be nearly all of the model, its FLOPs and what it holds. Documents go by eight times, because some
-methods look at epochs. A seed draws documents, weights and the regime's own coins, the same for all rows.
+methods look at epochs. A seed draws documents, weights and the regime's own coins, the same for all rows. Each row
+trains at the learning rate that suits it best.
 
 FLOPs and held memory are counted while the model trains, which adds about a tenth to the seconds of every row. FLOPs
 of methods that simulate another arithmetic are those of what ran, scaled by the share that the method reports, if it
@@ -11,18 +12,19 @@ does. `half_as_long` is plain training of half the epochs: what a regime that sa
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.counting import counted
+from models.counting import Cost, counted
 from models.layers.linears import linears
-from models.params import TrainingParams
+from models.params import BaseParams, TrainingParams
 from models.perplexity import score
-from models.training import pad, train, train_by_name
-from tasks.measure import evidence
+from models.training import Trained, pad, train, train_by_name
+from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
 from tasks.measure.losses import nats_per_token
 
@@ -42,39 +44,46 @@ COLUMNS = {
     "ticket_epoch": "epoch of the ticket",
     "exit_pct": "exit at half depth agrees, % ↑",
     **evidence.COLUMNS,
+    **sweep.COLUMNS,
 }
+LEARNING_RATE = 2e-3  # where sweeps begin
 VOCABULARY, LENGTH, NUM_EPOCHS, EPOCH_TOKENS, HELD_OUT_TOKENS = 2048, 128, 8, 4096, 4096
+
+
+class _Run(NamedTuple):
+    """A model that was trained in documents of the small model's ids, with what it took."""
+
+    model: PreTrainedModel
+    cost: Cost
+    trained: Trained
+    methods: list[BaseParams]
+    documents: list[list[int]]
+    held_out: list[list[int]]
 
 
 def rows(budget: float) -> list[Row]:
     """Return plain training, every method, and the further settings that methods name; `budget` scales the text."""
-    found = [Row(BASELINE, {"method": None, "num_epochs": NUM_EPOCHS})]
-    found.append(Row("half_as_long", {"method": None, "num_epochs": NUM_EPOCHS // 2}))
+    found = [_row(BASELINE, None), _row("half_as_long", None, NUM_EPOCHS // 2)]
     for name in catalog.names("regimes"):
         module = catalog.load("regimes", name)
         further = {f"{name}_{heading}": params for heading, params in getattr(module, "COMPARED", {}).items()}
         for heading, params in {name: module.Params(), **further}.items():
-            found.append(Row(heading, {"method": params.model_dump(mode="json"), "num_epochs": NUM_EPOCHS}))
+            found.append(_row(heading, params.model_dump(mode="json")))
     return found
+
+
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Train one row; see `tasks.measure.comparisons`."""
+    run = _train(bench, row, seed)
+    return evidence.own_loss(run.model, run.held_out, run.methods, LENGTH, seed)
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train and measure one row; see `tasks.measure.comparisons`."""
-    # The small model's ids: 0 is left for all other tokens.
-    ids = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1), start=1)}
-    documents = _draw(bench.train, ids, max(2 * LENGTH, round(EPOCH_TOKENS * bench.budget)), seed)
-    held_out = _draw(bench.held_out, ids, HELD_OUT_TOKENS, seed)
-    settings = TrainingParams(
-        num_epochs=row.settings["num_epochs"], batch_tokens=512, max_length=LENGTH, learning_rate=2e-3
-    )
-    method = row.settings["method"]
-    methods = [] if method is None else [catalog.parse("regimes", method)]
-    model = _scratch(len(set(ids.values())) + 1, seed)
-    with counted(model) as cost:
-        trained = train_by_name(model, documents, settings, methods, seed)
+    model, cost, trained, methods, documents, held_out = _train(bench, row, seed)
     plain_model = _scratch(model.config.vocab_size, seed)
     with counted(plain_model) as plain_epoch:
-        train(plain_model, documents, settings.model_copy(update={"num_epochs": 1}), seed=seed)
+        train(plain_model, documents, _settings(row, num_epochs=1), seed=seed)
     weights = [layer.weight for _, layer in linears(model)]
     flops = cost.flops * trained.figures.get("flops_share", 1.0)
     return {
@@ -91,7 +100,30 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "ticket_epoch": trained.figures.get("ticket_epoch", math.nan),
         "exit_pct": 100 * _exit_agreement(model, held_out),
         **evidence.evidence(trained),
+        "rate": sweep.rate_of(row),
     }
+
+
+def _row(name: str, method: dict[str, Any] | None, num_epochs: int = NUM_EPOCHS) -> Row:
+    return Row(name, {"method": method, "num_epochs": num_epochs, "learning_rate": LEARNING_RATE})
+
+
+def _train(bench: Bench, row: Row, seed: int) -> _Run:
+    # The small model's ids: 0 is left for all other tokens.
+    ids = {token: number for number, token in enumerate(commonest(bench.train, VOCABULARY - 1), start=1)}
+    documents = _draw(bench.train, ids, max(2 * LENGTH, round(EPOCH_TOKENS * bench.budget)), seed)
+    held_out = _draw(bench.held_out, ids, HELD_OUT_TOKENS, seed)
+    method = row.settings["method"]
+    methods = [] if method is None else [catalog.parse("regimes", method)]
+    model = _scratch(len(set(ids.values())) + 1, seed)
+    with counted(model) as cost:
+        trained = train_by_name(model, documents, _settings(row, row.settings["num_epochs"]), methods, seed)
+    return _Run(model, cost, trained, methods, documents, held_out)
+
+
+def _settings(row: Row, num_epochs: int) -> TrainingParams:
+    rate = row.settings["learning_rate"]
+    return TrainingParams(num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=rate)
 
 
 def _scratch(vocab_size: int, seed: int) -> PreTrainedModel:

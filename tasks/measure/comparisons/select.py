@@ -2,14 +2,17 @@
 
 Traffic is uneven: of eight documents in the pool seven are of the first domain by name, while held-out text is of all
 domains in equal parts. The proxy and the model that is trained in the end are the target's outer layers with its
-embedding (an `lm` draft), one layer and three of them, trained on text; the whole target is too slow to be trained
-eighteen times. The same model is measured as a draft for the target: Σ min(p, q) at temperature 1 on held-out text.
-`acceptance_gap` asks the one-layer draft, untrained in the first round; an EAGLE-3 head would need the target's states
-of the pool for training as well. Documents under four tokens have no acceptance and are left out everywhere.
+embedding (an `lm` draft), one layer and three of them, trained on text at the learning rate that suits the row; the
+whole target is too slow to be trained as often. The same model is measured as a draft for the target: Σ min(p, q) at
+temperature 1 on held-out text. `acceptance_gap` asks the one-layer draft, untrained in the first round; an EAGLE-3 head
+would need the target's states of the pool for training as well. Documents under four tokens have no acceptance and are
+left out everywhere.
 """
 
+import math
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from models.params import TrainingParams
 from models.perplexity import score
 from models.select import Sources, acceptance, select
 from models.training import train
+from tasks.measure import sweep
 from tasks.measure.comparisons import Bench, Row, first_by_domain, shuffled
 from tasks.measure.losses import nats_per_token
 from tasks.measure.spread import Mean
@@ -33,27 +37,63 @@ COLUMNS = {
     "acceptance": "accepted by the target, rate ↑",
     "rare_pct": "chosen of rare domains, %",
     "tokens": "tokens chosen ↓",
+    **sweep.COLUMNS,
     "select_s": "selecting, s ↓",
 }
+LEARNING_RATE = 2e-3  # where sweeps begin
 LENGTH, SHORTEST, NUM_POOL, NUM_CHOSEN, NUM_ROUNDS, NUM_HELD_OUT = 64, 4, 96, 24, 3, 24
+
+
+class _Taught(NamedTuple):
+    """A draft and the language model of its weights after a selection, and what was selected."""
+
+    draft: lm.Lm
+    model: PreTrainedModel
+    rare_share: float
+    num_tokens: int
+    select_s: float
 
 
 def rows(budget: float) -> list[Row]:
     """Return every method; `budget` scales pool and choice, 1 being 24 documents of 96."""
-    layers = {"proxy_layers": 1, "model_layers": 3}
-    return [Row(name, {"method": {"name": name}, **layers}) for name in catalog.names("select")]
+    shared = {"proxy_layers": 1, "model_layers": 3, "learning_rate": LEARNING_RATE}
+    return [Row(name, {"method": {"name": name}, **shared}) for name in catalog.names("select")]
+
+
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Choose and train; see `tasks.measure.comparisons`."""
+    return _loss(_teach(bench, row, seed).model, _flat(_held_out(bench)))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Choose, train and measure; see `tasks.measure.comparisons`."""
+    taught = _teach(bench, row, seed)
+    held_out = _held_out(bench)
+    everything = _flat(held_out)
+    uncommon = _flat({domain: some for domain, some in held_out.items() if domain != min(bench.train)})
+    accepted = acceptance(taught.draft, bench.target_dir, everything, 1, bench.work_dir / "held_out") - 1
+    return {
+        "loss": _loss(taught.model, everything),
+        "rare_loss": _loss(taught.model, uncommon) if uncommon else math.nan,
+        "acceptance": Mean(accepted.tolist()),
+        "rare_pct": 100 * taught.rare_share if uncommon else math.nan,
+        "tokens": float(taught.num_tokens),
+        "rate": sweep.rate_of(row),
+        "select_s": taught.select_s,
+    }
+
+
+def _teach(bench: Bench, row: Row, seed: int) -> _Taught:
     rng = torch.Generator().manual_seed(seed)
     pool, rare = _pool(bench, rng)
     num_chosen = min(max(NUM_ROUNDS, round(NUM_CHOSEN * bench.budget)), len(pool))
+    settings = TrainingParams(
+        learning_rate=row.settings["learning_rate"], num_epochs=6, batch_tokens=256, max_length=LENGTH
+    )
 
     def trained(num_layers: int, chosen: list[int]) -> tuple[lm.Lm, PreTrainedModel]:
         draft, model = _cut(bench.target_dir, num_layers)
         if chosen:
-            settings = TrainingParams(learning_rate=2e-3, num_epochs=6, batch_tokens=256, max_length=LENGTH)
             train(model, [pool[place] for place in chosen], settings, seed=seed)
         return draft, model
 
@@ -68,20 +108,21 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     chosen = select(pool, num_chosen, NUM_ROUNDS, catalog.parse("select", row.settings["method"]), sources, rng)
     select_s = time.perf_counter() - started
     draft, model = trained(row.settings["model_layers"], chosen)
-    held_out = first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH, SHORTEST)
-    everything = [document for documents in held_out.values() for document in documents]
-    uncommon = [
-        document for domain, documents in held_out.items() if domain != min(bench.train) for document in documents
-    ]
-    accepted = acceptance(draft, bench.target_dir, everything, 1, bench.work_dir / "held_out") - 1
-    return {
-        "loss": _loss(model, everything),
-        "rare_loss": _loss(model, uncommon) if uncommon else float("nan"),
-        "acceptance": Mean(accepted.tolist()),
-        "rare_pct": 100 * sum(place in rare for place in chosen) / num_chosen if uncommon else float("nan"),
-        "tokens": float(sum(len(pool[place]) for place in chosen)),
-        "select_s": select_s,
-    }
+    return _Taught(
+        draft,
+        model,
+        rare_share=sum(place in rare for place in chosen) / num_chosen,
+        num_tokens=sum(len(pool[place]) for place in chosen),
+        select_s=select_s,
+    )
+
+
+def _held_out(bench: Bench) -> dict[str, list[list[int]]]:
+    return first_by_domain(bench.held_out, NUM_HELD_OUT, LENGTH, SHORTEST)
+
+
+def _flat(documents: dict[str, list[list[int]]]) -> list[list[int]]:
+    return [document for of_domain in documents.values() for document in of_domain]
 
 
 def _pool(bench: Bench, rng: torch.Generator) -> tuple[list[list[int]], set[int]]:

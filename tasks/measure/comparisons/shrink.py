@@ -6,7 +6,8 @@ than the others, where the paper's have 50 billion. Trained rows learn the looks
 trained" is what to hold them against.
 
 "…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
-tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against.
+tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against. Rows that train do so
+at the learning rate that suits each best; that of `sheared` is looked for with a quarter of its steps.
 
 `vocabulary` is read on the stretches of text between tokens that it lost; `coverage` is the share of tokens it kept.
 `low_rank` comes at several ranks, kept as factors, which the reference engine runs; the forward pass that is timed here
@@ -26,12 +27,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog, training
+from models.adapters import lora
 from models.layers.linears import enough_tokens
 from models.loading import load_model, save_model
 from models.params import TrainingParams
 from models.perplexity import perplexity, score
 from models.shrink import num_stored
-from tasks.measure import chain, likeness, losses
+from tasks.measure import chain, likeness, losses, sweep
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "Which way of making the target a fifth smaller keeps most of it, and what does each save?"
@@ -44,14 +46,16 @@ COLUMNS = {
     "parameters_m": "parameters (million, lower is better)",
     "checkpoint_mib": "safetensors (MiB, lower is better)",
     "tokens_per_s": "forward, float32 (tokens/s, higher is better)",
-    "seconds": "to shrink and train (s, lower is better)",
+    **sweep.COLUMNS,
+    "seconds": "to shrink and train at that rate (s, lower is better)",
 }
 KEPT = 0.8
 LENGTH = 256
 READ_TOKENS, TRAIN_TOKENS = 2048, 2048
 TRAINING = TrainingParams(learning_rate=3e-4, batch_tokens=512, max_length=LENGTH)
 MASK_STEPS = 200  # below which masks choose at random
-CHAINS = ("depth, then qat", "low_rank 0.8, then lora")
+# Chain to where its sweep begins.
+CHAINS = {"depth, then qat": TRAINING.learning_rate, "low_rank 0.8, then lora": lora.LEARNING_RATE}
 DEPTH = ("num_layers",)
 WIDTH = ("num_heads", "num_kv_heads", "intermediate_size")
 
@@ -71,37 +75,43 @@ def rows(budget: float) -> list[Row]:
         Row("sheared", _settings(shearing, WIDTH, learns=True)),
         Row("vocabulary", _settings({"name": "vocabulary"}, ("vocab_size",))),
         *(Row(name, _settings(method, ())) for name, method in shares.items()),
-        *(Row(name, {"chain": name, **_settings({}, ())}) for name in CHAINS),
+        *(Row(name, {**_settings({}, ()), "chain": name, "learning_rate": rate}) for name, rate in CHAINS.items()),
     ]
 
 
-def chain_tables(name: str, bench: Bench) -> dict[str, Any]:
+def chain_tables(name: str, bench: Bench, rate: float) -> dict[str, Any]:
     """Return the tables of a chain, as a recipe takes them; it trains on one domain, the first by name."""
-    length = {"max_length": LENGTH, "batch_tokens": TRAINING.batch_tokens}
+    loop = {"max_length": LENGTH, "batch_tokens": TRAINING.batch_tokens, "learning_rate": rate}
     if name == "depth, then qat":
         sizes = asked(AutoConfig.from_pretrained(bench.target_dir))
         return {
             "shrink": {"method": {"name": "depth", "num_layers": sizes["num_layers"]}, "max_length": LENGTH},
-            "quantize": {
-                "method": {"name": "qat", "group_size": 64},
-                "learning_rate": TRAINING.learning_rate,
-                **length,
-            },
+            "quantize": {"method": {"name": "qat", "group_size": 64}, **loop},
         }
     return {
         "shrink": {"method": {"name": "low_rank", "share": KEPT, "keep": "factors"}, "max_length": LENGTH},
-        "finetune": {"method": {"name": "lora"}, "domain": min(bench.train), **length},
+        "finetune": {"method": {"name": "lora"}, "domain": min(bench.train), **loop},
     }
+
+
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """See `tasks.measure.comparisons`."""
+    held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
+    if "chain" in row.settings:
+        model = load_model(_chain(bench, row, seed))
+    else:
+        model = _shrunk(_load(bench), bench, _shorter(row), seed)
+    return losses.nats_per_token(score(model, held_out, LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
-    full = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    full = _load(bench)
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     started = time.perf_counter()
     chained = None
     if "chain" in row.settings:
-        chained = _chain(bench, row.settings["chain"], seed)
+        chained = _chain(bench, row, seed)
     model = load_model(chained) if chained else full
     if not chained and row.settings["method"] is not None:
         model = _shrunk(full, bench, row, seed)
@@ -118,6 +128,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "error": _error(model, full, held_out[:4]),
         "parameters_m": num_stored(model) / 1e6,
         "tokens_per_s": _speed(model),
+        "rate": sweep.rate_of(row),
         "seconds": seconds,
         "checkpoint_mib": _mib(chained) if chained else _checkpoint_mib(model, bench),  # last: it changes the format
     }
@@ -138,7 +149,26 @@ def asked(config: Any) -> dict[str, int]:
 def _settings(
     method: dict[str, Any], sizes: tuple[str, ...], trained: bool = False, learns: bool = False
 ) -> dict[str, Any]:
-    return {"method": method, "sizes": list(sizes), "trained": trained, "learns": learns}
+    rate = TRAINING.learning_rate if trained or learns else None
+    return {"method": method, "sizes": list(sizes), "trained": trained, "learns": learns, "learning_rate": rate}
+
+
+def _load(bench: Bench) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    return model
+
+
+def _shorter(row: Row) -> Row:
+    """Return a row whose masks, if it learns any, have a quarter of the steps."""
+    method = dict(row.settings["method"])
+    if "min_mask_steps" in method:
+        method["min_mask_steps"] = max(1, method["min_mask_steps"] // 4)
+    return row._replace(settings={**row.settings, "method": method})
+
+
+def _training(row: Row) -> TrainingParams:
+    rate = row.settings["learning_rate"]
+    return TRAINING if rate is None else TRAINING.model_copy(update={"learning_rate": rate})
 
 
 def _scaled(num_tokens: int, bench: Bench) -> int:
@@ -155,18 +185,20 @@ def _shrunk(full: PreTrainedModel, bench: Bench, row: Row, seed: int) -> PreTrai
     model: PreTrainedModel
     if row.settings["method"]:
         params = catalog.parse("shrink", row.settings["method"] | {key: sizes[key] for key in row.settings["sizes"]})
-        settings = _long_enough(params, documents) if row.settings["learns"] else TRAINING
+        settings = _training(row)
+        if row.settings["learns"]:
+            settings = _long_enough(params, settings, documents)
         model = catalog.load("shrink", params.name).shrink(full, documents, params, settings, seed)
     else:
         model = copy.deepcopy(full)
     if row.settings["trained"]:
-        training.train(model, to_train, TRAINING, seed=seed)
+        training.train(model, to_train, _training(row), seed=seed)
     return model
 
 
-def _long_enough(params: Any, documents: list[list[int]]) -> TrainingParams:
+def _long_enough(params: Any, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:
     """Return settings under which half of the documents make as many steps as masks need."""
-    short = TRAINING.model_copy(update={"batch_tokens": LENGTH})
+    short = settings.model_copy(update={"batch_tokens": LENGTH})
     num_epochs = math.ceil(3 * params.min_mask_steps / training.num_steps(documents, short))
     return short.model_copy(update={"num_epochs": num_epochs})
 
@@ -216,8 +248,9 @@ def _mib(directory: Path) -> float:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 2**20
 
 
-def _chain(bench: Bench, name: str, seed: int) -> Path:
+def _chain(bench: Bench, row: Row, seed: int) -> Path:
     """Make a chain that trains on as much text as "trained" rows do."""
     documents = draw(bench.train, _scaled(TRAIN_TOKENS, bench), LENGTH, seed)
     few = bench._replace(train={min(bench.train): documents})
-    return chain.make(few, chain_tables(name, few), seed)
+    tables = chain_tables(row.settings["chain"], few, row.settings["learning_rate"])
+    return chain.make(few, tables, seed)

@@ -48,6 +48,7 @@ def test_a_row_is_measured(name: str, tiny_target: Path, tmp_path: Path) -> None
     found = comparison.measure(bench(tiny_target, tmp_path, 30), row, seed=0)
     assert found.keys() == comparison.COLUMNS.keys()
     alike = {metric: found.pop(metric) for metric in ("kl", "agreement_pct", "tau")}
+    assert math.isnan(found.pop("rate")) == (name not in ("qat", "finetuned, then rtn", "scratch, bitnet"))
     assert all(value > 0 for value in found.values())
     assert math.isnan(alike["kl"]) == name.startswith("scratch") and math.isnan(alike["tau"])
 

@@ -1,0 +1,158 @@
+"""The learning rate that suits a row, so that no method is ahead because one rate for all happens to suit it.
+
+A row that trains says in its settings at which `learning_rate` its search begins. It is trained at that, at a third of
+it and at three times as much, and further on while the best of them is the outermost, `MOST_RUNS` times at most. The
+one with the least loss is the row's own under every seed. Looked for is it under one seed, on documents of the training
+part that are set aside: they are neither learnt meanwhile nor among those that the table reports.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tasks.measure.cells import Cells
+from tasks.measure.comparisons import Bench, Row
+
+COLUMNS = {"rate": "learning rate, the best of a sweep"}
+FACTOR, MOST_RUNS, SEED = 3.0, 5, 0
+SET_ASIDE = 8  # one document of so many of each domain
+# What sweeps depend on besides code, rows and text.
+PLAN = {"factor": FACTOR, "most_runs": MOST_RUNS, "seed": SEED, "set_aside": SET_ASIDE}
+
+
+class Swept(NamedTuple):
+    """What a sweep found.
+
+    Attributes:
+        rate: with the least loss.
+        losses: rate to loss, infinite where training diverged, in the order in which they were tried.
+    """
+
+    rate: float
+    losses: dict[float, float]
+
+
+def find_rate(start: float, loss_at: Callable[[float], float]) -> Swept:
+    """Return the best of a few rates, each `FACTOR` times the one below.
+
+    Args:
+        start: the rate in the middle of the first three.
+        loss_at: trains at a rate and returns the loss, NaN or FloatingPointError where that diverges.
+
+    Raises:
+        ValueError: training diverges at all rates that were tried.
+    """
+    losses: dict[int, float] = {}
+
+    def rate(place: int) -> float:
+        return float(f"{start * FACTOR**place:.3g}")
+
+    def best() -> int:
+        return min(losses, key=lambda place: losses[place])
+
+    wanted = [0, -1, 1]
+    while wanted and len(losses) < MOST_RUNS:
+        place = wanted.pop(0)
+        losses[place] = _finite(loss_at, rate(place))
+        if not wanted and (one := best()) in (outer := {min(losses): -1, max(losses): 1}):
+            wanted = [one + outer[one]]
+    if math.isinf(losses[best()]):
+        tried = ", ".join(f"{rate(place):g}" for place in sorted(losses))
+        raise ValueError(f"training diverges at every learning rate of the sweep: {tried}")
+    return Swept(rate(best()), {rate(place): loss for place, loss in losses.items()})
+
+
+def set_aside(bench: Bench) -> Bench:
+    """Return a bench whose held-out documents are the last of each domain's training part, which it lacks itself.
+
+    Raises:
+        ValueError: a domain has fewer than two documents to train on; names it.
+    """
+    train, held_out = {}, {}
+    for domain, documents in bench.train.items():
+        if len(documents) < 2:
+            raise ValueError(f'domain "{domain}" has {len(documents)} training documents; a sweep takes 2 or more')
+        num_aside = max(1, len(documents) // SET_ASIDE)
+        train[domain], held_out[domain] = documents[:-num_aside], documents[-num_aside:]
+    return bench._replace(train=train, held_out=held_out)
+
+
+def sweep_row(comparison: ModuleType, bench: Bench, row: Row) -> dict[str, Any]:
+    """Look for a row's rate; returns `rate`, `losses`, a pair of rate and loss each, None for infinite, and `seconds`.
+
+    Args:
+        comparison: its `tune(bench, row, seed)` trains a row and returns its loss on `bench.held_out`.
+        bench: see `tasks.measure.comparisons`.
+        row: with a `learning_rate` to begin at.
+
+    Raises:
+        ValueError: as `find_rate` and `set_aside`, or as the method raises it; names the row.
+    """
+    started_s, aside = time.monotonic(), set_aside(bench)
+
+    def loss_at(rate: float) -> float:
+        with tempfile.TemporaryDirectory(prefix="redraft-sweep-") as folder:
+            loss: float = comparison.tune(aside._replace(work_dir=Path(folder)), at_rate(row, rate), SEED)
+            return loss
+
+    try:
+        found = find_rate(row.settings["learning_rate"], loss_at)
+    except ValueError as error:
+        raise ValueError(f"row {row.name}: {error}") from error
+    losses = [[rate, None if math.isinf(loss) else loss] for rate, loss in found.losses.items()]
+    return {"rate": found.rate, "losses": losses, "seconds": time.monotonic() - started_s}
+
+
+def tuned(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> Row:
+    """Return a row at its own learning rate, looked for now unless a sweep of it is on disk; others as they are.
+
+    A row that says `against` which other one it is measured gets that one's rate too, as `against_rate`.
+    """
+    if not sweeps(comparison, row):
+        return row
+    found = at_rate(row, _rate(comparison, bench, row, cells))
+    if (against := row.settings.get("against")) is not None:
+        other = next(one for one in comparison.rows(bench.budget) if one.name == against)
+        found = found._replace(settings={**found.settings, "against_rate": _rate(comparison, bench, other, cells)})
+    return found
+
+
+def seconds(row: Row, cells: Cells) -> float:
+    """Return what the sweep of a row took, 0 where it has none."""
+    return float(cells.read(_cell(row))["seconds"]) if cells.has(_cell(row)) else 0.0
+
+
+def sweeps(comparison: ModuleType, row: Row) -> bool:
+    """Whether a row's learning rate is looked for."""
+    return hasattr(comparison, "tune") and row.settings.get("learning_rate") is not None
+
+
+def at_rate(row: Row, rate: float) -> Row:
+    """Return a row that trains at a rate."""
+    return row._replace(settings={**row.settings, "learning_rate": rate})
+
+
+def rate_of(row: Row) -> float:
+    """Return what stands in the column of `COLUMNS`, NaN for a row that does not train."""
+    rate: float | None = row.settings.get("learning_rate")
+    return math.nan if rate is None else rate
+
+
+def _rate(comparison: ModuleType, bench: Bench, row: Row, cells: Cells) -> float:
+    return float(cells.keep(_cell(row), lambda: sweep_row(comparison, bench, row))["rate"])
+
+
+def _cell(row: Row) -> str:
+    return f"{row.name}-sweep"
+
+
+def _finite(loss_at: Callable[[float], float], rate: float) -> float:
+    try:
+        loss = loss_at(rate)
+    except FloatingPointError:
+        return math.inf
+    return math.inf if math.isnan(loss) else loss
