@@ -56,7 +56,7 @@ def by_hand(head: Draft, sample: Sample, bench: Bench) -> list[int]:
         drafted = drafter.propose(3, lambda logits: (int(head.vocabulary[logits.argmax()]), None)).token_ids[0]
         judged = answer[place : place + 3]
         same = [one == other for one, other in zip(drafted.tolist(), judged, strict=False)]
-        place += (same + [False]).index(False)
+        place += [*same, False].index(False)
         if not all(same):
             refused.append(place)
         place += 1
