@@ -7,8 +7,6 @@ target's states it reads nothing of the target, so a drafted token that was righ
 read: one unroll trains all of them.
 """
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint import read_tensors, tensor_names
 from models.draft_files import Shapes, check_config, fused, made_for, read_config, require_tensors, write_config
-from models.drafts import Draft, Draw, EngineWeights, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
-from models.layers.decoder import Cache, Decoder
+from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_by_step
+from models.layers.decoder import Decoder
 from models.layers.reshape import spread_layers, take_layers
 from models.loading import load_floats
 from models.params import BaseParams
-from models.proposal import Proposal
+from models.reading import Reader
 from models.targets import TargetCard, describe
-from models.trees import lay_out
 
 PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation)"
 FAMILY = "lm"
@@ -96,47 +93,14 @@ class Lm(Draft):
         return self._decoder[1]
 
 
-class _Drafter:
-    """See `models.drafts.Drafter`. Drafted tokens that were right are still in the cache and not read again."""
+class _Drafter(Reader):
+    """See `models.reading.Reader`."""
 
-    def __init__(self, draft: Lm, max_len: int) -> None:
-        self.draft = draft
-        self._cache = Cache(draft.decoder(), max_len)
-        self._known: list[int] = []
-        self._held: list[int] = []  # the cache's tokens
+    draft: Lm
 
-    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+    def decoder(self) -> Decoder:
         """See the base."""
-        self._known += token_ids.tolist()[1 if self._known else 0 :]
-
-    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafters.Expander`; reads the nodes' paths anew."""
-        decoder = self.draft.decoder()
-        tokens, above, rows = lay_out(self._unread(), token_ids, parents, nodes)
-        states, _ = decoder.forward(torch.tensor(tokens, device=decoder.device), self._cache, parents=above)
-        self._held = self._known[:-1]  # which the cache begins with; the rest is read again
-        return decoder.logits(states[rows]).log_softmax(-1)
-
-    def _unread(self) -> list[int]:
-        """Cut the cache back to what is certain and return what follows it."""
-        self._cache.length = len(os.path.commonprefix([self._held, self._known[:-1]]))
-        return self._known[self._cache.length :]
-
-    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
-        """See the base."""
-        decoder = self.draft.decoder()
-        unread, proposed, drawn_from = self._unread(), [], []
-        while True:
-            states, _ = decoder.forward(torch.tensor(unread, device=decoder.device), self._cache)
-            logits = decoder.logits(states[-1:])[0]
-            token, q = draw(logits)
-            unread = [token]
-            proposed.append(token)
-            drawn_from.append(q)
-            if len(proposed) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
-                break
-        self._held = self._known + proposed[:-1]
-        return Proposal.chain(proposed, drawn_from, decoder.device)
+        return self.draft.decoder()
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:

@@ -31,7 +31,7 @@ COLUMNS = {
     "short_pct": "short of that, points ↓ (below 0: not lossless)",
     "lost": "total variation from the target, 0 to 1 ↓",
 }
-RULES = ("rejection", "spectr", "without_replacement", "multi_draft_optimal", "typical")
+RULES = ("rejection", "spectr", "without_replacement", "multi_draft_optimal", "typical", "knowledge_transfer")
 TEMPERATURES = (1.0, 0.5)
 NUM_DRAFTS = (2, 4)
 TOP_K, NUM_PLACES, LENGTH, LAYERS_A_SKIP = 10, 32, 32, 15

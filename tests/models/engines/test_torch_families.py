@@ -29,6 +29,7 @@ EXPANDING = [
     "medusa",
     "parallel_eagle",
     "prompt_tokens",
+    "rag_draft",
     "self_skip",
 ]
 # New ones say what chance has it; trained ones are accepted in tests/models/drafts/test_learning.py.
@@ -46,6 +47,7 @@ SAMPLED = [
     "medusa",
     "parallel_eagle",
     "prompt_tokens",
+    "rag_draft",
     "self_skip",
     "token_recycling",
 ]
