@@ -50,11 +50,11 @@ def from_error(body: dict[str, Any]) -> Refusal:
     message = str(error["message"])[:1000]
     if status == NOT_IMPLEMENTED:
         return Refusal(400, message or "this is not served here", param, "unsupported")
+    if status == EngineEnded.STATUS:
+        return UNAVAILABLE
     if status >= 500 and status != 503:
         log.error("the engine failed on a request: %s, %d", error.get("type"), status)  # its text may quote the request
         return INTERNAL_ERROR
-    if message == str(EngineEnded()):
-        return UNAVAILABLE
     code = None
     if "context length" in message or "maximum model length" in message:
         code = "context_length_exceeded"

@@ -4,8 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from models.engines.vllm.openai import EngineStopped, Refused
+from models.engines.vllm.tap import EngineEnded
 from services.access import INTERNAL_ERROR, Refusal
 from services.handlers import UNAVAILABLE, answered, from_error
 
@@ -37,6 +39,16 @@ def test_an_error_of_the_engine_becomes_what_a_client_may_know(
     refusal = from_error(body)
     assert (refusal.status, refusal.param, refusal.code) == (status, param, code)
     assert refusal.message == (message or body["error"]["message"])
+
+
+def test_an_engine_that_ended_is_known_by_what_vllm_makes_of_it_whatever_its_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = create_error_response(EngineEnded()).model_dump()
+    body["error"]["message"] = "other words"
+    told = from_error(body)
+    assert (told.status, told.code, told.message) == (503, UNAVAILABLE.code, UNAVAILABLE.message)
+    assert caplog.records == []
 
 
 def test_a_failure_that_the_engine_answers_is_logged_by_its_kind_and_without_its_text(

@@ -17,7 +17,6 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
@@ -160,7 +159,7 @@ def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
 async def _answer(running: Awaitable[Any]) -> Answer:
     try:
         answer = await running
-    except (EngineEnded, EngineDeadError) as error:
+    except EngineEnded as error:
         raise EngineStopped("the engine is not running") from error
     except Exception as error:
         # A chat template that refuses its messages raises a class of jinja2, which is not ours to import.

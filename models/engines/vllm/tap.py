@@ -25,10 +25,16 @@ WishesOf = Callable[[str], Wishes]
 
 
 class EngineEnded(GracefulHTTPError):
-    """The engine ended before an answer did: a 503 wherever vLLM tells of it, its streams too, and not a 500."""
+    """The engine ended before an answer did.
+
+    Attributes:
+        STATUS: what vLLM tells of it by, in its streams too. Nothing else that it answers has this status.
+    """
+
+    STATUS = HTTPStatus.BAD_GATEWAY
 
     def __init__(self) -> None:
-        super().__init__("the engine has ended", HTTPStatus.SERVICE_UNAVAILABLE)
+        super().__init__("the engine has ended", self.STATUS)
 
 
 class TappedLLM(AsyncLLM):
@@ -60,6 +66,11 @@ class TappedLLM(AsyncLLM):
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
 
+    @property
+    def dead_error(self) -> BaseException:
+        """What whoever finds the engine gone is to raise."""
+        return EngineEnded()
+
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """See the base class.
 
@@ -89,21 +100,16 @@ class TappedLLM(AsyncLLM):
             wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id)
         wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
-        if sampling_params.n > 1:  # several answers share one stream, so there is no single one to tell of
-            try:
-                async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                    _require_unbroken(output, sampling_params)
-                    output.kv_transfer_params = None
-                    yield output
-            except EngineDeadError as error:
-                raise EngineEnded from error
-            return
         tap = _Tap(request_id, sampling_params, wishes, self)
+        several = sampling_params.n > 1  # which share one stream, so there is no single one to tell of
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
-                tap.see(output)
+                if several:
+                    output.kv_transfer_params = None
+                else:
+                    tap.see(output)
                 _require_unbroken(output, sampling_params)
-                if output.finished:
+                if output.finished and not several:
                     answered: Any = output  # it carries the completion to `VllmEngine.generate`
                     answered.completion = tap.completion()
                     tap.ended = True

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from models.engines.vllm.openai import EngineStopped, Handlers, Refused
-from services.handlers import UNAVAILABLE, from_error
+from models.engines.vllm.tap import EngineEnded
 
 pytestmark = pytest.mark.engine
 
@@ -87,11 +87,20 @@ def test_an_answer_that_the_engine_broke_off_is_unavailable_and_neither_a_short_
         return dict(json.loads(frames[-2].removeprefix("data: ")))
 
     ended = loop.run_until_complete(broken())
-    if not stream:
-        assert ended == {}
-    else:
-        told = from_error(ended)
-        assert (told.status, told.code, told.message) == (503, UNAVAILABLE.code, UNAVAILABLE.message)
+    assert ended == {} if not stream else ended["error"]["code"] == EngineEnded.STATUS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_ended_before_it_was_asked_is_unavailable(
+    engine: Any, loop: Loop, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine))
+    body = {"model": "target", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "stream": stream}
+    monkeypatch.setattr(engine.llm.engine_core.resources, "engine_dead", True)
+    with pytest.raises(EngineStopped):
+        ask(handlers, loop, body)
+    monkeypatch.undo()
+    assert ask(handlers, loop, body | {"stream": False})["choices"]
 
 
 async def collected(handlers: Handlers, body: dict[str, Any], raw: Request) -> list[str]:
