@@ -7,17 +7,25 @@ import pytest
 import torch
 
 from infra.artifacts import publish, staged
+from infra.environment import settings_of
+from infra.erase.job import Job
+from infra.erase.leftovers import remove_work
+from infra.querylog import QueryLog
 from infra.versions import Pair, Version
+from models.answers import on_policy
 from models.drafts import family_named, open_draft, retrieval, self_skip
 from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers
 from models.recipe import parse_recipe, shipped_recipes
+from models.written import Rounds
 from tasks.distill_draft import distill_draft, train_challenger, untrained
 from tasks.find_challenger import Start
 from tasks.stages.samples import write_samples
+from tests.infra.erase.planted import SUBJECT, planted_row
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
+from tests.models.drafts.tiny import make_tiny
 
 SAMPLES = [Sample("1", "code", [3, 4], [5, 6]), Sample("2", "chat", [7], [8, 9])]
 
@@ -49,6 +57,35 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     draft = distill_draft.fn(recipe, target, publish(tmp_path / "samples", "samples"))
     inner = frozenset({1, 2})
     assert self_skip.load(draft.path, target.path).skipped == Sublayers(inner, inner)
+
+
+def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, row = settings_of(tmp_path / "home"), planted_row(0)
+    log, work = QueryLog(settings.querylog), settings.artifacts / "work" / "killed"
+    log.append([row])
+    run = Rounds(
+        make_tiny(family_named("eagle3"), tiny_target),
+        tiny_target,
+        [Sample(row.id, "chat", [3, 4], [5, 6, 7])],
+        on_policy.Params(),
+        num_draft_tokens=3,
+        work_dir=work,
+        seed=0,
+    )
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
+        machine.setattr(Path, "replace", killed)
+        run.begin(0, "key", lambda *done: None)
+    [left] = [file for file in work.rglob("*") if file.is_file()]
+    assert row.id in left.read_text()
+    remove_work(Job(settings, log, 0, log.begin_erasure(subjects=(SUBJECT,))))
+    assert not work.exists()
+    log.close()
 
 
 @pytest.mark.slow
