@@ -153,10 +153,10 @@ def _programs(recipe: str, settings: Settings) -> list[Program]:
             grace_s=parsed.serve.drain_s + END_TIMEOUT_S,
         )
     )
-    argv = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
-    programs.append(Program(RUNNER, argv, env=orchestrated))
-    argv = [sys.executable, "-m", "flows.watch", "--recipe", recipe]
-    programs.append(Program(WATCH, argv, env=orchestrated))
+    # What may train comes once requests are answered: it would hold up their start.
+    for name, module in ((RUNNER, "flows.deployments"), (WATCH, "flows.watch")):
+        argv = [sys.executable, "-m", module, "--recipe", recipe]
+        programs.append(Program(name, argv, env=orchestrated, after=(PREFECT, SERVICE)))
     return programs
 
 

@@ -1,8 +1,8 @@
 """Long-running programs kept alive by one process, which leaves its state in a file that other processes read.
 
-Programs start in order, each once the one before it answers, and end in reverse. One that ends by itself is started
-again once its port is free, after a pause that doubles while it keeps failing. What fails meanwhile, such as writing
-the state to a full disk, is said once and tried again. All of them die with the supervisor, however it ends
+Each program starts as soon as those answer that it comes after; they end in reverse order. One that ends by itself is
+started again once its port is free, after a pause that doubles while it keeps failing. What fails meanwhile, such as
+writing the state to a full disk, is said once and tried again. All of them die with the supervisor, however it ends
 (infra/processes.py).
 """
 
@@ -42,6 +42,7 @@ class Program:
         health: address that is answered with 2xx once it is ready, "" if it needs no waiting for.
         start_timeout_s: how long it may take until then.
         grace_s: what it gets to end.
+        after: names of those before it that must answer when it first starts.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Program:
     health: str = ""
     start_timeout_s: float = 120.0
     grace_s: float = 20.0
+    after: tuple[str, ...] = ()
 
 
 class Running(BaseModel):
@@ -117,11 +119,8 @@ class Supervisor:
             signal.signal(number, lambda *_: self._ended.set())
         self._write()
         try:
-            for program in self._programs:
-                self._start(program)
-                self._write()
-                if not self._await(program):
-                    return 0 if self._ended.is_set() else 1
+            if not self._come_up():
+                return 0 if self._ended.is_set() else 1
             while not self._ended.wait(POLL_S):
                 for program in self._programs:
                     self._keep(program)
@@ -135,20 +134,34 @@ class Supervisor:
             if not self._failure:
                 (self._home / STATE).unlink(missing_ok=True)
 
-    def _await(self, program: Program) -> bool:
-        deadline_s = time.monotonic() + program.start_timeout_s
-        child = self._children[program.name]
-        while program.health and not answers(program.health):
-            late, code = time.monotonic() > deadline_s, child.poll()
-            if late or code is not None:
-                self._failure = f"{program.name} {'did not answer' if late else f'ended with {code}'}\n{child.tail()}"
-                log.error("%s", self._failure)
+    def _come_up(self) -> bool:
+        """Start all, and wait until they answer; return whether they do."""
+        while True:
+            before = len(self._children), len(self._ready)
+            for program in self._programs:
+                if program.name not in self._children:
+                    if self._ready.issuperset(program.after):
+                        self._start(program)
+                elif program.name not in self._ready and not self._answers_yet(program):
+                    return False
+            if (len(self._children), len(self._ready)) != before:
                 self._write()
-                return False
+            if len(self._ready) == len(self._programs):
+                return True
             if self._ended.wait(POLL_S):
                 return False
-        self._ready.add(program.name)
-        self._write()
+
+    def _answers_yet(self, program: Program) -> bool:
+        """Look whether a program answers that was started; return False if it never will."""
+        child = self._children[program.name]
+        late, code = time.monotonic() > self._started_s[program.name] + program.start_timeout_s, child.poll()
+        if answers(program.health):
+            self._ready.add(program.name)
+        elif late or code is not None:
+            self._failure = f"{program.name} {'did not answer' if late else f'ended with {code}'}\n{child.tail()}"
+            log.error("%s", self._failure)
+            self._write()
+            return False
         return True
 
     def _keep(self, program: Program) -> None:

@@ -27,10 +27,11 @@ sys.exit(Supervisor([eval(program) for program in programs], Path(home), "tiny")
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def server(port: int) -> str:
+def server(port: int, name: str = "web", delay_s: float = 0.0) -> str:
     argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    argv = ["sh", "-c", f"sleep {delay_s}; exec {' '.join(argv)}"] if delay_s else argv
     url = f"http://127.0.0.1:{port}"
-    return f"Program('web', {argv!r}, url={url!r}, health={url!r}, start_timeout_s=20)"
+    return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=20)"
 
 
 @pytest.fixture
@@ -62,7 +63,23 @@ def wait_ready(home: Path) -> UpState:
     return state
 
 
-def test_programs_come_up_in_order_and_end_with_it(start: Start, tmp_path: Path) -> None:
+def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: Start, tmp_path: Path) -> None:
+    late, next_door = server(free_port(), "late", delay_s=3.0), server(free_port(), "next door")
+    start(late, next_door, "Program('last', ['sleep', '60'], after=('late', 'next door'))")
+
+    def ready() -> set[str]:
+        state = read_state(tmp_path)
+        return {program.name for program in state.programs if program.ready} if state is not None else set()
+
+    wait_until(lambda: ready() != set(), 20, None, "the first")
+    assert ready() == {"next door"}
+    state = read_state(tmp_path)
+    assert state is not None
+    assert [program.pid is None for program in state.programs] == [False, False, True]
+    assert all(program.ready and program.pid for program in wait_ready(tmp_path).programs)
+
+
+def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
     port = free_port()
     process = start(server(port), "Program('idle', ['sleep', '60'])")
     state = wait_ready(tmp_path)
