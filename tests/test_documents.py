@@ -35,6 +35,16 @@ def test_links_lead_to_a_file_and_a_heading(document: Path) -> None:
             assert heading in headings(file), link
 
 
+def test_each_row_of_what_is_protected_names_tests_that_exist() -> None:
+    lines = (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()
+    _, _, *rows = [line.split("|") for line in lines if line.startswith("|")]
+    assert len(rows) > 20
+    for _, asset, _, _, shown, _, _ in rows:
+        tests = re.findall("`((?!make )[^`]+)`", shown)
+        assert tests, asset
+        assert [name for name in tests if not (ROOT / "tests" / name).exists()] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_commands_named_in_a_document_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.engine
 NUM_EXAMPLES = 40
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 BODIES = {"/v1/chat/completions": ChatCompletionRequest, "/v1/completions": CompletionRequest}
+SWITCH = "/redraft/speculation"
+ON = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
+PATHS = (*BODIES, SWITCH, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz")
 # Of a request that names any of them hardly anything else is looked at.
 REFUSED = (
     "min_p", "logit_bias", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority",
@@ -92,21 +95,30 @@ def document() -> dict[str, Any]:
             for name in REFUSED:
                 body["properties"].pop(name, None)
             body["required"] = sorted({*body.get("required", []), "max_tokens"})
-            operations["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+            _take(operations["post"], body)
+        elif path == SWITCH:
+            _take(operations["post"], ON)
     return told
 
 
+def _take(operation: dict[str, Any], body: dict[str, Any]) -> None:
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+
+
+def test_no_route_is_left_out() -> None:
+    assert {*PATHS} == document()["paths"].keys()
+
+
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize(
-    "path", [*BODIES, "/v1/models", "/redraft/status", "/redraft/dashboard", "/metrics", "/healthz"]
-)
+@pytest.mark.parametrize("path", PATHS)
 def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     world: World, path: str, mode: GenerationMode
 ) -> None:
-    operation = schemathesis.openapi.from_dict(document())[path]["POST" if path in BODIES else "GET"]
+    takes_body = path in (*BODIES, SWITCH)
+    operation = schemathesis.openapi.from_dict(document())[path]["POST" if takes_body else "GET"]
 
     @settings(
-        max_examples=NUM_EXAMPLES if path in BODIES else 4,
+        max_examples=NUM_EXAMPLES if takes_body else 4,
         phases=[Phase.generate],
         suppress_health_check=[*HealthCheck],
     )
@@ -115,4 +127,7 @@ def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
         case.call_and_validate(base_url=world.url, headers=world.operator, checks=CHECKS, timeout=60)
 
     ask()
+    if path == SWITCH:
+        switched = httpx.post(world.url + SWITCH, json={"on": True}, headers=world.operator, trust_env=False)
+        assert switched.json() == {"speculating": True}
     assert httpx.get(f"{world.url}/healthz", timeout=30, trust_env=False).status_code == httpx.codes.OK
