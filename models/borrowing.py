@@ -80,7 +80,7 @@ class BorrowingDraft(FeatureDraft):
             )
         return hidden
 
-    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         """The target's output matrix, of the draft's tokens."""
         return state, functional.linear(state, self.output)
 

@@ -116,7 +116,7 @@ class TappedDraft(LayeredDraft):
         combined: Tensor = self.fc(hidden)
         return combined
 
-    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         """A norm and an output matrix of its own, of the draft's tokens."""
         hidden = self.normed(state, self.norm)
         return hidden, self.lm_head(hidden)

@@ -132,8 +132,12 @@ class FeatureDraft(LayeredDraft):
         """Return [n, H] what the attention's output is added to."""
 
     @abstractmethod
-    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, H] the layer's output → what the output matrix multiplies [n, H], and logits [n, D]."""
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """[n, H] the layer's output of a step → what is to be like the target's feature [n, H], and logits [n, D]."""
+
+    def begin(self, rows: Rows, combined: Tensor) -> Tensor:
+        """Return what each row starts from, [n, H] of the combined hidden states [B, T, H] in most families."""
+        return combined[rows.sequence, rows.index]
 
     def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
         """Return the states that training reads in place of the true ones; the same, in most families."""
@@ -162,17 +166,18 @@ class FeatureDraft(LayeredDraft):
 
     def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
         """See `models.drafts.Draft`."""
+        num_steps = min(num_steps, self.max_depth or num_steps)
         following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
         combined, keys, values = self.context(rows.hidden, following, rng=rows.rng)
         running = torch.arange(len(rows.index), device=rows.index.device)
-        state = combined[rows.sequence, rows.index]
+        state = self.begin(rows, combined)
         own: list[tuple[Tensor, Tensor]] = []
         drafted = []
         for step in range(num_steps):
             sequence, index = rows.sequence[running], rows.index[running]
             token_ids = rows.token_ids[sequence, index + 1 + step]
             state = self.advance(step, state, token_ids, sequence, index, keys, values, own)
-            hidden, logits = self.say(state)
+            hidden, logits = self.say(state, step)
             drafted.append(Unrolled(running, logits, hidden))
             if step + 1 < num_steps:
                 going = rows.index[running] >= 0 if keep is None else keep(step, running, logits)
@@ -315,7 +320,7 @@ class FeatureDrafter(PathDrafter):
         index = torch.full_like(last, self._length - 1)
         keys, values = self._keys[:, : self._length], self._values[:, : self._length]
         state = self.draft.advance(depth, state, last, torch.zeros_like(last), index, keys, values, own)
-        logits = self.draft.say(state)[1]
+        logits = self.draft.say(state, depth)[1]
         for row, path in enumerate(level):
             self._nodes[path] = _Node(state[row], [(k[row], v[row]) for k, v in own], logits[row])
 

@@ -67,7 +67,7 @@ class Unrolled(NamedTuple):
 
     running: Tensor  # [n] the row numbers that ran
     logits: Tensor  # [n, D]
-    hidden: Tensor | None = None  # [n, H] what the output matrix multiplied; None in families without one
+    hidden: Tensor | None = None  # [n, H] its guess of what the target's output matrix multiplies; None where none
 
 
 class Drafter(Protocol):

@@ -144,7 +144,7 @@ class Clover(BorrowingDraft):
         told = self.regressive(state.chunk(2, dim=-1)[0], embedded)
         return torch.cat([told, self.later(torch.cat([told, embedded], dim=-1))], dim=-1)
 
-    def say(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         """A norm of its own before the target's output matrix."""
         return super().say(self.normed(state.chunk(2, dim=-1)[1], self.norm))
 

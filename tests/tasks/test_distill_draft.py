@@ -90,7 +90,8 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"]
+    "name",
+    ["chimera", "clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"],
 )
 def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
     name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 FAMILIES = catalog.names("drafts")
 EXPANDING = [
+    "chimera",
     "clover",
     "dflash",
     "eagle",
@@ -33,9 +34,10 @@ EXPANDING = [
     "self_skip",
 ]
 # New ones say what chance has it; trained ones are accepted in tests/models/drafts/test_learning.py.
-BY_CHANCE = ["falcon"]
+BY_CHANCE = ["chimera", "falcon"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 SAMPLED = [
+    "chimera",
     "clover",
     "dflash",
     "eagle",

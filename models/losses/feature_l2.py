@@ -1,0 +1,39 @@
+"""FitNets' hint: the draft's feature is to be the target's, by squared distance, beside the token that came.
+
+(draft_hidden − target_hidden)², the mean over H,  −  w log q(token), 0 where the draft can't propose it
+
+FitNets learns the hint first and labels after it, through a regressor, as its layers have other widths. A draft's
+feature is as wide as the target's, and the two are learnt together, as Chimera does.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from models.losses import Drafted, Minimum
+from models.params import BaseParams
+
+PAPER = "arXiv:1412.6550, equation 3; of drafts: arXiv:2402.15758"
+NEEDS = ("draft_hidden", "target_hidden", "token")
+MINIMUM: tuple[Minimum, ...] = ("hidden", "token")
+
+
+class Params(BaseParams):
+    """How the two are weighed.
+
+    Attributes:
+        classification: w.
+    """
+
+    name: Literal["feature_l2"] = "feature_l2"
+    classification: float = Field(1.0, ge=0)
+
+
+def loss(drafted: Drafted, params: Params) -> Tensor:
+    """Return [N] float32."""
+    distance = (drafted.draft_hidden.float() - drafted.target_hidden.float()).square().mean(-1)
+    log_q = drafted.draft_logits.float().log_softmax(-1)
+    said = log_q.gather(-1, drafted.token.clamp(min=0)[:, None])[:, 0]
+    return distance - params.classification * torch.where(drafted.token >= 0, said, 0.0)
