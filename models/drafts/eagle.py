@@ -9,8 +9,11 @@ are not learnt, so which ones they are can follow the traffic. Training is of on
 smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
 for the errors that further steps start from.
 
-A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE, and served; one of a part of it is not
-(read in vLLM 0.32: model_executor/models/llama_eagle.py has no map of tokens).
+With FSPAD (`models.fspad`), two options: the embedding gates what the two together become, and the layer makes a vector
+to say tokens from and another that is the feature. Loss and weights are the same.
+
+A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE, and served; one of a part of it is not,
+nor one with FSPAD (read in vLLM 0.32: model_executor/models/llama_eagle.py has no map of tokens, and neither part).
 """
 
 from pathlib import Path
@@ -22,16 +25,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import Format, NormedDraft
-from models.checkpoint import read_tensor, tensor_names
+from models.borrowing import Format
+from models.checkpoint import tensor_names
 from models.draft_files import fused, read_config, require_whole_vocabulary
 from models.draft_format import WEIGHTS
 from models.drafts import EngineWeights, Procedure
 from models.features import decoder_layer, linear
+from models.fspad import OPTIONS, FspadDraft
 from models.losses import feature_regression
 from models.params import BaseParams
 
-PAPER = "arXiv:2401.15077"
+PAPER = "arXiv:2401.15077; its options: arXiv:2408.15562"
 FAMILY = "eagle"
 ARCHITECTURES = ("EagleLlamaForCausalLM",)
 TRAINED = True
@@ -44,14 +48,23 @@ class Params(BaseParams):
     Attributes:
         vocab_size: D, at most the target's; 0 is all of it, which is what vLLM can serve.
         noise: features are off by up to this in training, each entry by itself.
+        feature_sampling: the token's embedding gates what it and the feature before become (FSPAD).
+        partial_alignment: what says tokens is not what is aligned with the target's feature (FSPAD).
     """
 
     name: Literal["eagle"] = "eagle"
     vocab_size: int = Field(4096, ge=0)
     noise: float = Field(0.1, ge=0)
+    feature_sampling: bool = False
+    partial_alignment: bool = False
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The options that are true."""
+        return tuple(name for name in OPTIONS if getattr(self, name))
 
 
-class Eagle(NormedDraft):
+class Eagle(FspadDraft):
     """The layer; parameters carry the names of the checkpoint."""
 
     max_unroll = 1  # in training every step reads the target's features
@@ -61,7 +74,7 @@ class Eagle(NormedDraft):
         super().__init__(config)
         hidden = config["hidden_size"]
         self.fc = linear(2 * hidden, hidden)
-        self.layers = nn.ModuleList([decoder_layer(config, hidden, ())])
+        self.layers = nn.ModuleList([self.widen(decoder_layer(config, hidden, ()))])
 
     @property
     def layer(self) -> Any:
@@ -70,8 +83,8 @@ class Eagle(NormedDraft):
 
     def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """One product of the embedding and the feature; J = H."""
-        joined: Tensor = self.fc(torch.cat([functional.embedding(token_ids, self.embedding), state], dim=-1))
-        return joined
+        embedded = functional.embedding(token_ids, self.embedding)
+        return self.sampled(self.fc(torch.cat([embedded, self.fed(state)], dim=-1)), embedded)
 
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
         """The product."""
@@ -93,24 +106,26 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Eagle:
     Raises:
         ValueError: the target is of another layout, or has fewer tokens than the draft.
     """
-    draft = _format.start(params.vocab_size, {"feature_noise": params.noise}, target_dir, token_counts)
+    own = {"feature_noise": params.noise, **dict.fromkeys(params.chosen, True)}
+    draft = _format.start(params.vocab_size, own, target_dir, token_counts)
+    draft.start_as_last_layer(target_dir)
     hidden = draft.config["hidden_size"]
     with torch.no_grad():
         draft.fc.weight.copy_(torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=-1))
-        for name, parameter in draft.layer.named_parameters():
-            parameter.copy_(read_tensor(target_dir, f"model.layers.{draft.num_target_layers - 1}.{name}"))
     return draft
 
 
 def require_served(params: Params, num_draft_tokens: int) -> None:
     """See `models.drafts.Limited`."""
     require_whole_vocabulary(FAMILY, params.vocab_size, 0)
+    _require_plain(params.chosen)
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """See `models.drafts.Family`; ValueError for a draft of a part of the vocabulary."""
+    """See `models.drafts.Family`; ValueError for a draft of a part of the vocabulary, or with FSPAD."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
     require_whole_vocabulary(FAMILY, config["draft_vocab_size"], config["vocab_size"])
+    _require_plain(tuple(name for name in OPTIONS if config.get(name)))
     return {"method": "eagle", "model": str(directory)}
 
 
@@ -118,3 +133,12 @@ def vllm_weights(directory: Path) -> EngineWeights:
     """Return the file, with vLLM's names for its tensors."""
     file = directory / WEIGHTS
     return EngineWeights(file, fused({f"model.{name}": name for name in tensor_names(file)}))
+
+
+def _require_plain(chosen: tuple[str, ...]) -> None:
+    """Raise ValueError if a draft has options that vLLM does not compute."""
+    if chosen:
+        raise ValueError(
+            f"vLLM's drafts of family {FAMILY} have no {' and no '.join(chosen)}: leave it out of [draft], or engine "
+            '"torch"'
+        )

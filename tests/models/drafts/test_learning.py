@@ -16,11 +16,13 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 pytestmark = pytest.mark.slow
 
+# Family, and behind a "+" what a variant of it is called, to Params.
 SHAPES: dict[str, dict[str, int]] = {
     "chimera": {"vocab_size": 70},
     "clover": {"vocab_size": 70},
     "dflash": {"vocab_size": 70, "block_size": 5},
     "eagle": {"vocab_size": 70},
+    "eagle+fspad": {"vocab_size": 70, "feature_sampling": True, "partial_alignment": True},
     "falcon": {"vocab_size": 70},
     "hydra": {"vocab_size": 70},
     "medusa": {"vocab_size": 70},
@@ -59,8 +61,8 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         num_sampled, num_greedy, num_epochs = MORE.get(name, ANSWERS)
         samples = planted.answers(target, num_sampled, 1.0, seed=0) + planted.answers(target, num_greedy, 0.0, seed=2)
         params = distill.Params(num_epochs=num_epochs, batch_tokens=512, learning_rate=4e-3, num_threads=1)
-        family = family_named(name)
-        new, draft = (family.create(family.Params(name=name, **SHAPES[name]), target, np.ones(259)) for _ in range(2))
+        family = family_named(name.partition("+")[0])
+        new, draft = (family.create(family.Params(**SHAPES[name]), target, np.ones(259)) for _ in range(2))
         distill.train(draft, target, samples, params, K, tmp_path_factory.mktemp("work"))
         found[name] = new, draft
     return found
