@@ -7,7 +7,7 @@ A loss's module has `PAPER`, `Params`, and
 - `NEEDS`: the columns of `Drafted` that it reads besides `step` and `draft_logits`; the loop computes no others;
 - `MINIMUM`: what holds where it is least, of `Minimum`; several may hold at once, and () says that none does.
 
-Its value at a row depends on that row alone, unless `MINIMUM` speaks of sets.
+Its value at a row depends on that row alone, unless `MINIMUM` speaks of a set or of neurons.
 """
 
 from typing import Literal
@@ -16,8 +16,8 @@ from torch import Tensor
 
 # distribution: the draft's probabilities are the target's, where the draft can propose all that the target can say.
 # token: all of the draft's probability is on the token that came. hidden: draft_hidden is target_hidden, row by row.
-# hidden set: the two are the same rows in whatever order.
-Minimum = Literal["distribution", "token", "hidden", "hidden set"]
+# hidden set: the two are the same rows in whatever order. hidden neurons: the same columns in whatever order.
+Minimum = Literal["distribution", "token", "hidden", "hidden set", "hidden neurons"]
 
 
 class Drafted:
