@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from models.layers.linears import linears
 from models.regimes import Plan, Regime
@@ -38,9 +38,22 @@ def note(model: PreTrainedModel, key: str, value: Any) -> None:
 
 def promises(model: PreTrainedModel) -> Promises:
     """Read off a model's config what its weights are said to be."""
-    noted: Mapping[str, Any] = getattr(model.config, "redraft", {})
-    patterns = {name: Pattern.model_validate(pattern) for name, pattern in noted.get("patterns", {}).items()}
-    return Promises(patterns, dict(noted.get("ranks", {})))
+    return noted(model.config)
+
+
+def noted(config: PretrainedConfig) -> Promises:
+    """Read off a config what weights are said to be."""
+    of_weights: Mapping[str, Any] = getattr(config, "redraft", {})
+    patterns = {name: Pattern.model_validate(pattern) for name, pattern in of_weights.get("patterns", {}).items()}
+    return Promises(patterns, dict(of_weights.get("ranks", {})))
+
+
+def require_noted(before: PretrainedConfig, after: PretrainedConfig) -> None:
+    """Raise ValueError naming a layer of which a config says nothing more that one before it promised."""
+    was, now = noted(before), noted(after)
+    for promised, left in ((was.patterns, now.patterns), (was.ranks, now.ranks)):
+        if forgotten := sorted(promised.keys() - left.keys()):
+            raise ValueError(f"what was promised of layer {forgotten[0]} is not noted any more, so nothing can keep it")
 
 
 @torch.no_grad()

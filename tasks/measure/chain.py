@@ -1,17 +1,25 @@
-"""A target after stages of a recipe, changed and stored as flow `build` does it, for a comparison to measure."""
+"""A target after stages of a recipe, changed and stored as flow `build` does it, for a comparison to measure.
 
+What a stage promises of the weights, zeroes or a rank, is looked for in what every later one stores: a chain that loses
+it is refused.
+"""
+
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
+from models.invariants import noted
 from models.loading import load_model
 from models.stages import TABLES
 from tasks import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
 from tasks.measure.comparisons import Bench, shuffled
 from tasks.stages.change_target import Start, store
 
+COLUMNS = {"promised": "layers that kept the zeroes or the rank of an earlier stage"}
 # In the order of the build.
 CHANGES: Mapping[str, Any] = {
     "pretrain": pretrain_model.change,
@@ -31,7 +39,7 @@ def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
         seed: of all that is drawn.
 
     Raises:
-        ValueError: a table can't be parsed, or as the stages.
+        ValueError: a table can't be parsed, the chain loses what a stage promised, or as the stages.
     """
     rng = torch.Generator().manual_seed(seed)
     train = {domain: shuffled(bench.train[domain], rng) for domain in sorted(bench.train)}
@@ -44,3 +52,9 @@ def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
         store(CHANGES[name](TABLES[name].model_validate(tables[name]), seed, start), made, directory)
         directory = made
     return directory
+
+
+def num_promised(config: PretrainedConfig) -> float:
+    """Return of how many layers a checked target promises something, as `COLUMNS` shows it; NaN for none."""
+    patterns, ranks = noted(config)
+    return float(len(patterns.keys() | ranks.keys())) or math.nan

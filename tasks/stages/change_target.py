@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
@@ -125,9 +125,16 @@ def change_target(
 def store(changed: Changed, directory: Path, target_dir: Path) -> None:
     """Write a changed target into a directory, as an engine loads it.
 
+    Args:
+        changed: what a stage made.
+        directory: empty.
+        target_dir: what it was made of.
+
     Raises:
-        ValueError: what is stored breaks what an earlier stage promised of the weights, see `models.invariants`.
+        ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see
+            `models.invariants`.
     """
+    invariants.require_noted(AutoConfig.from_pretrained(target_dir), changed.model.config)
     if changed.save is None:
         save_model(changed.model, directory, target_dir)
     else:

@@ -1,14 +1,15 @@
 """What was pruned or cut to a rank stays so through training, rounding and merging, or is refused."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog, quantize
 from models.checkpoint import read_tensors
-from models.invariants import Held, promises, require
+from models.invariants import Held, promises, require, require_noted
 from models.layers.decoder import Cache, Decoder
 from models.layers.linears import linears
 from models.loading import load_model, save_model
@@ -57,6 +58,15 @@ def test_a_broken_promise_is_named_by_layer(pruned: PreTrainedModel) -> None:
     pruned.model.layers[1].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match=r"layer model\.layers\.1\.mlp\.up_proj was pruned to 2:4, and is not"):
         require(pruned)
+
+
+def test_a_config_that_says_nothing_more_of_a_layer_is_refused_by_its_name(pruned: PreTrainedModel) -> None:
+    config = deepcopy(pruned.config)
+    require_noted(config, pruned.config)
+    require_noted(AutoConfig.for_model("llama"), config)  # nothing was promised
+    del config.redraft["patterns"]["model.layers.1.mlp.up_proj"]
+    with pytest.raises(ValueError, match=r"promised of layer model\.layers\.1\.mlp\.up_proj is not noted any more"):
+        require_noted(pruned.config, config)
 
 
 def test_a_share_of_zeroes_is_a_promise_too(tiny_target: Path) -> None:

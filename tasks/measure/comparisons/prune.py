@@ -3,7 +3,8 @@
 Each method prunes the whole target once for each pattern, any weights up to a half of them and two of each four;
 "random" is the control that chooses weights by lot. A seed
 draws the documents to calibrate on and those to read, the same for all rows. Calibrated is on `ENOUGH` tokens for each
-input of the widest layer: on fewer, methods that update weights fit the sample, and lose to those that don't.
+input of the widest layer: on fewer, methods that update weights fit the sample, and lose to those that don't. How much
+text is enough shows in the rows "…, a quarter of the text" and "…, half of the text".
 """
 
 import math
@@ -33,6 +34,7 @@ COLUMNS = {
     "missed": "distance from the zeroes asked for (share)",
     "seconds": "to prune once (s, lower is better)",
 }
+CURVE = {"a quarter of the text": 0.25, "half of the text": 0.5}  # at the last pattern
 LENGTH = 256
 READ_TOKENS = 2048
 
@@ -46,6 +48,13 @@ def rows(budget: float) -> list[Row]:
             for spelt, pattern in PATTERNS.items()
             for name in (*catalog.names("prune"), CONTROL)
         ),
+        *(
+            Row(f"{name} {spelt}, {heading}", {"method": {"name": name}, "pattern": pattern, "text": share})
+            for spelt, pattern in list(PATTERNS.items())[-1:]
+            for name in catalog.names("prune")
+            if catalog.load("prune", name).CALIBRATED
+            for heading, share in CURVE.items()
+        ),
     ]
 
 
@@ -56,7 +65,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     costs = dict.fromkeys(("calibrated_tokens", "missed", "seconds"), math.nan)
     if row.settings:
         method, pattern = row.settings["method"], Pattern.model_validate(row.settings["pattern"])
-        wanted = max(LENGTH, round(enough_tokens(model) * bench.budget))
+        wanted = max(LENGTH, round(enough_tokens(model) * bench.budget * row.settings.get("text", 1.0)))
         calibrated = method is not None and catalog.load("prune", method["name"]).CALIBRATED
         calibration = draw(bench.train, wanted, LENGTH, seed) if calibrated else []
         started = time.perf_counter()

@@ -5,8 +5,9 @@ Rows of three kinds, each with a float row of its own to be read against:
 - plain names: the target as it is, each method at its defaults but for one grid that all of 4 bits share, groups of 64
   (128 does not divide every width) with zero points; "…, symmetric" is without those. Those that train first do so on a
   few documents; "finetuned, then …" trains as much without rounding, so that what is learnt of the text is not put down
-  to the method; "2:4, then …" rounds what was pruned before; "gptq, a quarter of the text" and "…, twice the text" are
-  calibrated on less and on more than the others; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
+  to the method; "2:4, then …" rounds what was pruned before, and the zeroes are looked for in what comes out; "…, a
+  quarter of the text", "…, half of the text" and "…, twice the text" are calibrated on less and on more than the
+  others; "…, down_proj dynamic" excepts the layers that `sensitivity` names;
 - "outliers …": the target after some features were scaled up and the weights that read them down, which changes nothing
   in floats. The rows are those of LLM.int8()'s Table 1;
 - "scratch …": a small Llama with the target's vocabulary, trained from nothing, because the target is too large to be.
@@ -24,14 +25,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from models import catalog, mixed, quantize, training
+from models import catalog, invariants, mixed, quantize, training
 from models.layers.linears import blocks, enough_tokens
 from models.params import TrainingParams
 from models.perplexity import score
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
 from models.sparsity import Pattern
-from tasks.measure import likeness, sweep
+from tasks.measure import chain, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw, up_to
 from tasks.measure.losses import nats_per_token, perplexity
 
@@ -40,6 +41,8 @@ BASELINE = "float"
 COLUMNS = {
     "perplexity": "perplexity of held-out text (lower is better)",
     **likeness.COLUMNS,
+    "calibrated_tokens": "tokens calibrated on",
+    **chain.COLUMNS,
     "size_mib": "size of the weights, MiB (lower is better)",
     "ms_per_token": "simulated forward pass, ms a token (lower is better)",
     "context_tokens": "tokens whose keys and values fit 1 GiB (higher is better)",
@@ -51,6 +54,8 @@ HELD_OUT_TOKENS = 2048
 MAX_LENGTH = 128
 GRID = {"group_size": 64, "symmetric": False}
 PATTERN = Pattern(kept=2, group=4)
+CURVE = {"a quarter of the text": 0.25, "half of the text": 0.5, "twice the text": 2.0}
+CURVES = {"gptq": list(CURVE), "awq": list(CURVE)[:2], "int8_static": list(CURVE)[:2]}
 # Features of a block's two norms that are scaled up, and how far: they carry magnitudes of some hundreds then.
 OUTLIERS, FACTOR = 4, 60.0
 # LLM.int8()'s Table 1, as recipes would say it.
@@ -82,8 +87,11 @@ def rows(budget: float) -> list[Row]:
         Row(f"2:4, then {name}", {**on_target, "prune": {"name": "sparsegpt"}, "method": _table(name)})
         for name in ("rtn", "gptq")
     ]
-    for heading, text in (("a quarter of the text", 0.25), ("twice the text", 2.0)):
-        found.append(Row(f"gptq, {heading}", {**on_target, "method": _table("gptq"), "text": text}))
+    found += [
+        Row(f"{name}, {heading}", {**on_target, "method": _table(name), "text": CURVE[heading]})
+        for name, headings in CURVES.items()
+        for heading in headings
+    ]
     rescued = {"*.mlp.down_proj": {"name": "int8_dynamic"}}
     found.append(
         Row("int8_static, down_proj dynamic", {**on_target, "method": _table("int8_static"), "exceptions": rescued})
@@ -103,7 +111,7 @@ def rows(budget: float) -> list[Row]:
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
     """See `tasks.measure.comparisons`."""
-    model = _quantize(bench, row.settings, seed).model
+    model = _quantize(bench, row.settings, seed)[0].model
     return nats_per_token(score(model, _held_out(bench, seed), max_length=MAX_LENGTH))
 
 
@@ -111,7 +119,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
     settings = row.settings
     held_out = _held_out(bench, seed)
-    quantized = _quantize(bench, settings, seed)
+    quantized, num_calibrated = _quantize(bench, settings, seed)
+    invariants.require(quantized.model)
     started = time.perf_counter()
     scores = score(quantized.model, held_out, max_length=MAX_LENGTH)
     seconds = time.perf_counter() - started
@@ -125,6 +134,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     return {
         "perplexity": perplexity(scores),
         **like,
+        "calibrated_tokens": float(num_calibrated) or math.nan,
+        "promised": chain.num_promised(config),
         "size_mib": quantized.num_bytes / 2**20,
         "ms_per_token": 1000 * seconds / sum(map(len, held_out)),
         "context_tokens": 2**30 / quantized.figures.get("kv_bytes_per_token", width),
@@ -164,28 +175,37 @@ def _held_out(bench: Bench, seed: int) -> list[list[int]]:
     return draw(bench.held_out, max(MAX_LENGTH, round(HELD_OUT_TOKENS * bench.budget)), MAX_LENGTH, seed)
 
 
-def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> Quantized:
+def _quantize(bench: Bench, settings: dict[str, Any], seed: int) -> tuple[Quantized, int]:
+    """Make what a row says; returns how many tokens it was calibrated on too."""
+
     def text() -> list[list[int]]:
         return up_to(_sample(bench.train, 10**6, Random(seed)), settings["num_tokens"])
 
     model = MODELS[settings["model"]](bench, seed)
     num_tokens = max(BLOCK, round(enough_tokens(model) * bench.budget * settings.get("text", 1.0)))
-    train = draw(bench.train, num_tokens, MAX_LENGTH, seed)
+    calibration = draw(bench.train, num_tokens, MAX_LENGTH, seed) if _reads_text(settings) else []
     loop = TrainingParams(batch_tokens=512, max_length=MAX_LENGTH)
     if (rate := settings.get("learning_rate")) is not None:
         loop = loop.model_copy(update={"learning_rate": rate})
     if "prune" in settings:
-        prune_model(model, train, catalog.parse("prune", settings["prune"]), PATTERN)
+        prune_model(model, calibration, catalog.parse("prune", settings["prune"]), PATTERN)
     if settings.get("finetune"):
         training.train(model, text(), loop, seed=seed)
     if "method" not in settings:
-        return quantize.assemble(model, {})
+        return quantize.assemble(model, {}), 0
     params = catalog.parse("quantize", settings["method"])
     exceptions = {
         pattern: catalog.parse("quantize", table) for pattern, table in settings.get("exceptions", {}).items()
     }
     quantize.train_for(params, model, text(), loop, seed)
-    return mixed.quantize(model, train, params, exceptions)
+    return mixed.quantize(model, calibration, params, exceptions), sum(map(len, calibration))
+
+
+def _reads_text(settings: dict[str, Any]) -> bool:
+    """Whether anything of a row is calibrated."""
+    quantized = [settings.get("method"), *settings.get("exceptions", {}).values()]
+    named = [("prune", settings.get("prune")), *(("quantize", table) for table in quantized)]
+    return any(table and catalog.load(family, table["name"]).CALIBRATED for family, table in named)
 
 
 def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> list[list[int]]:

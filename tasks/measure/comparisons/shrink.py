@@ -5,6 +5,8 @@ on the same documents, and goes through them until its masks have had `MASK_STEP
 than the others, where the paper's have 50 billion. Trained rows learn the looks of the traffic too, so that "full,
 trained" is what to hold them against.
 
+"…, by lot" is the control that draws which blocks, or which heads and channels, stay.
+
 "…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
 tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against. Rows that train do so
 at the learning rate that suits each best; that of `sheared` is looked for with a quarter of its steps.
@@ -29,10 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from models import catalog, training
 from models.adapters import lora
 from models.layers.linears import enough_tokens
+from models.layers.reshape import Kept, take_layers, take_widths
 from models.loading import load_model, save_model
 from models.params import TrainingParams
 from models.perplexity import perplexity, score
-from models.shrink import num_stored
+from models.shrink import choose, choose_heads, num_stored, shape_of
 from tasks.measure import chain, likeness, losses, sweep
 from tasks.measure.comparisons import Bench, Row, draw
 
@@ -44,6 +47,7 @@ COLUMNS = {
     "coverage": "held-out tokens in the vocabulary (share, higher is better)",
     "error": "distance of last hidden states from the target's, relative (lower is better)",
     "parameters_m": "parameters (million, lower is better)",
+    **chain.COLUMNS,
     "checkpoint_mib": "safetensors (MiB, lower is better)",
     "tokens_per_s": "forward, float32 (tokens/s, higher is better)",
     **sweep.COLUMNS,
@@ -69,8 +73,11 @@ def rows(budget: float) -> list[Row]:
         Row("full, trained", _settings({}, (), trained=True)),
         Row("depth", _settings({"name": "depth"}, DEPTH)),
         Row("depth, spread", _settings({"name": "depth", "keep": "spread"}, DEPTH)),
+        Row("depth, by lot", _settings({}, DEPTH, by_lot=True)),
         Row("depth, trained", _settings({"name": "depth"}, DEPTH, trained=True)),
+        Row("depth, by lot, trained", _settings({}, DEPTH, by_lot=True, trained=True)),
         Row("width", _settings({"name": "width"}, WIDTH)),
+        Row("width, by lot", _settings({}, WIDTH, by_lot=True)),
         Row("width, trained", _settings({"name": "width"}, WIDTH, trained=True)),
         Row("sheared", _settings(shearing, WIDTH, learns=True)),
         Row("vocabulary", _settings({"name": "vocabulary"}, ("vocab_size",))),
@@ -127,6 +134,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         "coverage": 1.0 if kept is None else _coverage(held_out, kept),
         "error": _error(model, full, held_out[:4]),
         "parameters_m": num_stored(model) / 1e6,
+        "promised": chain.num_promised(model.config) if chained else math.nan,
         "tokens_per_s": _speed(model),
         "rate": sweep.rate_of(row),
         "seconds": seconds,
@@ -147,10 +155,11 @@ def asked(config: Any) -> dict[str, int]:
 
 
 def _settings(
-    method: dict[str, Any], sizes: tuple[str, ...], trained: bool = False, learns: bool = False
+    method: dict[str, Any], sizes: tuple[str, ...], trained: bool = False, learns: bool = False, by_lot: bool = False
 ) -> dict[str, Any]:
     rate = TRAINING.learning_rate if trained or learns else None
-    return {"method": method, "sizes": list(sizes), "trained": trained, "learns": learns, "learning_rate": rate}
+    how = {"trained": trained, "learns": learns, "by_lot": by_lot}
+    return {"method": method, "sizes": list(sizes), **how, "learning_rate": rate}
 
 
 def _load(bench: Bench) -> PreTrainedModel:
@@ -189,11 +198,26 @@ def _shrunk(full: PreTrainedModel, bench: Bench, row: Row, seed: int) -> PreTrai
         if row.settings["learns"]:
             settings = _long_enough(params, settings, documents)
         model = catalog.load("shrink", params.name).shrink(full, documents, params, settings, seed)
+    elif row.settings["by_lot"]:
+        model = _by_lot(full, {key: sizes[key] for key in row.settings["sizes"]}, seed)
     else:
         model = copy.deepcopy(full)
     if row.settings["trained"]:
         training.train(model, to_train, _training(row), seed=seed)
     return model
+
+
+def _by_lot(full: PreTrainedModel, sizes: dict[str, int], seed: int) -> PreTrainedModel:
+    """Cut a model to sizes of DEPTH or of WIDTH, and draw what stays."""
+    rng, config = torch.Generator().manual_seed(seed), full.config
+    num_layers, num_kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    if "num_layers" in sizes:
+        return take_layers(full, choose(torch.rand(num_layers, generator=rng), sizes["num_layers"]).tolist())
+    shape = shape_of(full)._replace(**sizes)
+    heads = torch.rand(num_layers, num_kv_heads, config.num_attention_heads // num_kv_heads, generator=rng)
+    kept_heads, kept_kv_heads = choose_heads(heads, torch.rand(num_layers, num_kv_heads, generator=rng), shape)
+    channels = choose(torch.rand(num_layers, config.intermediate_size, generator=rng), shape.intermediate_size)
+    return take_widths(full, Kept(heads=kept_heads, kv_heads=kept_kv_heads, channels=channels))
 
 
 def _long_enough(params: Any, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from models import catalog
-from models.invariants import require
+from models.invariants import promises, require
+from models.layers.linears import blocks
 from models.loading import load_floats, load_model
 from models.recipe import parse_recipe, shipped_recipes
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink
 from tasks.measure.comparisons import all as forms
+from tasks.stages.change_target import Changed, Start
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +42,7 @@ def recipe(tables: dict[str, Any], engine: str = "vllm") -> None:
 def single_stages() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and tables of each row of the families' tables that changes the target in one stage and can be served."""
     for row in prune.rows(1):
-        if row.settings.get("method") and row.settings["pattern"] == "2:4":
+        if row.settings.get("method") and row.settings["pattern"] == "2:4" and "text" not in row.settings:
             yield row.name, {"prune": {**HALF, "method": row.settings["method"]}}
     sizes = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "intermediate_size": 128}
     for row in shrink.rows(0.005):
@@ -110,3 +112,33 @@ def test_a_pattern_is_held_through_finetuning_and_rounding_and_a_seed_makes_one_
     layer = "model.layers.1.mlp.down_proj.weight"
     assert int((first[layer].unflatten(1, (-1, 4)) == 0).sum(-1).min()) >= 2
     assert torch.equal(first[layer], again[layer]) and not torch.equal(first[layer], other[layer])
+
+
+def test_a_chain_that_forgets_what_a_stage_promised_is_refused(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(table: object, seed: int, start: Start) -> Changed:
+        del start.model.config.redraft
+        return Changed(start.model, {})
+
+    monkeypatch.setattr(chain, "CHANGES", {**chain.CHANGES, "finetune": forget})
+    tables = {
+        "prune": {**HALF, "method": {"name": "magnitude"}},
+        "finetune": {"method": {"name": "lora"}, "domain": "chat"},
+    }
+    with pytest.raises(ValueError, match=r"promised of layer model\.layers\.0\.mlp\.down_proj is not noted any more"):
+        chain.make(bench(tiny_target, tmp_path), tables, seed=0)
+
+
+@pytest.mark.parametrize("name", shrink.CHAINS)
+def test_a_chain_of_the_table_of_shapes_is_a_recipe_whose_shape_or_rank_is_there_at_the_end(
+    name: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    one = bench(tiny_target, tmp_path)
+    tables = shrink.chain_tables(name, one, 1e-3)
+    recipe(tables, engine="torch" if "low_rank" in name else "vllm")
+    model = load_floats(chain.make(one, tables, seed=0))
+    require(model)
+    ranks = promises(model).ranks
+    assert len(blocks(model)) == (1 if "depth" in name else 2) and len(ranks) == (14 if "low_rank" in name else 0)
+    assert chain.num_promised(model.config) == len(ranks) or not ranks

@@ -20,7 +20,8 @@ def texts(count: int, seed: int) -> dict[str, list[list[int]]]:
 def test_every_row_has_all_columns_and_the_sparsity_that_was_asked_for(tiny_target: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_target, texts(8, 0), texts(8, 1), 0.1, tmp_path)
     rows = {row.name: row for row in prune.rows(0.1)}
-    assert prune.BASELINE in rows and len(rows) == 1 + 4 * (1 + len(catalog.names("prune")))
+    # Four patterns, the control too, and two points of the curve of each of two methods that are calibrated.
+    assert prune.BASELINE in rows and len(rows) == 1 + 4 * (1 + len(catalog.names("prune"))) + 2 * 2
     for name, row in rows.items():
         figures = prune.measure(bench, row, seed=0)
         assert figures.keys() == prune.COLUMNS.keys()
@@ -34,6 +35,29 @@ def test_calibration_has_four_tokens_for_each_input_of_the_widest_layer(tiny_tar
     bench = Bench(tiny_target, texts(40, 0), texts(2, 1), 1.0, tmp_path)
     row = next(row for row in prune.rows(1.0) if row.name == "sparsegpt 50%")
     assert prune.measure(bench, row, seed=0)["calibrated_tokens"] == 4 * 256
+
+
+def test_a_curve_over_the_text_has_a_quarter_and_half_of_it(tiny_target: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_target, texts(40, 0), texts(2, 1), 1.0, tmp_path)
+    rows = {row.name: row for row in prune.rows(1.0)}
+    tokens = {
+        heading: prune.measure(bench, rows[f"wanda 2:4, {heading}"], seed=0)["calibrated_tokens"]
+        for heading in prune.CURVE
+    }
+    assert tokens == {"a quarter of the text": 256, "half of the text": 512}
+
+
+@pytest.mark.parametrize("pattern", ["50%", "2:4"])
+def test_the_control_has_exactly_as_many_zeroes_as_its_partners_and_others_under_another_seed(
+    pattern: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    bench = Bench(tiny_target, texts(8, 0), texts(8, 1), 0.1, tmp_path)
+    rows = {row.name: row for row in prune.rows(0.1)}
+    for name in (*catalog.names("prune"), prune.CONTROL):
+        assert prune.measure(bench, rows[f"{name} {pattern}"], seed=0)["missed"] == 0, name
+    control = rows[f"{prune.CONTROL} {pattern}"]
+    once, other = (prune.measure(bench, control, seed)["kl"] for seed in (0, 1))
+    assert once == prune.measure(bench, control, seed=0)["kl"] != other
 
 
 def test_a_draft_of_the_target_is_asked_what_it_would_have_guessed(tiny_target: Path, tmp_path: Path) -> None:

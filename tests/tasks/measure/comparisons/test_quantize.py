@@ -37,6 +37,7 @@ def test_every_method_has_a_row_and_rows_have_names_of_their_own() -> None:
         "kv_cache",
         "2:4, then rtn",
         "gptq, a quarter of the text",
+        "awq, half of the text",
         "int8_static, down_proj dynamic",
         "finetuned, then rtn",
         "outliers, absmax",
@@ -49,6 +50,10 @@ def test_a_row_is_measured(name: str, tiny_target: Path, tmp_path: Path) -> None
     assert found.keys() == comparison.COLUMNS.keys()
     alike = {metric: found.pop(metric) for metric in ("kl", "agreement_pct", "tau")}
     assert math.isnan(found.pop("rate")) == (name not in ("qat", "finetuned, then rtn", "scratch, bitnet"))
+    # Of 1,024 tokens, four times the widest layer's inputs, a tenth, and never less than one block.
+    tokens = found.pop("calibrated_tokens")
+    assert tokens == 128 if any(word in name for word in ("2:4", "text", "static", "outliers")) else math.isnan(tokens)
+    assert math.isnan(promised := found.pop("promised")) or (promised, name) == (14, "2:4, then rtn")
     assert all(value > 0 for value in found.values())
     assert math.isnan(alike["kl"]) == name.startswith("scratch") and math.isnan(alike["tau"])
 

@@ -1,4 +1,5 @@
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,28 @@ def test_a_row_has_all_columns_and_is_no_larger_than_the_target(tiny_target: Pat
     assert figures["perplexity"] > 1 and 0 < figures["coverage"] <= 1
     assert (figures["coverage"] < 1) == (row.name == "vocabulary") == math.isnan(figures["error"])
     assert math.isnan(figures["seconds"]) == (row.name == "full") == (figures["error"] == 0)
+
+
+@pytest.mark.parametrize("name", ["depth", "width"])
+def test_the_control_keeps_exactly_as_much_as_its_partner_and_draws_what(
+    name: str, tiny_target: Path, tmp_path: Path
+) -> None:
+    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+    chosen = shrink.measure(_own(bench), ROWS[name], seed=0)
+    drawn = [shrink.measure(_own(bench), ROWS[f"{name}, by lot"], seed=seed) for seed in range(4)]
+    assert {figures["parameters_m"] for figures in drawn} == {chosen["parameters_m"]}
+    assert len({figures["error"] for figures in drawn}) > 1
+
+
+def test_chains_keep_what_their_first_stage_made(tiny_target: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+    chained = {name: shrink.measure(_own(bench), ROWS[name], seed=0) for name in shrink.CHAINS}
+    assert chained["low_rank 0.8, then lora"]["promised"] == 14  # layers, all of which have a rank
+    low_rank, depth = (shrink.measure(_own(bench), ROWS[name], seed=0) for name in ("low_rank 0.8", "depth"))
+    assert chained["low_rank 0.8, then lora"]["parameters_m"] == low_rank["parameters_m"]
+    assert chained["depth, then qat"]["parameters_m"] == depth["parameters_m"]
+    assert math.isnan(chained["depth, then qat"]["promised"]) and chained["depth, then qat"]["rate"] == 3e-4
+
+
+def _own(bench: Bench) -> Bench:
+    return bench._replace(work_dir=Path(tempfile.mkdtemp(dir=bench.work_dir)))
