@@ -4,8 +4,10 @@ Both are scored by the same offline rule on the same target tokens, at the large
 so that what counts is the head alone. Two questions:
 
 - Is it better? Each window of traffic has conversations that the challenger was not trained on. Those that resemble
-  each other are one cluster. Each cluster's difference in accepted tokens a step, weighted by its share of the traffic,
-  goes into one test that is looked at after every window (see `models.betting`). It starts anew with each champion. A
+  each other are one cluster. Each cluster's difference in accepted tokens a step, weighted by its domain's share of the
+  traffic, goes into one test that is looked at after every window (see `models.betting`). There a cluster counts once;
+  how much the window's traffic gains is told beside it, where each counts as often as it is asked, and a window whose
+  traffic loses promotes nothing. The test starts anew with each champion. A
   challenger shown worse is given up; the champion's error is shared out among its challengers, the j-th gets
   alpha_total × 6 / (π² j²), which sums to alpha_total however many there are.
 - Did a domain pay for it? Each domain's floor is taken on conversations of its own that no draft was trained on: the
@@ -52,7 +54,7 @@ class Evidence(Frozen):
         challenger: which one of its champion it is, from 1; each is held to a smaller error.
         test: of the mean difference in accepted tokens a step; its bound is K.
         num_windows, num_conversations, num_clusters: that went into it.
-        last: the last window's own gain, with a 95% interval over clusters.
+        last: the gain of the last window's traffic, with a 95% interval over clusters.
     """
 
     challenger: int = Field(1, ge=1)

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
     Attributes:
         cluster: names the conversations that it belongs with (`models.clusters`); "" where nobody looked.
-        weight: what it counts as beside the others of its domain where drafts are held to it.
+        weight: requests that it stands for beside the others of its domain where drafts are held to it.
         rejected: places of the completion at which a drafted token was rejected, 0 being its first token; None where
             nothing is known of drafts.
     """

@@ -29,7 +29,7 @@ from models.recipe import Recipe, Refresh
 from tasks.stages import produce, stage_key
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
-from tasks.stages.split import Side, cluster_log, counted, drawn_by, held_out_by
+from tasks.stages.split import Side, cluster_log, counted, drawn_by, held_out_by, stands_for
 
 
 @task(cache_policy=NO_CACHE)
@@ -114,7 +114,8 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 
     Training: one side of the window, what the window before held out and, so that nothing is forgotten, older rows of
     each domain and some of the first draft's samples. Held out: the window's other side. Probes: each domain's set, to
-    which the window gives some of its rows before anything is trained on them.
+    which the window gives some of its rows before anything is trained on them. What judges stands for as many requests
+    as its cluster has in the window, see `counted`.
     """
     refresh, settings = recipe.refresh, load_settings()
     log, traffic = QueryLog(settings.querylog), _read_traffic(pair, first_samples, window.last_seq)
@@ -135,8 +136,16 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     probes, reserved = _probes(pair, log, members, traffic)
 
     is_held_out = held_out_by(traffic.secret, traffic.rows, window, refresh.held_out_fraction, trained)
-    tests = [row for row in traffic.within(window) if row.seq in usable_seqs and is_held_out(row.cluster)]
-    left_out, counts = reserved | {row.cluster for row in tests}, counted(tests, draw)
+    of_window = {row.seq: row for row in traffic.within(window) if row.seq in usable_seqs}
+    tests = [row for row in of_window.values() if is_held_out(row.cluster)]
+    of_domain = Counter(row.domain for row in of_window.values())
+    of_cluster = Counter((row.domain, row.cluster) for row in of_window.values())
+    left_out, counts = reserved | {row.cluster for row in tests}, counted(tests, of_domain, draw)
+    reserved_here = {
+        row.seq: stands_for(of_cluster[row.domain, row.cluster], of_domain[row.domain])
+        for row in of_window.values()
+        if row.seq in members
+    }
     learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
     return _write_parts(
         {
@@ -146,7 +155,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
                 for one in samples
                 if seqs.get(one.id) in counts and one.cluster not in reserved
             ],
-            "probe": probes,
+            "probe": [one._replace(weight=reserved_here.get(seqs.get(one.id, 0), 1.0)) for one in probes],
         },
         [sample for sample in samples if sample.id in seqs],
         {sample.id for sample in samples if seqs.get(sample.id) in members},
@@ -157,7 +166,8 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     """Write what a draft from elsewhere is held to: the probe sets, and the rows that the champion's line hasn't seen.
 
-    It is judged by all of them in one look, so that the probes are fresh to it. The training part is empty.
+    It is judged by all of them in one look, so that the probes are fresh to it; each stands for itself alone, because
+    what it was drawn from is past. The training part is empty.
     """
     log = QueryLog(load_settings().querylog)
     cursor = log.cursor()
@@ -168,7 +178,8 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     seen |= traffic.trained
     found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
     of_found = {row.seq for row in rows if row.id in found}
-    counts = counted((row for row in traffic.rows if row.seq in of_found), drawn_by(traffic.secret))
+    tests = [row for row in traffic.rows if row.seq in of_found]
+    counts = counted(tests, Counter(row.domain for row in tests), drawn_by(traffic.secret))
     fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
     parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes})

@@ -79,9 +79,10 @@ class GateTest(Shown):
         returns: the past draft that it is; None if it is not one.
         rows: first and last of the query log that it was trained on last; None for a draft from elsewhere, and for one
             that returns.
-        gain: difference in accepted tokens a step over all its windows; each end is wrong with chance `alpha`, however
-            often it is looked at.
-        last: the last window's own, with a 95% interval for this one look.
+        gain: difference in accepted tokens a step over all its windows, where what is alike counts once; each end is
+            wrong with chance `alpha`, however often it is looked at.
+        last: that of the last window's traffic, where each counts as often as it is asked, with a 95% interval for this
+            one look.
         num_windows, num_conversations, num_clusters: that the gain is from.
         test_index: which challenger of its champion this was, from 1.
         params: floor, confidence and error budget.
@@ -138,10 +139,12 @@ def explain(report: GateReport) -> str:
     windows = "its window" if test.num_windows == 1 else f"its {test.num_windows} windows"
     return " ".join(
         [
-            f"On the same {count} held-out conversations of {windows} the challenger's accepted tokens a step differ",
-            f"by {test.gain.value:+.3f} from those of draft {test.parent}. The true difference is at least",
+            f"On the same {count} held-out conversations of {windows}, where those that are alike count once, the",
+            f"challenger's accepted tokens a step differ by {test.gain.value:+.3f} from those of draft {test.parent}.",
+            "The true difference is at least",
             f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
             f"looked at. It must be above 0, so {shown}.",
+            *_traffic_in_words(test.last),
             *_domains_in_words(report.domains, test.params),
             _consequence(report.verdict, test.parent),
         ]
@@ -214,6 +217,13 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
         changes = {domain: one.change for domain, one in report.domains.items() if one.change is not None}
         files.append(draw_gate(test.gain, changes, test.params.floor, folder / FIGURE))
     return files
+
+
+def _traffic_in_words(last: Interval | None) -> list[str]:
+    if last is None:
+        return []
+    ends = f"{last.low:+.3f} to {last.high:+.3f}, 95%"
+    return [f"The traffic of its last window, by how often each is asked, gains {last.value:+.3f} ({ends})."]
 
 
 def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> list[str]:

@@ -41,7 +41,7 @@ from tasks.measure.pupil import teach
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
 from tasks.stages.samples import Part, read_samples
-from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by
+from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by, stands_for
 
 TITLE, QUESTION = "coverage", "does the interval of a window's gain hold what fresh requests give?"
 AIM = 0.93
@@ -193,12 +193,15 @@ def split(fresh: Sequence[Sample], number: int, seed: int, held_out_fraction: fl
     secret = hashlib.sha256(f"{seed} log {number}".encode()).digest()
     rows = cluster_samples(samples, secret, target_dir)
     window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=TITLE)
-    draw, seqs = drawn_by(secret), range(1, len(rows) + 1)
+    draw, seqs, of_domain = drawn_by(secret), range(1, len(rows) + 1), Counter(row.domain for row in rows)
+    of_cluster = Counter((row.domain, row.cluster) for row in rows)
     reserved = plan(rows, (), window.first_seq, seqs, (), draw).reserved
     kept = {rows[seq - 1].cluster for seq in reserved}
     is_held_out = held_out_by(secret, rows, window, held_out_fraction, ())
     tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
-    judged = dict.fromkeys(reserved, 1.0) | counted(tests, draw)
+    probes = [rows[seq - 1] for seq in reserved]
+    judged = {row.seq: stands_for(of_cluster[row.domain, row.cluster], of_domain[row.domain]) for row in probes}
+    judged |= counted(tests, of_domain, draw)
     return Split(
         [one.id for one in samples],
         {samples[seq - 1].id: (rows[seq - 1].cluster, weight) for seq, weight in judged.items()},

@@ -26,12 +26,14 @@ from models.gate import allowed_error
 from models.paired import Score, clusters, gain
 from tasks.measure import falls, watch
 from tasks.measure.run import Run
+from tasks.stages.split import MOST_OF_GROUP, stands_for
 
 TITLE, QUESTION = "gate", "does the gate let drafts through that gain nothing, and how soon those that do?"
 
 TAU, SIGMA = 1.73, 0.25
 CONVERSATIONS, HELD_OUT = 200, 0.25
 RHO = 0.3
+NUM_GROUPS = 60  # of a window; the demonstration's 200 requests of `code` are of 62 modules, the largest has 28
 LIMIT = 0.05
 SPLITS, COVERED = 1000, 0.93
 
@@ -44,6 +46,9 @@ class Case(NamedTuple):
     Attributes:
         gain: share of τ that each is better by.
         cluster_size: conversations that share `RHO` of their variance; they are held out together.
+        largest: where it is above 0, clusters are groups of 1 to so many conversations, few of them large, of which the
+            gate scores some.
+        steeper: share of τ by which a group gains more than one that is asked half as often; the mean of groups stays.
         rare: differences are small gains, and now and then a large loss.
         lasts: windows after which a new challenger comes; None if only when one was given up.
         pool: past drafts, as good as the challengers, of which the best one on what each window trains on is held to
@@ -52,6 +57,8 @@ class Case(NamedTuple):
 
     gain: float
     cluster_size: int = 1
+    largest: int = 0
+    steeper: float = 0.0
     rare: bool = False
     lasts: int | None = None
     pool: int = 0
@@ -66,6 +73,8 @@ CASES = {
     "5% better": Case(0.05),
     "20% better": Case(0.20),
     "no gain, past drafts at each window": Case(0.0, pool=3),
+    "no gain, groups of 1 to 30": Case(0.0, largest=30),
+    "no gain, groups of 1 to 30, those asked often gain": Case(0.0, largest=30, steeper=0.05),
 }
 
 
@@ -130,18 +139,18 @@ def simulate(
     better, worse = (np.zeros((num_runs, len(log_growth(np.zeros(1), np.zeros(1), 0, bound)))) for _ in range(2))
     challenger, age = np.ones(num_runs), np.zeros(num_runs)
     for window in range(1, num_windows + 1):
-        differences, weights = draw(case, len(better), bound, rng)
+        differences, weights, requests = draw(case, len(better), bound, rng)
         returns = np.zeros(len(better), dtype=bool)
         if case.pool:
             tried = choose(case, len(better), bound, rng)
             judged = judged + tried
-            growth = log_growth(*draw(case, len(better), bound, rng), 0.0, bound)
+            growth = log_growth(*draw(case, len(better), bound, rng)[:2], 0.0, bound)
             returns = tried & (log_wealth(growth) >= -np.log(_allowed(judged, alpha_total)))
         better += log_growth(differences, weights, 0.0, bound)
         worse += log_growth(-differences, weights, 0.0, bound)
         age += 1
         wanted = -np.log(_allowed(challenger, alpha_total))
-        passed = returns | ((log_wealth(better) >= wanted) & ((differences * weights).sum(axis=1) >= 0))
+        passed = returns | ((log_wealth(better) >= wanted) & ((differences * requests).sum(axis=1) >= 0))
         promoted += [window] * int(passed.sum())
         given_up = log_wealth(worse) >= wanted
         anew = given_up | (age == case.lasts)
@@ -171,7 +180,7 @@ def simulate_former(
     promoted: list[int] = []
     running = num_runs
     for window in range(1, num_windows + 1):
-        differences, weights = draw(case, running, bound, rng, spread_out=True)
+        differences, weights, _ = draw(case, running, bound, rng, spread_out=True)
         count = weights.sum(axis=1)
         mean = (differences * weights).sum(axis=1) / np.maximum(1, count)
         squares = (weights * (differences - mean[:, None]) ** 2).sum(axis=1) / np.maximum(1, count - 1)
@@ -190,7 +199,7 @@ Judge = Callable[..., list[int]]
 
 def draw(
     case: Case, num_runs: int, bound: int, rng: np.random.Generator, spread_out: bool = False
-) -> tuple[Floats, Floats]:
+) -> tuple[Floats, Floats, Floats]:
     """Draw the held-out differences of one window.
 
     Args:
@@ -201,8 +210,11 @@ def draw(
         spread_out: each conversation apart, and not each cluster's mean.
 
     Returns:
-        [R, N] differences in [−K, K], and [R, N] weights: 0 for what was not held out, else 1.
+        [R, N] differences in [−K, K], [R, N] weights: 0 for what was not held out, else 1, and [R, N] requests that
+        what was held out stands for.
     """
+    if case.largest:
+        return _draw_groups(case, num_runs, bound, rng)
     size = case.cluster_size
     num_clusters = max(1, round(CONVERSATIONS / size))
     if size == 1:
@@ -216,8 +228,23 @@ def draw(
     differences = np.clip(case.gain * TAU + SIGMA * noise, -bound, bound)
     weights = np.broadcast_to(held_out[:, :, None], shape)
     if spread_out:
-        return differences.reshape(num_runs, -1), weights.reshape(num_runs, -1)
-    return differences.mean(axis=2), weights[:, :, 0]
+        weights = weights.reshape(num_runs, -1)
+        return differences.reshape(num_runs, -1), weights, weights
+    return differences.mean(axis=2), weights[:, :, 0], weights[:, :, 0] * stands_for(size, CONVERSATIONS)
+
+
+def _draw_groups(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+    """Draw as `draw` does, groups of sizes that are drawn anew in each window."""
+    shape = (num_runs, NUM_GROUPS)
+    halvings = np.log2(case.largest) * rng.random(shape) ** 2  # as with the demonstration's modules, most are small
+    sizes = np.floor(2**halvings)
+    held_out = (rng.random(shape) < HELD_OUT).astype(np.float64)
+    scored = np.arange(MOST_OF_GROUP) < sizes[:, :, None]
+    own = (_standard(case, rng, (*shape, MOST_OF_GROUP)) * scored).sum(axis=2) / scored.sum(axis=2)
+    noise = math.sqrt(RHO) * _standard(case, rng, shape) + math.sqrt(1 - RHO) * own
+    tilt = case.steeper * (halvings - np.log2(case.largest) / 3)  # the mean of a square in [0, 1] is a third
+    differences = np.clip((case.gain + tilt) * TAU + SIGMA * noise, -bound, bound)
+    return differences, held_out, held_out * np.minimum(sizes, stands_for(case.largest, CONVERSATIONS))
 
 
 def choose(case: Case, num_runs: int, bound: int, rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -238,7 +265,7 @@ def _allowed(challengers: Floats, alpha_total: float) -> Floats:
 
 def _had_before(case: Case) -> bool:
     """Whether the former test was held to it."""
-    return not case.rare and not case.pool
+    return not case.rare and not case.pool and not case.largest
 
 
 def _standard(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:

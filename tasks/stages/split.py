@@ -7,7 +7,7 @@ trained on in the next. What is alike to a member of a probe set (`infra.probes`
 
 import hmac
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -133,20 +133,35 @@ def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Coll
     }
 
 
-def counted(rows: Iterable[Conversation], draw: Callable[[str], bytes]) -> dict[int, float]:
-    """Return which of the rows that a window tests with count, by seq, and what each counts as.
+def counted(
+    tests: Iterable[Conversation], of_domain: Mapping[str, int], draw: Callable[[str], bytes]
+) -> dict[int, float]:
+    """Return which of the rows that a window tests with are scored, by seq, and how many requests each stands for.
 
-    Near copies all count, and weigh as much as they are asked. A group counts as one conversation: a few large ones
-    would outweigh all others, and tell little more than one conversation each does. Up to `MOST_OF_GROUP` of its rows,
-    which a keyed hash draws, share that between them, because they tell it more exactly than one alone.
+    A cluster stands for as many of a domain's requests as it has here, so that what is told is the gain of what is
+    asked; but for no more than `stands_for` says. Near copies are all scored. Of a group up to `MOST_OF_GROUP` rows of
+    a domain are, which a keyed hash draws: they share its requests between them, and tell it more exactly than one.
+
+    Args:
+        tests: the rows; a cluster that has one there has all of its rows there.
+        of_domain: domain to the window's number of rows that could be scored.
+        draw: see `drawn_by`.
     """
-    of_cluster: dict[str, list[Conversation]] = defaultdict(list)
-    for row in rows:
-        of_cluster[row.cluster].append(row)
+    of_cluster: dict[tuple[str, str], list[Conversation]] = defaultdict(list)
+    for row in tests:
+        of_cluster[row.domain, row.cluster].append(row)
     found: dict[int, float] = {}
-    for members in of_cluster.values():
+    for (domain, _), members in of_cluster.items():
         joined = len({row.alike for row in members}) > 1
         seqs = sorted((row.seq for row in members), key=lambda seq: draw(f"counted {seq}"))
         kept = seqs[:MOST_OF_GROUP] if joined else seqs
-        found.update(dict.fromkeys(kept, 1 / len(kept) if joined else 1.0))
+        found.update(dict.fromkeys(kept, stands_for(len(members), of_domain[domain]) / len(kept)))
     return found
+
+
+def stands_for(num_rows: int, of_domain: int) -> float:
+    """Return how many requests a cluster of `num_rows` of a domain's rows stands for: at most 5% of the domain's.
+
+    One group, or one text that is sent again and again, thus never says what the gain is; see `infra.probes`.
+    """
+    return min(num_rows, max(MIN_CLUSTER, MAX_CLUSTER_SHARE * of_domain))

@@ -49,14 +49,45 @@ def test_a_domain_counts_by_its_share_of_traffic_not_by_its_clusters() -> None:
     assert weights.max() == 1
 
 
-def test_what_shares_a_groups_weight_counts_as_one_and_tells_it_more_exactly() -> None:
-    group = [score(f"g{member}", 10, cluster="g").model_copy(update={"weight": 0.25}) for member in range(4)]
+def test_a_cluster_tells_the_gain_of_as_many_requests_as_it_stands_for_and_counts_once_in_the_test() -> None:
+    group = [score(f"g{member}", 10, cluster="g").model_copy(update={"weight": 2.5}) for member in range(4)]
     alone = [score(f"a{number}", 10) for number in range(30)]
-    for shares in (None, {"chat": 1.0}):
-        assert clusters(group + alone, group + alone, shares).weights.tolist() == pytest.approx([1.0] * 31)
     better = [one.model_copy(update={"accepted": 10.0 + 4 * place}) for place, one in enumerate(group)]
-    assert clusters(group + alone, better + alone).differences.max() == pytest.approx(0.6)
-    assert gain(clusters(group + alone, better + alone)).value == pytest.approx(0.6 / 31)
+    for shares in (None, {"chat": 1.0}):
+        found = clusters(group + alone, better + alone, shares)
+        assert found.weights.tolist() == pytest.approx([1.0] * 31)
+        assert sorted(found.shares.tolist()) == pytest.approx([1 / 40] * 30 + [10 / 40])
+        assert found.differences.max() == pytest.approx(0.6)
+        assert gain(found).value == pytest.approx(0.6 * 10 / 40)
+
+
+def test_a_cluster_of_two_domains_counts_in_both_by_their_shares() -> None:
+    scores = [score("a", 10, "code", "both"), score("b", 10, "chat", "both"), score("c", 10, "chat")]
+    found = clusters(scores, scores, {"code": 0.4, "chat": 0.6})
+    assert sorted(found.shares.tolist()) == pytest.approx([0.3, 0.7])
+
+
+def test_unequal_clusters_widen_the_interval_as_much_as_they_amount_to_fewer() -> None:
+    """Of many windows whose few clusters are of unequal sizes, the interval holds the mean that each was drawn with."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(1000):
+        sizes = np.floor(10 ** rng.random(12))
+        before = [
+            score(f"{number}", 10).model_copy(update={"weight": size}) for number, size in enumerate(sizes.tolist())
+        ]
+        after = [
+            one.model_copy(update={"accepted": 10.0 + change})
+            for one, change in zip(before, rng.normal(2, 1, 12).tolist(), strict=True)
+        ]
+        found = gain(clusters(before, after))
+        held += found.low <= 0.2 <= found.high
+    print("held", held)
+    assert 935 <= held <= 970
+
+
+def test_one_cluster_alone_has_no_interval() -> None:
+    found = gain(clusters([score("a", 10)], [score("a", 12)]))
+    assert (found.low, found.value, found.high) == pytest.approx((0.2, 0.2, 0.2))
 
 
 def test_shares_of_traffic_outweigh_what_was_held_out() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import random
+from collections import Counter
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,6 +22,7 @@ from models.tokens import encode_chat
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
 from tasks.stages.samples import probe_versions, read_samples, write_samples
+from tasks.stages.split import MOST_OF_GROUP
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
 
@@ -301,6 +303,24 @@ def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fr
     assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == parts
 
 
+def test_what_judges_a_draft_stands_for_all_requests_of_its_group_probes_too(log, first_samples, pair):
+    sizes = [1 + n % 5 for n in range(40)]
+    names = [f"{n:064}" for n, size in enumerate(sizes) for _ in range(size)]
+    log.append([row(n, key="k", group=name, prompt_ids=words(n)) for n, name in enumerate(names)])
+    window = claim_window.fn(REFRESH.model_copy(update={"max_rows": 200}))
+    parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
+    in_log = {one.id: one for one in log.rows(window.first_seq, window.last_seq)}
+    groups = Counter(one.group for one in in_log.values())
+    reserved = {one.id: one.weight for one in read_samples(parts.samples, "probe") if one.id in parts.fresh}
+    assert reserved == {id: groups[in_log[id].group] for id in parts.fresh}
+    assert max(reserved.values()) > 1
+    held_out = Counter[str]()
+    for one in read_samples(parts.samples, "held_out"):
+        held_out[in_log[one.id].group] += one.weight
+    assert held_out == {group: groups[group] for group in held_out}
+    assert {groups[group] for group in held_out} == {1, 2, 3, 4, 5}
+
+
 def test_a_repeated_attempt_splits_alike_and_reserves_nothing_more(log, first_samples, pair):
     log.append([row(n) for n in range(100)])
     window = claim_window.fn(REFRESH)
@@ -361,9 +381,11 @@ def test_a_client_that_puts_all_it_asks_into_one_group_stops_nobody(log, first_s
         assert len(of("team", parts["held_out"])) > 0.6 * share * 100
         assert len(of("team", parts["train"])) > 50
         assert not clusters_of(parts["train"]) & clusters_of(parts["held_out"])
-    judged_by = [len(of("client", parts["held_out"])) for parts in windows]
-    assert all(number <= 1 for number in judged_by[:3])  # on one side, and where it is held out it counts once
-    assert judged_by[3] > 10  # more than a quarter of the domain: no group any more
+    judged_by = [of("client", parts["held_out"]) for parts in windows]
+    for scored in judged_by[:3]:  # on one side, and where it is held out it stands for a twentieth of the traffic
+        assert len(scored) <= MOST_OF_GROUP
+        assert sum(one.weight for one in scored) <= 0.05 * 200
+    assert len(judged_by[3]) > 10  # more than a quarter of the domain: no group any more
 
 
 def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_has_not_seen(log, first_samples, pair):

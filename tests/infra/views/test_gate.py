@@ -28,6 +28,8 @@ def test_a_pass_names_gain_bound_and_error_and_no_reason() -> None:
     assert "the same 240 held-out conversations of its window" in said
     assert "a chance of 3.04%" in said
     assert "a gain is shown" in said
+    last = passed.test.last
+    assert f"last window, by how often each is asked, gains +0.150 ({last.low:+.3f} to {last.high:+.3f}, 95%)" in said
     assert said.endswith("So it may serve.")
     assert "## Reasons" not in markdown(passed)
 

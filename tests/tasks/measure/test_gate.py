@@ -57,17 +57,18 @@ def test_the_former_test_took_a_cluster_for_a_proof() -> None:
 
 def test_the_simulation_promotes_when_the_gate_does() -> None:
     params, rng = Params(), np.random.default_rng(3)
-    for name in ("no gain", "5% better", "no gain, clusters of 30"):
+    for name in ("no gain", "5% better", "no gain, clusters of 30", "no gain, groups of 1 to 30"):
         evidence, growth = Evidence.start(K), np.zeros((1, 5))
         for window in range(12):
-            differences, weights = draw(CASES[name], 1, K, rng)
-            held_out = differences[0][weights[0] > 0]
+            differences, weights, requests = draw(CASES[name], 1, K, rng)
+            inside = weights[0] > 0
+            held_out, sizes = differences[0][inside], requests[0][inside]
             growth += log_growth(differences, weights, 0.0, K)
             if not len(held_out):
                 continue
             champion = [
-                Score(id=f"{window} {number}", domain="chat", steps=20, accepted=30.0)
-                for number in range(len(held_out))
+                Score(id=f"{window} {number}", domain="chat", weight=size, steps=20, accepted=30.0)
+                for number, size in enumerate(sizes.tolist())
             ]
             challenger = [
                 one.model_copy(update={"accepted": 20 * (1.5 + change)})
@@ -101,9 +102,20 @@ def test_a_missed_bar_fails_the_benchmark_by_name() -> None:
 
 def test_a_cluster_is_held_out_as_a_whole_and_shares_what_it_is_said_to() -> None:
     case = Case(0.0, cluster_size=30)
-    differences, weights = draw(case, 4000, K, np.random.default_rng(0), spread_out=True)
+    differences, weights, _ = draw(case, 4000, K, np.random.default_rng(0), spread_out=True)
     of_cluster = differences.reshape(-1, 30)
     assert (np.ptp(weights.reshape(-1, 30), axis=1) == 0).all()
     assert weights.mean() == pytest.approx(gate.HELD_OUT, abs=0.01)
     assert differences.std() == pytest.approx(gate.SIGMA, rel=0.01)
     assert np.corrcoef(of_cluster[:, 0], of_cluster[:, 1])[0, 1] == pytest.approx(gate.RHO, abs=0.02)
+
+
+def test_groups_are_of_unequal_sizes_and_the_planted_truth_is_that_of_groups() -> None:
+    rng = np.random.default_rng(0)
+    for case in (Case(0.0, largest=30), Case(0.0, largest=30, steeper=0.05)):
+        differences, weights, requests = draw(case, 4000, K, rng)
+        sizes, inside = requests[weights > 0], differences[weights > 0]
+        assert weights.mean() == pytest.approx(gate.HELD_OUT, abs=0.01)
+        assert (sizes.min(), np.median(sizes), sizes.max()) == (1, 2, 10)  # a twentieth of 200 conversations at most
+        assert inside.mean() == pytest.approx(0, abs=0.005)
+        assert (np.average(inside, weights=sizes) > 0.05) == (case.steeper > 0)

@@ -18,7 +18,7 @@ from models.hidden import Sample
 from models.sources import Prompt
 from models.sources.stdlib_code import Params, prompts
 from models.tokens import encode_chat
-from tasks.stages.split import MOST_OF_GROUP, cluster_log, counted, drawn_by, held_out_by, unseen_and_large
+from tasks.stages.split import MOST_OF_GROUP, cluster_log, counted, drawn_by, held_out_by, stands_for, unseen_and_large
 from tests.infra.rows import row
 
 NUM_MODULES, PER_MODULE = 20, 5
@@ -86,20 +86,37 @@ def test_where_nobody_says_what_belongs_together_modules_straddle(asked: Callabl
     assert straddling > NUM_MODULES / 2
 
 
-def test_of_what_groups_join_one_counts_and_of_copies_all() -> None:
+def test_of_a_group_a_few_rows_are_scored_for_all_and_of_copies_each_for_itself() -> None:
     copies = [Conversation(seq, "code", "k", 0, "copies", "copies") for seq in range(5)]
     grouped = [Conversation(seq, "code", "k", 0, "group", f"c{seq}") for seq in range(5, 25)]
     alone = [Conversation(seq, "code", "k", 0, f"c{seq}", f"c{seq}") for seq in range(25, 30)]
-    drawn = set()
+    tests, drawn = [*copies, *grouped, *alone], set()
     for number in range(50):
-        found = counted([*copies, *grouped, *alone], drawn_by(bytes([number] * 32)))
+        found = counted(tests, {"code": 500}, drawn_by(bytes([number] * 32)))
         assert {found.pop(one.seq) for one in copies + alone} == {1.0}
         assert found.keys() <= {one.seq for one in grouped}
-        assert [*found.values()] == [1 / MOST_OF_GROUP] * MOST_OF_GROUP
+        assert [*found.values()] == [20 / MOST_OF_GROUP] * MOST_OF_GROUP
         drawn.update(found)
     assert len(drawn) == len(grouped)
-    two = counted(grouped[:2], drawn_by(bytes(32)))
-    assert two == {grouped[0].seq: 0.5, grouped[1].seq: 0.5}
+    two = counted(grouped[:2], {"code": 500}, drawn_by(bytes(32)))
+    assert two == {grouped[0].seq: 1.0, grouped[1].seq: 1.0}
+
+
+@pytest.mark.parametrize(("of_domain", "most"), [(400, 20), (200, 10), (20, 5)])
+@pytest.mark.parametrize("alike", ["copy", "c{}"])
+def test_a_cluster_stands_for_a_twentieth_of_its_domain_at_most(of_domain: int, most: float, alike: str) -> None:
+    large = [Conversation(seq, "code", "k", 0, "large", alike.format(seq)) for seq in range(30)]
+    assert stands_for(30, of_domain) == most
+    found = counted(large, {"code": of_domain}, drawn_by(bytes(32)))
+    assert sum(found.values()) == pytest.approx(most)
+    assert len(found) == (30 if alike == "copy" else MOST_OF_GROUP)
+
+
+def test_a_group_of_two_domains_stands_for_the_requests_of_each() -> None:
+    both = [Conversation(seq, "code" if seq < 8 else "chat", "k", 0, "both", f"c{seq}") for seq in range(10)]
+    found = counted(both, {"code": 200, "chat": 200}, drawn_by(bytes(32)))
+    assert sorted(weight for seq, weight in found.items() if seq < 8) == [2.0] * MOST_OF_GROUP
+    assert sorted(weight for seq, weight in found.items() if seq >= 8) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("wording", "large"), [("", {"ten"}), ("c{}", set())])
