@@ -161,13 +161,13 @@ def coverage(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
     num_splits: Annotated[
-        int, typer.Option("--splits", min=2, help="How many logs are drawn, each split by a secret of its own.")
+        int, typer.Option("--splits", min=2, help="How often the log is split, and how many are drawn anew.")
     ] = 100,
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=2, help="Requests of each domain that were never logged.")
     ] = 400,
 ) -> None:
-    """How often the interval of a window's gain holds what fresh requests give; on logs drawn of such requests.
+    """How often the interval of a window's gain holds what fresh requests give: splits of the log, and logs drawn anew.
 
     Example: redraft bench coverage --splits 20 --prompts 100
     """

@@ -1,20 +1,22 @@
 """How often the interval of a window's gain holds what fresh requests of the same traffic give.
 
-Requests are answered that were never logged. Again and again a half of them is drawn to be a log, with a secret of its
-own: that clusters it, reserves probes and holds out as a refresh on all of it would, and the gate tells its interval of
-what was held out. The truth is the gain on the other half. Nothing is trained meanwhile: the gain is that of a draft
-which the line's first one became on requests of other groups, so that both halves are new to it. A log is drawn anew
-each time because what one log happens to hold is the same for all splits of it.
+Requests are answered that were never logged. Nothing is trained while logs are split: the gain is that of a draft which
+the line's first one became on requests of other groups, so that what is logged and what is not are both new to it.
+
+- *Splits of the home's own log*: its rows, each time with a secret of another home, which clusters them, reserves
+  probes and holds out as a refresh on all of them would. The gate tells its interval of what was held out. The truth is
+  the gain on what was never logged.
+- *Logs drawn anew*: what one log happens to hold is the same for all splits of it. So half of what was never logged is
+  drawn to be a log, with its own secret, and the truth is the gain on the other half.
 
 The served draft's own window is told beside that. Its held-out groups are new to it, while traffic goes on asking for
 those that it learnt from, which it serves better. So its interval may lie below the truth; it must not lie above.
 """
 
 import hashlib
-import math
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -28,44 +30,25 @@ from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.results import Grid, Report, interval
 from infra.windows import Window
-from models.acceptance import Estimate
 from models.drafts import open_draft
-from models.gate import Evidence
 from models.hidden import Sample
 from models.paired import Score
+from models.recipe import Refresh
 from models.scoring import score
 from models.sources import Prompt
 from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair
+from tasks.measure.intervals import Scores, Split, estimate, hold, mean_gain, shares_of
 from tasks.measure.pupil import teach
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
-from tasks.stages.samples import Part, read_samples
+from tasks.stages.samples import Part, read_samples, usable
 from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by, stands_for
 
 TITLE, QUESTION = "coverage", "does the interval of a window's gain hold what fresh requests give?"
 AIM = 0.93
 FIRST, SERVED, PUPIL = "first", "served", "pupil"  # drafts
-
-Scores = dict[str, Score]
-
-
-class Mean(NamedTuple):
-    """A mean and its standard error."""
-
-    value: float
-    error: float
-
-    def text(self) -> str:
-        """Return it with half of its 95% interval."""
-        return f"{self.value:+.3f} ± {1.96 * self.error:.3f}"
-
-
-class Split(NamedTuple):
-    """One log: the ids that it holds, and id to cluster and weight of those that judge."""
-
-    log: list[str]
-    judged: dict[str, tuple[str, float]]
+OWN, DRAWN = "splits of the home's own log", "logs drawn anew"
 
 
 class Traffic(NamedTuple):
@@ -75,24 +58,26 @@ class Traffic(NamedTuple):
         fresh: requests of the groups that traffic asks for, none of which was logged.
         other: requests of other groups.
         told: what the served draft's window held out and reserved, with clusters and weights.
+        logged: the home's own log, its newest rows.
     """
 
     fresh: list[Sample]
     other: list[Sample]
     told: list[Sample]
+    logged: list[Sample]
 
     @property
     def all(self) -> list[Sample]:
-        """Everything, in one row."""
-        return [*self.fresh, *self.other, *self.told]
+        """Everything in one row, each once."""
+        return list({one.id: one for one in (*self.fresh, *self.other, *self.told, *self.logged)}.values())
 
 
 def measure(run: Run, num_splits: int, num_prompts: int) -> Report:
-    """Score the drafts once, and draw logs again and again.
+    """Score the drafts once, and split logs again and again.
 
     Args:
         run: the benchmark.
-        num_splits: logs.
+        num_splits: of the home's own log, and logs that are drawn anew.
         num_prompts: requests of each domain that were never logged.
 
     Raises:
@@ -107,18 +92,28 @@ def measure(run: Run, num_splits: int, num_prompts: int) -> Report:
         PUPIL: _pupil(run, pair, traffic.other),
     }
     scored = {name: _scores(run, pair, directory, traffic.all, name) for name, directory in drafts.items()}
-    target_dir, fraction = open_artifact(pair.target_files), run.recipe.refresh.held_out_fraction
+    seed, fraction = run.recipe.seed, run.recipe.refresh.held_out_fraction
+    target_dir = open_artifact(pair.target_files)
 
-    def draw() -> list[Split]:
-        with run.bar("logs", num_splits) as bar:
-            made = []
-            for number in range(num_splits):
-                made.append(split(traffic.fresh, number, run.recipe.seed, fraction, target_dir))
-                bar.advance()
-        return made
+    def split_own(number: int) -> Split:
+        return judged_by(traffic.logged, f"{seed} split {number}", fraction, target_dir)
 
-    splits = [Split(*row) for row in run.cells.keep("splits", draw)]
-    return make_report(traffic, scored, splits, run.recipe.num_draft_tokens)
+    def draw(number: int) -> Split:
+        return split(traffic.fresh, number, seed, fraction, target_dir)
+
+    def splits(name: str, make: Callable[[int], Split]) -> list[Split]:
+        def made() -> list[Split]:
+            found = []
+            with run.bar(name, num_splits) as bar:
+                for number in range(num_splits):
+                    found.append(make(number))
+                    bar.advance()
+            return found
+
+        return [Split(*row) for row in run.cells.keep(f"splits-{name.replace(' ', '-')}", made)]
+
+    own, drawn = splits("own log", split_own), splits("drawn logs", draw)
+    return make_report(traffic, scored, own, drawn, run.recipe.num_draft_tokens)
 
 
 def _traffic(run: Run, log: QueryLog, pair: Pair, served: int, num_prompts: int) -> Traffic:
@@ -137,7 +132,21 @@ def _traffic(run: Run, log: QueryLog, pair: Pair, served: int, num_prompts: int)
     answered = answers(run, pair.target_files, wanted, "answers")
     samples = {one.id: one._replace(cluster=groups[one.id]) for one in answered}
     fresh, other = ([samples[prompt.id] for prompt in of_part] for of_part in prompts.values())
-    return Traffic(fresh, other, _told(run, served, domains))
+    return Traffic(fresh, other, _told(run, served, domains), logged_samples(run.recipe.refresh, log, domains))
+
+
+def logged_samples(refresh: Refresh, log: QueryLog, domains: Sequence[str]) -> list[Sample]:
+    """Return a log's newest rows as a refresh on all of them would take them; a cluster is a row's group.
+
+    Args:
+        refresh: how many rows it takes, and how many of one key.
+        log: the home's; the target of its newest row is the one whose answers are taken.
+        domains: whose rows are taken, of which there is one.
+    """
+    rows = [row for row in log.rows(1, sys.maxsize) if row.domain in domains][-refresh.max_rows :]
+    groups = {row.id: row.group or "" for row in rows}
+    samples, _ = usable(rows, rows[-1].target_version or 0, refresh.max_share_per_key, refresh.min_rows)
+    return [one._replace(cluster=groups[one.id]) for one in samples]
 
 
 def _told(run: Run, served: int, domains: Sequence[str]) -> list[Sample]:
@@ -179,7 +188,7 @@ def _scores(run: Run, pair: Pair, directory: Path, samples: Sequence[Sample], na
 
 
 def split(fresh: Sequence[Sample], number: int, seed: int, held_out_fraction: float, target_dir: Path) -> Split:
-    """Draw one log, and what a refresh on all of it would have judged by.
+    """Draw one log, and split it.
 
     Args:
         fresh: what half is drawn of; clusters are groups.
@@ -190,16 +199,27 @@ def split(fresh: Sequence[Sample], number: int, seed: int, held_out_fraction: fl
     """
     order = np.random.default_rng([seed, number]).permutation(len(fresh))
     samples = [fresh[place] for place in order[: len(fresh) // 2]]
-    secret = hashlib.sha256(f"{seed} log {number}".encode()).digest()
+    return judged_by(samples, f"{seed} log {number}", held_out_fraction, target_dir)
+
+
+def judged_by(samples: Sequence[Sample], name: str, held_out_fraction: float, target_dir: Path) -> Split:
+    """Split a log as a refresh on all of it would.
+
+    Args:
+        samples: the log, in the order of time; clusters are groups.
+        name: of the home's secret.
+        held_out_fraction: share of the clusters that the gate gets.
+        target_dir: whose tokenizer wrote the prompts.
+    """
+    secret = hashlib.sha256(name.encode()).digest()
     rows = cluster_samples(samples, secret, target_dir)
     window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=TITLE)
-    draw, seqs, of_domain = drawn_by(secret), range(1, len(rows) + 1), Counter(row.domain for row in rows)
+    draw, of_domain = drawn_by(secret), Counter(row.domain for row in rows)
     of_cluster = Counter((row.domain, row.cluster) for row in rows)
-    reserved = plan(rows, (), window.first_seq, seqs, (), draw).reserved
-    kept = {rows[seq - 1].cluster for seq in reserved}
+    probes = [rows[seq - 1] for seq in plan(rows, (), 1, range(1, len(rows) + 1), (), draw).reserved]
+    kept = {row.cluster for row in probes}
     is_held_out = held_out_by(secret, rows, window, held_out_fraction, ())
     tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
-    probes = [rows[seq - 1] for seq in reserved]
     judged = {row.seq: stands_for(of_cluster[row.domain, row.cluster], of_domain[row.domain]) for row in probes}
     judged |= counted(tests, of_domain, draw)
     return Split(
@@ -209,132 +229,77 @@ def split(fresh: Sequence[Sample], number: int, seed: int, held_out_fraction: fl
 
 
 def make_report(
-    traffic: Traffic, scored: Mapping[str, Scores], splits: Sequence[Split], num_draft_tokens: int
+    traffic: Traffic,
+    scored: Mapping[str, Scores],
+    own: Sequence[Split],
+    drawn: Sequence[Split],
+    num_draft_tokens: int,
 ) -> Report:
-    """Hold the intervals of all logs to what the requests outside of them give.
+    """Hold the intervals of all splits to what the requests outside of their logs give.
 
     Args:
         traffic: what was scored.
         scored: draft, which is `FIRST`, `SERVED` or `PUPIL`, to id to its score.
-        splits: the logs.
+        own: splits of the home's own log.
+        drawn: logs that are drawn of what was never logged.
         num_draft_tokens: K.
 
     Raises:
         ValueError: a log has nothing to be judged by.
     """
-    if empty := sum(not one.judged for one in splits):
-        raise ValueError(f"{empty} of {len(splits)} logs have no conversation to be judged by")
     first, fresh = scored[FIRST], traffic.fresh
-    shares = {domain: count / len(fresh) for domain, count in Counter(one.domain for one in fresh).items()}
-    held = []
-    for one in splits:
-        inside = set(one.log)
-        rest = [sample for sample in fresh if sample.id not in inside]
-        found = estimate(one.judged, first, scored[PUPIL], shares, num_draft_tokens)
-        held.append((found, mean_gain(rest, first, scored[PUPIL], shares).value))
-    rate = summary(held)
-    conversations = float(np.median([len(one.judged) for one in splits]))
-    clusters = float(np.median([len({cluster for cluster, _ in one.judged.values()}) for one in splits]))
+    rows = {
+        OWN: hold(own, first, scored[PUPIL], fresh, shares_of(traffic.logged), num_draft_tokens),
+        DRAWN: hold(drawn, first, scored[PUPIL], fresh, shares_of(fresh), num_draft_tokens),
+    }
+    shares = shares_of(fresh)
     gains = {name: mean_gain(fresh, first, scored[name], shares) for name in (PUPIL, SERVED)}
+    logged = mean_gain(traffic.logged, first, scored[PUPIL], shares_of(traffic.logged))
     other = mean_gain(traffic.other, first, scored[SERVED], shares)
-    own = {one.id: (one.cluster or one.id, one.weight) for one in traffic.told if one.domain in shares}
-    told = estimate(own, first, scored[SERVED], shares, num_draft_tokens) if own else None
+    told_by = {one.id: (one.cluster or one.id, one.weight) for one in traffic.told if one.domain in shares}
+    told = estimate(told_by, first, scored[SERVED], shares, num_draft_tokens) if told_by else None
     promises = told is not None and told.low > gains[SERVED].value
     notes = [
         f"{len(fresh)} fresh requests gain {gains[PUPIL].text()} with the draft that learnt from other groups.",
+        f"The {len(traffic.logged)} logged ones gain {logged.text()} with it.",
         f"The served one gains {gains[SERVED].text()} on them, {other.text()} on {len(traffic.other)} of other groups.",
     ]
     if told is not None:
-        notes.append(f"Its own window told {interval(told.model_dump())} by {len(own)} conversations.")
-    share = rate["covered"] / len(splits)
+        notes.append(f"Its own window told {interval(told.model_dump())} by {len(told_by)} conversations.")
+    held = {name: row["covered"] / row["splits"] for name, row in rows.items()}
+    said = " and ".join(f"{share:.0%} of {name}" for name, share in held.items())
+    meets = min(held.values()) >= AIM and not promises
     return Report(
         figures={
-            "logs": rate | {"conversations": conversations, "clusters": clusters},
+            "own": rows[OWN],
+            "logs": rows[DRAWN],
             "fresh": {name: one._asdict() for name, one in gains.items()},
             "other_groups": other._asdict(),
             "told": None if told is None else told.model_dump(),
             "num_fresh": len(fresh),
+            "num_logged": len(traffic.logged),
             "num_other": len(traffic.other),
         },
         grids=[
             Grid(
-                f"{len(splits)} logs of {len(fresh) // 2} requests, gain over the first draft, accepted tokens a step",
-                ["hold the truth", "too high", "too low", "mean", "truth", "spread", "half width", "judged by"],
-                [
-                    [
-                        *(f"{rate[name]:.0f}" for name in ("covered", "too_high", "too_low")),
-                        *(f"{rate[name]:+.3f}" for name in ("mean", "truth")),
-                        *(f"{rate[name]:.3f}" for name in ("spread", "half_width")),
-                        f"{conversations:.0f} conversations of {clusters:.0f} clusters",
-                    ]
-                ],
+                "gain over the first draft, accepted tokens a step, of what each log was judged by",
+                ["", "hold the truth", "too high", "too low", "mean", "truth", "spread", "half width", "judged by"],
+                [_line(name, row) for name, row in rows.items()],
             )
         ],
         notes=notes,
         verdict=(
-            f"{'meets' if share >= AIM and not promises else 'misses'} the bar ({AIM:.0%}): {share:.0%} of the "
-            f"intervals hold the truth; the served draft's {'promises' if promises else 'does not promise'} too much."
+            f"{'meets' if meets else 'misses'} the bar ({AIM:.0%}): the intervals of {said} hold the truth; "
+            f"the served draft's {'promises' if promises else 'does not promise'} too much."
         ),
     )
 
 
-def estimate(
-    judged: Mapping[str, tuple[str, float]],
-    first: Scores,
-    later: Scores,
-    shares: Mapping[str, float],
-    num_draft_tokens: int,
-) -> Estimate:
-    """Return the gain with its 95% interval, as the gate tells it of one window.
-
-    Args:
-        judged: id to cluster and weight of what is judged by.
-        first: id to the first draft's score.
-        later: id to that of the draft that is held against it.
-        shares: domain to its share of the traffic.
-        num_draft_tokens: K.
-    """
-    kept = {id: {"cluster": cluster, "weight": weight} for id, (cluster, weight) in judged.items() if id in first}
-    before, after = ([of[id].model_copy(update=said) for id, said in kept.items()] for of in (first, later))
-    last = Evidence.start(num_draft_tokens).after(before, after, shares).last
-    assert last is not None
-    return last
-
-
-def mean_gain(samples: Sequence[Sample], first: Scores, later: Scores, shares: Mapping[str, float]) -> Mean:
-    """Return the mean gain of samples, with its standard error over their groups.
-
-    Args:
-        samples: those without a score are left out; a cluster is a group, "" is one of its own.
-        first: id to the first draft's score.
-        later: id to that of the draft that is held against it.
-        shares: domain to its share; one without a sample counts as one without gain.
-    """
-    value, variance = 0.0, 0.0
-    for domain, share in shares.items():
-        kept = [one for one in samples if one.domain == domain and one.id in first]
-        if not kept:
-            continue
-        gains = [
-            later[one.id].accepted / later[one.id].steps - first[one.id].accepted / first[one.id].steps for one in kept
-        ]
-        mean, sums = float(np.mean(gains)), defaultdict[str, float](float)
-        for sample, one in zip(kept, gains, strict=True):
-            sums[sample.cluster or sample.id] += one - mean
-        value += share * mean
-        variance += share**2 * sum(one**2 for one in sums.values()) / len(kept) ** 2
-    return Mean(value, math.sqrt(variance))
-
-
-def summary(held: Sequence[tuple[Estimate, float]]) -> dict[str, float]:
-    """Return how many of the intervals hold their truth, and how they lie."""
-    values = np.array([one.value for one, _ in held])
-    return {
-        "covered": sum(one.low <= truth <= one.high for one, truth in held),
-        "too_high": sum(one.low > truth for one, truth in held),
-        "too_low": sum(one.high < truth for one, truth in held),
-        "mean": float(values.mean()),
-        "truth": float(np.mean([truth for _, truth in held])),
-        "spread": float(values.std(ddof=1)) if len(held) > 1 else 0.0,
-        "half_width": float(np.median([(one.high - one.low) / 2 for one, _ in held])),
-    }
+def _line(name: str, row: Mapping[str, float]) -> list[str]:
+    return [
+        f"{row['splits']:.0f} {name}, of {row['requests']:.0f} requests",
+        *(f"{row[column]:.0f}" for column in ("covered", "too_high", "too_low")),
+        *(f"{row[column]:+.3f}" for column in ("mean", "truth")),
+        *(f"{row[column]:.3f}" for column in ("spread", "half_width")),
+        f"{row['conversations']:.0f} conversations of {row['clusters']:.0f} clusters",
+    ]

@@ -1,16 +1,22 @@
 """How an interval of the gain is held to fresh requests, by hand and where the truth is known."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from infra.querylog import QueryLog
 from models.acceptance import Estimate
 from models.hidden import Sample
 from models.paired import Score
-from tasks.measure.coverage import AIM, FIRST, PUPIL, SERVED, Split, Traffic, estimate, make_report, mean_gain, summary
+from models.recipe import Refresh
+from tasks.measure.coverage import AIM, FIRST, PUPIL, SERVED, Traffic, judged_by, logged_samples, make_report
 from tasks.measure.coverage import split as draw_log
+from tasks.measure.intervals import Split, estimate, mean_gain, summary
+from tasks.stages.split import MOST_OF_GROUP
+from tests.infra.rows import row
 
 K = 3
 NUM_GROUPS, PER_GROUP = 60, 5
@@ -60,33 +66,64 @@ def test_what_lies_outside_is_counted_by_its_side() -> None:
     assert (told["half_width"], told["truth"]) == (pytest.approx(0.1), pytest.approx(0.25))
 
 
-def planted(shift: float = 0.0, served_gain: float = 0.5) -> tuple[Traffic, dict[str, dict[str, Score]]]:
+def planted(
+    shift: float = 0.0, served_gain: float = 0.5, steeper: float = 0.0
+) -> tuple[Traffic, dict[str, dict[str, Score]]]:
     """Return requests of groups whose gains are drawn around 0.6, with a served draft that gains something else.
+
+    Groups are asked unequally often, up to twenty times as much as others.
 
     Args:
         shift: of the gain of those that the window of the served draft told, over 0.5.
         served_gain: of the served draft on fresh requests.
+        steeper: by how much more a group gains than one that is asked half as often.
     """
     rng = np.random.default_rng(1)
-    fresh = [sample(f"f{n}", cluster=f"g{n % NUM_GROUPS}") for n in range(NUM_GROUPS * PER_GROUP)]
+    halvings = np.log2(20) * rng.random(NUM_GROUPS) ** 2
+    popularity = 2**halvings / (2**halvings).sum()
+
+    def asked(prefix: str) -> list[Sample]:
+        groups = rng.choice(NUM_GROUPS, NUM_GROUPS * PER_GROUP, p=popularity).tolist()
+        return [sample(f"{prefix}{n}", cluster=f"g{group}") for n, group in enumerate(groups)]
+
+    fresh, logged = asked("f"), asked("l")
     told = [sample(f"t{n}", cluster=f"h{n}") for n in range(30)]
-    of_group = {f"g{n}": 0.6 + 0.15 * rng.standard_normal() for n in range(NUM_GROUPS)}
-    everything = [one.id for one in (*fresh, *told)]
+    gains = 0.6 + 0.15 * rng.standard_normal(NUM_GROUPS) + steeper * halvings
+    of_group = {f"g{n}": float(gain) for n, gain in enumerate(gains)}
+    everything = [one.id for one in (*fresh, *logged, *told)]
     noise = dict(zip(everything, 0.2 * rng.standard_normal(len(everything)), strict=True))
-    pupil = {one.id: 1.0 + of_group[one.cluster] + noise[one.id] for one in fresh}
+    pupil = {one.id: 1.0 + of_group[one.cluster] + noise[one.id] for one in (*fresh, *logged)}
     served = {one.id: 1.0 + served_gain + noise[one.id] for one in fresh}
     served |= {one.id: 1.5 + shift + noise[one.id] for one in told}
     base = scores(dict.fromkeys(everything, 1.0))
-    return Traffic(fresh, fresh[:20], told), {FIRST: base, SERVED: scores(served), PUPIL: base | scores(pupil)}
+    traffic = Traffic(fresh, fresh[:20], told, logged)
+    return traffic, {FIRST: base, SERVED: scores(served), PUPIL: base | scores(pupil)}
 
 
-def drawn(traffic: Traffic, number: int) -> Split:
-    """Return a log of half of the groups' requests, judged by a third of its clusters."""
-    rng = np.random.default_rng([2, number])
-    log = [traffic.fresh[place] for place in rng.permutation(len(traffic.fresh))[: len(traffic.fresh) // 2]]
-    judging = set(rng.choice(NUM_GROUPS, NUM_GROUPS // 3, replace=False).tolist())
-    kept = [one for one in log if int(one.cluster[1:]) in judging]
-    return Split([one.id for one in log], {one.id: (one.cluster, 1.0) for one in kept})
+def judging(log: list[Sample], rng: np.random.Generator, equal: bool = False) -> Split:
+    """Split a log: half of its groups judge, up to four of each group's requests.
+
+    Args:
+        log: what is split.
+        rng: drawn from.
+        equal: a group weighs as much however often it is asked.
+    """
+    names = sorted({one.cluster for one in log})
+    judged: dict[str, tuple[str, float]] = {}
+    for name in rng.choice(names, len(names) // 2, replace=False).tolist():
+        members = [one.id for one in log if one.cluster == name]
+        kept = members[:4]
+        judged |= dict.fromkeys(kept, (name, (1 if equal else len(members)) / len(kept)))
+    return Split([one.id for one in log], judged)
+
+
+def splits(traffic: Traffic, number: int, equal: bool = False) -> tuple[list[Split], list[Split]]:
+    """Return so many splits of the planted home's own log, and as many logs of half of what was never logged."""
+    rng = np.random.default_rng(2)
+    own = [judging(traffic.logged, rng, equal) for _ in range(number)]
+    half = len(traffic.fresh) // 2
+    drawn = [[traffic.fresh[place] for place in rng.permutation(2 * half)[:half]] for _ in range(number)]
+    return own, [judging(log, rng, equal) for log in drawn]
 
 
 @pytest.mark.parametrize(
@@ -94,35 +131,80 @@ def drawn(traffic: Traffic, number: int) -> Split:
     [(0.0, 0.5, "meets"), (0.0, 0.8, "meets"), (0.4, 0.5, "misses")],
     ids=["as told", "known groups are served better", "the served draft promises too much"],
 )
-def test_logs_that_are_drawn_anew_are_held_as_often_as_they_say(shift: float, served_gain: float, verdict: str) -> None:
-    traffic, scored = planted(shift, served_gain)
-    report = make_report(traffic, scored, [drawn(traffic, number) for number in range(200)], K)
+def test_both_kinds_of_logs_are_held_as_often_as_they_say(shift: float, served_gain: float, verdict: str) -> None:
+    traffic, scored = planted(shift, served_gain, steeper=0.05)
+    report = make_report(traffic, scored, *splits(traffic, 200), K)
+    print(report.figures["own"], report.figures["logs"])
+    assert report.figures["own"]["covered"] >= AIM * 200
     assert report.figures["logs"]["covered"] >= AIM * 200
     assert report.verdict.startswith(f"{verdict} the bar")
-
-
-def test_intervals_of_single_conversations_would_be_too_narrow_and_are_found_out() -> None:
-    traffic, scored = planted()
-    splits = [drawn(traffic, number) for number in range(200)]
-    apart = [Split(one.log, {id: (id, 1.0) for id in one.judged}) for one in splits]
-    assert make_report(traffic, scored, apart, K).verdict.startswith("misses the bar")
-
-
-def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster(tiny_target: Path) -> None:
-    rng = np.random.default_rng(3)
-    fresh = [
-        sample(f"f{n}", cluster=f"g{n % NUM_GROUPS}")._replace(prompt_ids=rng.integers(5, 200, 30).tolist())
-        for n in range(NUM_GROUPS * PER_GROUP)
+    assert [row[0] for row in report.grids[0].rows] == [
+        "200 splits of the home's own log, of 300 requests",
+        "200 logs drawn anew, of 150 requests",
     ]
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["the home's own log", "logs drawn anew"])
+def test_groups_that_weigh_the_same_however_often_they_are_asked_are_found_out_in_either_kind(place: int) -> None:
+    traffic, scored = planted(steeper=0.1)
+    both = list(splits(traffic, 100))
+    assert make_report(traffic, scored, *both, K).verdict.startswith("meets the bar")
+    both[place] = splits(traffic, 100, equal=True)[place]
+    report = make_report(traffic, scored, *both, K)
+    print(report.figures["own"], report.figures["logs"])
+    assert report.figures[("own", "logs")[place]]["too_low"] > 20
+    assert report.verdict.startswith("misses the bar")
+
+
+def planted_requests(number: int) -> list[Sample]:
+    rng = np.random.default_rng(3)
+    return [
+        sample(f"f{n}", cluster=f"g{int(NUM_GROUPS * rng.random() ** 2)}")._replace(
+            prompt_ids=rng.integers(5, 200, 30).tolist()
+        )
+        for n in range(number)
+    ]
+
+
+def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster_that_stands_for_its_requests(tiny_target: Path) -> None:
+    fresh = planted_requests(NUM_GROUPS * PER_GROUP)
     one, same, other = (draw_log(fresh, number, 0, 0.35, tiny_target) for number in (0, 0, 1))
     assert one == same != other
     assert len(set(one.log)) == len(fresh) // 2
     group_of = {sample.id: sample.cluster for sample in fresh}
     assert one.judged.keys() <= set(one.log)
     assert len({cluster for cluster, _ in one.judged.values()}) == len({group_of[id] for id in one.judged})
+    sizes, told = Counter(group_of[id] for id in one.log), Counter[str]()
+    for id, (_, weight) in one.judged.items():
+        told[group_of[id]] += weight
+    assert told == pytest.approx({group: sizes[group] for group in told})
+    assert max(told.values()) > MOST_OF_GROUP
+
+
+def test_the_same_requests_are_split_anew_under_another_secret(tiny_target: Path) -> None:
+    log = planted_requests(150)
+    one, same, other = (judged_by(log, name, 0.35, tiny_target) for name in ("a", "a", "b"))
+    assert one == same
+    assert one.log == other.log == [sample.id for sample in log]
+    assert one.judged.keys() != other.judged.keys()
+
+
+def test_of_the_homes_log_those_rows_are_split_that_a_refresh_would_take(tmp_path: Path) -> None:
+    log = QueryLog(tmp_path / "queries.db")
+    said = {"completion_ids": [1, 2, 3], "sampling": {"temperature": 0}}
+    rows = [
+        row(f"a{n}", "code").model_copy(update=said | {"group": f"{n % 3:064}", "prompt_ids": [n, 7]}) for n in range(9)
+    ]
+    log.append([row("other", "chat"), *rows, rows[0].model_copy(update={"id": "again"})])
+    found = logged_samples(Refresh(min_rows=2, max_rows=8), log, ["code"])
+    log.close()
+    assert [one.id for one in found] == [f"a{n}" for n in range(2, 9)] + ["again"]
+    assert [one.cluster for one in found] == [f"{n % 3:064}" for n in range(2, 9)] + [f"{0:064}"]
 
 
 def test_a_log_without_a_conversation_to_be_judged_by_is_refused() -> None:
     traffic, scored = planted()
-    with pytest.raises(ValueError, match="1 of 1 logs have no conversation"):
-        make_report(traffic, scored, [Split(["f0"], {})], K)
+    own, drawn = splits(traffic, 1)
+    for logs in ((own, [Split(["f0"], {})]), ([Split(["l0"], {})], drawn)):
+        with pytest.raises(ValueError, match="1 of 1 logs have no conversation"):
+            make_report(traffic, scored, *logs, K)
