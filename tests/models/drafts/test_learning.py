@@ -29,11 +29,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "parallel_eagle": {"vocab_size": 70},
 }
 NAMES = sorted(SHAPES)
-# Tokens a step after so little training. Why parallel_eagle learns less of it is not known: it misses 3.0 with 2.75.
-LEARNT = dict.fromkeys(SHAPES, 3.0) | {"parallel_eagle": 2.5}
-# Answers of either kind that are learnt, and passes over them. Of as few as the others dflash learnt 2.3 to 2.9, in
-# more passes too.
-ANSWERS, MORE = (40, 24, 16), {"dflash": (120, 72, 8)}
+LEARNT = 3.0  # tokens a step after so little training, 5 at most
+# Answers of either kind that are learnt, and passes over them. Some need more answers, not more passes: of as few as
+# the others dflash learnt 2.3 to 2.9, falcon 3.1 and parallel_eagle 2.8; in three times the passes 3.0 and 3.2.
+ANSWERS, MANY = (40, 24, 16), (120, 72, 8)
+MORE = dict.fromkeys(("dflash", "falcon", "parallel_eagle"), MANY)
 VERIFY = {name: catalog.load("verify", name) for name in catalog.names("verify")}
 # The likeliest tokens of a tree are certain.
 RULES = [name for name, rule in VERIFY.items() if rule.LOSSLESS and rule.SAMPLES and "certain" in rule.SIBLINGS]
@@ -83,7 +83,7 @@ def test_training_teaches_what_is_planted(
 ) -> None:
     new, draft = trained[name]
     before, after = (tau(one, target, held_out[0.0], tmp_path) for one in (new, draft))
-    assert before < 1.5 < LEARNT[name] < after, (before, after)
+    assert before < 1.5 < LEARNT < after, (before, after)
 
 
 def test_what_reads_the_drafted_tokens_is_accepted_more_where_the_text_forks(
