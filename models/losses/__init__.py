@@ -17,7 +17,8 @@ from torch import Tensor
 # distribution: the draft's probabilities are the target's, where the draft can propose all that the target can say.
 # token: all of the draft's probability is on the token that came. hidden: draft_hidden is target_hidden, row by row.
 # hidden set: the two are the same rows in whatever order. hidden neurons: the same columns in whatever order.
-Minimum = Literal["distribution", "token", "hidden", "hidden set", "hidden neurons"]
+# hidden signs: each entry of the two is on the same side of 0.
+Minimum = Literal["distribution", "token", "hidden", "hidden set", "hidden neurons", "hidden signs"]
 
 
 class Drafted:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from models.losses import Drafted, Minimum
 from models.params import BaseParams
 
-PAPER = "arXiv:1707.01219, equations 4 to 6"
+PAPER = "arXiv:1707.01219, with the polynomial kernel of degree 2"
 NEEDS = ("draft_hidden", "target_hidden", "target_probs")
 MINIMUM: tuple[Minimum, ...] = ("hidden neurons", "distribution")
 

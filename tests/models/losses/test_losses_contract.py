@@ -63,6 +63,8 @@ def at_minimum(method: ModuleType, known: dict[str, Tensor]) -> dict[str, Tensor
             least["draft_logits"] = 40.0 * torch.nn.functional.one_hot(known["token"].clamp(min=0), D)
         elif kind == "hidden":
             least["draft_hidden"] = known["target_hidden"].clone()
+        elif kind == "hidden signs":
+            least["draft_hidden"] = 40.0 * known["target_hidden"].sign()
         else:
             least["draft_hidden"] = known["target_hidden"].flip(0 if kind == "hidden set" else 1)
     return least
@@ -105,6 +107,8 @@ def test_descent_ends_where_it_says(method: ModuleType, step: int) -> None:
     if "token" in method.MINIMUM:
         came = known["token"] >= 0
         assert (q[came].gather(-1, known["token"][came][:, None]) > 0.95).all()
+    if "hidden signs" in method.MINIMUM:
+        assert torch.equal(known["draft_hidden"].sign(), known["target_hidden"].sign())
     if "hidden" in method.MINIMUM:
         torch.testing.assert_close(known["draft_hidden"].detach(), known["target_hidden"], atol=0.02, rtol=0)
 
