@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from models import catalog
+from models import catalog, fitted
 from models.answers import Written, require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
@@ -47,6 +47,9 @@ class Params(BaseParams):
         num_threads: of the processor; 0 leaves it to torch.
         loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
         answers: whose answers are learnt, and what a token of them counts.
+        lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
+            and that the reference engine finds beside the draft.
+        verify: a rule with a head, such as `judge`, the same.
         step_decay: weight of unroll j is step_decay ** j; by default the family's.
         follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one; by
             default the family's.
@@ -72,6 +75,18 @@ class Params(BaseParams):
     num_threads: int = Field(0, ge=0)
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
     answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
+    lengths: Annotated[BaseParams | None, catalog.Method("lengths")] = None
+    verify: Annotated[BaseParams | None, catalog.Method("verify")] = None
+
+    @field_validator("lengths", "verify")
+    @classmethod
+    def _has_a_head(cls, method: BaseParams | None, info: ValidationInfo) -> BaseParams | None:
+        return fitted.require(str(info.field_name), method)
+
+    @property
+    def heads(self) -> list[tuple[str, BaseParams]]:
+        """Family and settings of what is fit behind the draft."""
+        return list(fitted.named(lengths=self.lengths, verify=self.verify))
 
     def over(self, procedure: Procedure) -> Procedure:
         """Return how a family is trained, with what is said here in its place."""

@@ -13,7 +13,7 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.figures import draw_losses
-from models import distill
+from models import distill, fitted
 from models.drafts import Draft, family_named, family_of, name_of
 from models.hidden import Sample
 from models.params import BaseParams, Frozen
@@ -95,13 +95,17 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
     }
     said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
     source = f"models.answers.{params.answers.name}"
-    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", source, *said)
+    heads = [f"models.{of}.{method.name}" for of, method in params.heads]
+    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", source, *said, *heads)
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:
-        target_dir, rows = open_artifact(target), read_samples(samples, "train")
+        target_dir = open_artifact(target)
+        rows, kept_rows = fitted.share(read_samples(samples, "train"), params.heads)
         draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
         if not family.TRAINED:
+            if params.heads:
+                raise ValueError(f"a draft of family {name_of(family)} is not trained, so no head can be fit behind it")
             if hasattr(family, "search"):
                 with progress("search for the draft") as show:
                     answers = [(sample.prompt_ids, sample.completion_ids) for sample in rows]
@@ -137,6 +141,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
             with staged(end) as kept:
                 after.replace(kept / STATE_FILE)
         family.save(draft, directory)
+        number = recipe.num_draft_tokens
+        fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
     draft = produce(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=gently(make))

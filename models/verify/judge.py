@@ -11,9 +11,10 @@ and after the path the target's likeliest token comes. q is not read. Without a 
 Not lossless: what the head lets pass is emitted for good, however unlikely the target finds it, and all that follows
 goes on from it. `regret` tells how many nats that was; no bound holds but that of the head, whose mistakes on tokens
 that it was not fit on have to be measured. The paper's head was fit on answers whose wrong tokens people had marked;
-`fit` takes such marks from whoever made them.
+`fit_marked` takes such marks from whoever made them, `fit` a file of them that a recipe names.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from pydantic import Field
 from torch import Tensor
 
 from models import binary_head
+from models.drafts import Draft
+from models.hidden import Sample
 from models.layers.decoder import Cache, Decoder
 from models.multi_draft import Siblings
 from models.params import BaseParams
@@ -31,6 +34,7 @@ from models.proposal import Proposal
 from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
 
 PAPER = "arXiv:2501.19309"
+FILE = "judge.safetensors"
 LOSSLESS = False
 SAMPLES = False
 READS_STATES = True
@@ -41,13 +45,17 @@ class Params(BaseParams):
     """Whose judgement is trusted, and how far.
 
     Attributes:
-        head: a file that `fit` wrote; None keeps the target's own tokens alone.
+        head: a file that `fit` or `fit_marked` wrote; None keeps the target's own tokens alone.
         threshold: τ; 1 keeps no others.
+        marks: texts to fit a head to, JSON a line: {"token_ids": [5, 7, 9], "good": {"2": false}}.
+        bad_weight: how much more than a good token a bad one counts while it is.
     """
 
     name: Literal["judge"] = "judge"
     head: Path | None = None
     threshold: float = Field(0.5, ge=0, le=1)
+    marks: Path | None = None
+    bad_weight: float = Field(1.0, gt=0)
 
 
 class Marked(NamedTuple):
@@ -125,8 +133,67 @@ def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -
 count_accepted = common_prefix  # a rejected token is not the target's, so it is never emitted in its place
 
 
+def require_fit(params: Params) -> None:
+    """Raise ValueError where settings name no file of marks."""
+    if params.marks is None:
+        raise ValueError("verify judge is fit to marked texts; name their file as marks")
+
+
+def fit(
+    draft: Draft,
+    target_dir: Path,
+    samples: Sequence[Sample],
+    num_draft_tokens: int,
+    work_dir: Path,
+    params: Params,
+    seed: int,
+) -> Params:
+    """Fit a head to the marked texts of a file; see `models.fitted`.
+
+    Args:
+        draft: not read.
+        target_dir: whose states are judged by.
+        samples: not read; the target's answers tell nothing of other tokens that are good.
+        num_draft_tokens: not read.
+        work_dir: where the head is written.
+        params: name the file.
+        seed: of the first weights.
+
+    Returns:
+        the same with the head's file.
+
+    Raises:
+        ValueError: no file is named, it can't be read, or `fit_marked` refuses what it says.
+    """
+    require_fit(params)
+    assert params.marks is not None
+    fit_marked(
+        Decoder.load(target_dir, torch.float32), read_marks(params.marks), work_dir / FILE, params.bad_weight, seed
+    )
+    return params.model_copy(update={"head": work_dir / FILE})
+
+
+def read_marks(file: Path) -> list[Marked]:
+    """Read marked texts; see `Params`.
+
+    Raises:
+        ValueError: the file can't be read, or a line is no such text.
+    """
+    try:
+        lines = file.read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        return [
+            Marked(list(row["token_ids"]), {int(place): bool(good) for place, good in row["good"].items()})
+            for row in rows
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f'{file} holds no marked texts such as {{"token_ids": [5], "good": {{"0": true}}}}: {error!r}'
+        ) from error
+
+
 @torch.inference_mode()
-def fit(decoder: Decoder, texts: Sequence[Marked], file: Path, bad_weight: float = 1.0, seed: int = 0) -> None:
+def fit_marked(decoder: Decoder, texts: Sequence[Marked], file: Path, bad_weight: float = 1.0, seed: int = 0) -> None:
     """Fit a head to marked tokens and write it, for `Params.head`.
 
     Args:

@@ -13,11 +13,12 @@ way is in the arithmetic that is served, `redraft bench specbench` tells.
 import asyncio
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from models import catalog
+from models import catalog, fitted
 from models.drafts import Draft, open_draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
@@ -62,8 +63,8 @@ def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]
         engine: keys of the reference engine.
         seed: see the module.
     """
-    draft = _draft(bench, seed)
-    engine = _fitted(engine, draft, bench, seed)
+    draft, directory = _draft(bench, seed)
+    engine = _fitted(engine, draft, directory, bench, seed)
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
     decoder = Decoder.load(bench.target_dir, torch.float32)
     plain, drafting = (
@@ -128,22 +129,26 @@ def _params(keys: dict[str, Any]) -> Params:
     return params
 
 
-def _fitted(engine: dict[str, Any], draft: Draft, bench: Bench, seed: int) -> dict[str, Any]:
+def _fitted(engine: dict[str, Any], draft: Draft, directory: Path | None, bench: Bench, seed: int) -> dict[str, Any]:
     """Return the keys with a length policy that has learnt of the draft, if it is one that learns.
 
-    It does so from answers of which another seed draws the prompts, so that a draft that was taught knows few of them.
+    What a champion's directory keeps for it is taken as it is. Else it learns from answers of which another seed draws
+    the prompts, so that a draft that was taught knows few of them.
     """
     lengths = _params(engine).lengths
     policy = catalog.load("lengths", lengths.name)
     if not hasattr(policy, "fit"):
         return engine
+    if (kept := fitted.found("lengths", lengths, directory)) is not lengths:
+        return {**engine, "lengths": kept}
     samples = lesson.answered(bench, max(2, round(NUM_FITTED * bench.budget)), seed + 1)
     number = engine["num_draft_tokens"]
-    fitted = policy.fit(draft, bench.target_dir, samples, number, bench.work_dir, lengths, seed)
-    return {**engine, "lengths": fitted}
+    learnt = policy.fit(draft, bench.target_dir, samples, number, bench.work_dir, lengths, seed)
+    return {**engine, "lengths": learnt}
 
 
-def _draft(bench: Bench, seed: int) -> Draft:
+def _draft(bench: Bench, seed: int) -> tuple[Draft, Path | None]:
+    """Return the draft of a seed, and its directory if it is the champion."""
     if bench.draft_dir is not None and (champion := open_draft(bench.draft_dir, bench.target_dir)).expands:
-        return champion
-    return lesson.head(bench, seed)
+        return champion, bench.draft_dir
+    return lesson.head(bench, seed), None

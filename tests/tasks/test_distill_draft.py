@@ -12,11 +12,13 @@ from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
 from infra.querylog import QueryLog
 from infra.versions import Pair, Version
+from models import fitted
 from models.answers import on_policy
 from models.drafts import family_named, open_draft, retrieval, self_skip
 from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers
+from models.lengths import specdec_pp
 from models.recipe import parse_recipe, shipped_recipes
 from models.written import Rounds
 from tasks.distill_draft import distill_draft, train_challenger, untrained
@@ -57,6 +59,34 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     draft = distill_draft.fn(recipe, target, publish(tmp_path / "samples", "samples"))
     inner = frozenset({1, 2})
     assert self_skip.load(draft.path, target.path).skipped == Sublayers(inner, inner)
+
+
+def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_refresh(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": "lm", "num_layers": 1}
+    tables["distill"]["lengths"] = {"name": "specdec_pp", "num_layers": 1}
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    with staged(tmp_path / "target") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+    target = publish(tmp_path / "target", "target")
+    with staged(tmp_path / "samples") as directory:
+        answered = answer_all(target.path, None, prompts(9))
+        rows = [Sample(str(n), "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(answered)]
+        write_samples(directory, "train", rows)
+    samples = publish(tmp_path / "samples", "samples")
+    first = distill_draft.fn(recipe, target, samples)
+    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
+    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
+    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
+    once = train_challenger.fn(recipe, pair, start, samples)
+    heads = [one.path / fitted.FOLDER / specdec_pp.FILE for one in (first, once.draft)]
+    assert heads[0].read_bytes() != heads[1].read_bytes()
+    tables["draft"] = {"name": "ngram"}
+    with pytest.raises(ValueError, match="a draft of family ngram is not trained, so no head can be fit behind it"):
+        distill_draft.fn(parse_recipe({"name": "r", **tables}, "r"), target, samples)
 
 
 def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(

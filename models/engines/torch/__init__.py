@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import field_validator, model_validator
 
-from models import catalog
+from models import catalog, fitted
 from models.cost import Cost, Time
 from models.drafts import Draft, family_of, open_draft
 from models.engines import Completion, EngineParams, Sampling
@@ -113,12 +113,14 @@ class TorchEngine:
         self, target: Decoder, target_dir: Path, draft: Draft | None, directory: Path | None, params: Params
     ) -> None:
         self.target, self._target_dir, self.loaded, self.params = target, target_dir, draft, params
-        self.rules: dict[bool, tuple[ModuleType, BaseParams]] = {
-            True: _method("verify", params.verify_greedy),
-            False: _method("verify", params.verify),
-        }
-        self.lengths = _method("lengths", params.lengths)
+        self.rules: dict[bool, tuple[ModuleType, BaseParams]] = {}
+        self._find_heads(directory)
         self.trees = _method("trees", params.trees)
+        if draft is not None and max(draft.taps, default=0) > target.num_layers:
+            raise ValueError(
+                f"{type(draft).__name__} reads what layer {max(draft.taps)} of the target puts out, which has "
+                f"{target.num_layers} layers"
+            )
         if draft is not None and self.trees[0].BRANCHES and not draft.expands:
             raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
         self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
@@ -210,6 +212,7 @@ class TorchEngine:
         started = time.monotonic()
         opened = self._open_like_served(directory)
         self.loaded, self.draft, self.draft_version = opened, directory, version
+        self._find_heads(directory)
         for request in self.running:
             request.use(opened, version)
         return 1000 * (time.monotonic() - started)
@@ -244,6 +247,12 @@ class TorchEngine:
     async def close(self) -> None:
         """Forget the models."""
         self.loaded = None
+
+    def _find_heads(self, directory: Path | None) -> None:
+        """Take over rules and length policy, with the heads that a draft's directory keeps for them."""
+        for greedy_, params in ((True, self.params.verify_greedy), (False, self.params.verify)):
+            self.rules[greedy_] = _method("verify", fitted.found("verify", params, directory))
+        self.lengths = _method("lengths", fitted.found("lengths", self.params.lengths, directory))
 
     def took(self, step: Took) -> None:
         """Note what a step took."""

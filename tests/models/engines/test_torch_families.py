@@ -139,6 +139,14 @@ def test_a_tree_for_a_family_that_can_not_expand_is_refused(tiny_target: Path, f
         answer_all(tiny_target, make(family, tiny_target), prompts(1), trees={"name": "dynamic"})
 
 
+@pytest.mark.parametrize("family", ["eagle3", "parallel_eagle", "dflash"])
+def test_a_head_that_reads_layers_that_the_target_lacks_is_refused(tiny_target: Path, family: str) -> None:
+    draft = make(family, tiny_target)
+    draft.config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 9]
+    with pytest.raises(ValueError, match="reads what layer 9 of the target puts out, which has 2 layers"):
+        answer_all(tiny_target, draft, prompts(1))
+
+
 class Greedy(Draft):
     """Proposes more than it was asked for."""
 

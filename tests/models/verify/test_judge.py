@@ -12,7 +12,7 @@ from models.engines.torch import Params as EngineParams
 from models.layers.decoder import Cache, Decoder
 from models.proposal import Proposal
 from models.verify import Verified
-from models.verify.judge import Marked, Params, expected_accepted, fit, regret, verify
+from models.verify.judge import Marked, Params, expected_accepted, fit_marked, regret, verify
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 
@@ -90,7 +90,7 @@ def fitted(tiny_target: Path, draft: Draft, tmp_path_factory: pytest.TempPathFac
         token_ids = torch.randint(3, 259, (40,), generator=rng).tolist()
         texts.append(Marked(token_ids, {place: good(token) for place, token in enumerate(token_ids)}))
     file = tmp_path_factory.mktemp("judge") / "head"
-    fit(decoder, texts, file, bad_weight=1.5)
+    fit_marked(decoder, texts, file, bad_weight=1.5)
     return Params(head=file)
 
 
@@ -130,6 +130,6 @@ def test_what_does_not_fit_is_refused(tiny_target: Path, fitted: Params, tmp_pat
         Params(threshold=-0.1)
     decoder = Decoder.load(tiny_target, torch.float32)
     with pytest.raises(ValueError, match="got 2 marks of one kind"):
-        fit(decoder, [Marked([5, 6], {0: True, 1: True})], tmp_path / "head")
+        fit_marked(decoder, [Marked([5, 6], {0: True, 1: True})], tmp_path / "head")
     with pytest.raises(ValueError, match=r"marked places must be from 0 to 1, got \[2\]"):
-        fit(decoder, [Marked([5, 6], {2: True})], tmp_path / "head")
+        fit_marked(decoder, [Marked([5, 6], {2: True})], tmp_path / "head")

@@ -69,12 +69,13 @@ def bench_of(target: Path, work_dir: Path, draft: Path | None = None) -> Bench:
 def test_the_champion_drafts_where_it_can_grow_trees_and_a_taught_head_where_there_is_none(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
-    champion = decoding._draft(bench_of(tiny_target, tmp_path, tiny_draft), seed=0)
+    champion, directory = decoding._draft(bench_of(tiny_target, tmp_path, tiny_draft), seed=0)
+    assert directory == tiny_draft
     assert len(champion.vocabulary) == 64
-    taught = [decoding._draft(bench_of(tiny_target, tmp_path), seed=0) for _ in range(2)]
+    taught = [decoding._draft(bench_of(tiny_target, tmp_path), seed=0)[0] for _ in range(2)]
     assert taught[0] is taught[1]
     assert len(taught[0].vocabulary) == 259
-    assert taught[0] is not decoding._draft(bench_of(tiny_target, tmp_path), seed=1)
+    assert taught[0] is not decoding._draft(bench_of(tiny_target, tmp_path), seed=1)[0]
 
 
 def test_the_prompts_are_those_of_the_seed(tiny_target: Path, tmp_path: Path) -> None:
