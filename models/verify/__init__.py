@@ -11,6 +11,7 @@ module has
   others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
 - `READS_STATES`: only in rules whose `verify` takes `states` besides, [B, N+1, H] what the output matrix multiplied;
+- `READS_TEXT`: only in rules whose `verify` takes `text` besides, of each block all tokens that are certain;
 - `choose(p, token_ids, q, params) -> Choice`: in a rule that `SAMPLES`, what it does with the children of one node;
 - `expected_accepted(token_ids, q, p, params) -> [B]`: what it would have accepted on answers that are already there;
   ValueError in a rule that may keep tokens that the target never says, so that its answers don't tell;
@@ -90,6 +91,20 @@ def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
     drafted = torch.nn.functional.pad(proposal.token_ids, (0, 1), value=-1)  # node -1 is the padding
     tokens = torch.nn.functional.pad(drafted.gather(1, path % drafted.shape[1]), (0, 1), value=-1)
     return Verified(path, tokens.scatter(1, num_accepted[:, None], final[:, None]), num_accepted)
+
+
+def follow(proposal: Proposal, said: Tensor) -> Verified:
+    """Keep drafted tokens while each is what comes there, of equal siblings the first; then emit what comes.
+
+    Args:
+        proposal: [B, N].
+        said: [B, N+1] int64, what comes after each row.
+    """
+    right = proposal.token_ids == said[:, [parent + 1 for parent in proposal.parents]]
+    ends = torch.zeros(len(said), dtype=torch.int64, device=said.device)
+    for node, parent in enumerate(proposal.parents):
+        ends = torch.where((ends == parent + 1) & right[:, node], node + 1, ends)
+    return emit(proposal, ends, said.gather(1, ends[:, None])[:, 0])
 
 
 def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) -> Verified:

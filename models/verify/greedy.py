@@ -12,7 +12,7 @@ from torch import Tensor
 from models.multi_draft import Siblings
 from models.params import BaseParams
 from models.proposal import Proposal
-from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
+from models.verify import Verified, check_block, common_prefix, expected_of_greedy, follow
 
 PAPER = "arXiv:1811.03115, section 3"
 LOSSLESS = True
@@ -39,12 +39,7 @@ def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) 
         ValueError: p doesn't fit the proposal.
     """
     check_block(proposal, p)
-    best = p.argmax(dim=-1)
-    right = proposal.token_ids == best[:, [parent + 1 for parent in proposal.parents]]
-    ends = torch.zeros(len(p), dtype=torch.int64, device=p.device)
-    for node, parent in enumerate(proposal.parents):
-        ends = torch.where((ends == parent + 1) & right[:, node], node + 1, ends)
-    return emit(proposal, ends, best.gather(1, ends[:, None])[:, 0])
+    return follow(proposal, p.argmax(dim=-1))
 
 
 expected_accepted = expected_of_greedy

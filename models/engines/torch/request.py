@@ -94,7 +94,7 @@ class Request:
         if not self.token_ids:
             states, tapped = self._target.forward(self._ids(self._prompt_ids), self._cache, self._taps)
             logits = self._target.logits(states[-1:])
-            emitted = [draw(logits[0], self._sampling, self._rng)]
+            emitted = [self._first(logits, states[-1:])]
             self._observe(self._prompt_ids[-1:], logits)
             self._extend(self._prompt_ids, emitted, tapped)
             self._emit(emitted, logits, [0])
@@ -195,11 +195,20 @@ class Request:
             return drawn_from
         return drawn_from.new_zeros(self._target.vocab_size).index_copy_(0, self._vocabulary, drawn_from)
 
+    def _first(self, logits: Tensor, states: Tensor) -> int:
+        """Return the token after the prompt: by the rule where it decodes greedily, as all that follow are."""
+        if self._sampling.temperature > 0:
+            return draw(logits[0], self._sampling, self._rng)
+        nothing = Proposal.chain([], device=self._target.device)
+        return int(self._verify(nothing, logits, states).tokens[0, 0])
+
     def _verify(self, proposal: Proposal, logits: Tensor, states: Tensor) -> Verified:
         greedy = self._sampling.temperature == 0
         rule, params = self._engine.rules[greedy]
         p = logits if greedy else probabilities(logits, self._sampling)
-        more = {"states": states[None]} if hasattr(rule, "READS_STATES") else {}
+        more: dict[str, object] = {"states": states[None]} if hasattr(rule, "READS_STATES") else {}
+        if hasattr(rule, "READS_TEXT"):
+            more["text"] = [[*self._prompt_ids, *self.token_ids]]
         verified: Verified = rule.verify(proposal, p[None], self._rng, params, **more)
         return verified
 
