@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from models.checkpoint import output_embedding, read_stored, read_tensor
+from models.checkpoint import output_embedding, read_stored, read_tensor, tensor_names
 from models.draft_files import (
     Shapes,
     check_config,
+    fused,
     made_for,
     read_config,
     require_llama_layout,
@@ -34,6 +35,7 @@ from models.draft_files import (
     require_vocabulary,
     write_config,
 )
+from models.drafts import EngineWeights
 from models.features import FeatureDraft, LayeredDraft, Scale, decoder_layer, layer_config, linear
 from models.layers.vocabulary import choose_vocabulary
 from models.params import BaseParams
@@ -148,6 +150,19 @@ class Eagle3(TappedDraft, FeatureDraft):
     def residual(self, state: Tensor, joined: Tensor) -> Tensor:
         """The state."""
         return self.normed(state, self.layer["hidden_norm"]) if self.norm_before_residual else state
+
+
+def engine_weights(directory: Path) -> EngineWeights:
+    """Return the file of such a draft, with the names that its tensors have in vLLM, stacked as there.
+
+    Its loader names the one layer of a head by number, as the layers of others are.
+    """
+    file = directory / WEIGHTS
+    own = {"d2t": "draft_id_to_target_id", "lm_head.weight": "lm_head.weight", "mask_hidden": "mask_hidden"}
+    return EngineWeights(
+        file,
+        fused({own.get(name, f"model.{name.replace('midlayer.', 'layers.0.')}"): name for name in tensor_names(file)}),
+    )
 
 
 def require_mask(token_id: Any, vocab_size: int) -> int:

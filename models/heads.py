@@ -43,12 +43,12 @@ class HeadsParams(BaseParams):
     Attributes:
         num_heads: K, the most tokens that are drafted one after the other.
         num_layers: residual layers of each head.
-        vocab_size: D, at most the target's.
+        vocab_size: D, at most the target's; 0 is all of it.
     """
 
     num_heads: int = Field(4, ge=1)
     num_layers: int = Field(1, ge=1)
-    vocab_size: int = Field(4096, ge=1)
+    vocab_size: int = Field(4096, ge=0)
 
 
 class Heads(Draft):
@@ -247,6 +247,7 @@ class Format(draft_format.Format[Heads]):
         card = describe(target_dir)
         if params.vocab_size > card.vocab_size:
             raise ValueError(f"draft vocab_size must be 1 to {card.vocab_size}, the target's; got {params.vocab_size}")
+        size = params.vocab_size or card.vocab_size
         draft = self._draft(
             {
                 "architectures": list(self._architectures),
@@ -255,13 +256,13 @@ class Format(draft_format.Format[Heads]):
                 "num_heads": params.num_heads,
                 "num_hidden_layers": params.num_layers,
                 "vocab_size": card.vocab_size,
-                "truncated_vocab_size": params.vocab_size,
+                "truncated_vocab_size": size,
                 "medusa_fc_bias": True,
                 "dtype": "bfloat16",
                 "redraft": made_for(card),
             }
         ).borrow(target_dir)
-        vocabulary = choose_vocabulary(token_counts, params.vocab_size)
+        vocabulary = choose_vocabulary(token_counts, size)
         rows = output_embedding(target_dir)[vocabulary]
         with torch.no_grad():
             draft.token_map.copy_(vocabulary)

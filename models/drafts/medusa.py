@@ -7,15 +7,20 @@ each other, a tree of their likeliest tokens costs no more passes than a chain, 
 are trained as Medusa-1, with the target frozen: cross-entropy on the tokens that came, 0.8ᵏ for head k, every head on
 every row.
 
-A draft of the target's whole vocabulary is in the layout of vLLM's Medusa: stock vLLM 0.32 drafted with one on a CPU,
-and accepted as much of it as the reference engine.
+A draft of the target's whole vocabulary is in the layout of vLLM's Medusa, and served. There each head has a matrix of
+the whole vocabulary, and all heads draft in every step, so there are as many as tokens are drafted (read in vLLM 0.32:
+model_executor/models/medusa.py, v1/spec_decode/medusa.py). It drafts its likeliest tokens at any temperature.
 """
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
-from models.drafts import Procedure
+from models.checkpoint import tensor_names
+from models.draft_files import read_config, require_whole_vocabulary
+from models.draft_format import WEIGHTS
+from models.drafts import EngineWeights, Procedure
 from models.heads import Format, Heads, HeadsParams
 from models.losses import cross_entropy
 
@@ -23,12 +28,7 @@ PAPER = "arXiv:2401.10774, sections 3.1 and 3.2 (Medusa-1)"
 FAMILY = "medusa"
 ARCHITECTURES = ("MedusaModel",)
 TRAINED = True
-SERVED = False
-# Read in vLLM 0.32: model_executor/models/medusa.py, v1/spec_decode/medusa.py.
-UNSERVED = (
-    "vLLM's Medusa heads have a matrix of the target's whole vocabulary each, or share one, and all of them draft in "
-    "every step"
-)
+SERVED = True
 
 
 class Params(HeadsParams):
@@ -53,4 +53,26 @@ class Medusa(Heads):
 
 _format = Format(FAMILY, ARCHITECTURES, "medusa", Medusa)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
-vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
+
+
+def require_served(params: Params, num_draft_tokens: int) -> None:
+    """See `models.drafts.Limited`."""
+    require_whole_vocabulary(FAMILY, params.vocab_size, 0)
+    if params.num_heads != num_draft_tokens:
+        raise ValueError(
+            f"vLLM drafts with every Medusa head in every step; got {params.num_heads} heads for "
+            f"{num_draft_tokens} tokens: set num_heads = {num_draft_tokens} in [draft]"
+        )
+
+
+def vllm_config(directory: Path) -> dict[str, Any]:
+    """See `models.drafts.Family`; ValueError for heads of a part of the vocabulary."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    require_whole_vocabulary(FAMILY, config["truncated_vocab_size"], config["vocab_size"])
+    return {"method": "medusa", "model": str(directory), "num_speculative_tokens": config["num_heads"]}
+
+
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file; its tensors have vLLM's names."""
+    file = directory / WEIGHTS
+    return EngineWeights(file, {name: (name,) for name in tensor_names(file)})

@@ -10,7 +10,9 @@ Trained on the target's distributions, every place on every row that is kept: of
 a share drawn by chance (COD sampling), at least so many of all. The paper's drafts have up to four layers, which these
 don't.
 
-The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`).
+The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`), and served. There the same
+number of places is reserved in every step, so K does not follow a plan (read in vLLM 0.32:
+v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass).
 """
 
 from pathlib import Path
@@ -22,8 +24,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled
-from models.eagle3_heads import Eagle3, Format, MaskedParams, require_mask, start_from_last_layer
+from models.drafts import Draw, EngineWeights, GoOn, KeepRows, Procedure, Rows, Unrolled
+from models.eagle3_heads import Eagle3, Format, MaskedParams, engine_weights, require_mask, start_from_last_layer
 from models.features import FeatureDrafter
 from models.proposal import Proposal
 
@@ -31,12 +33,7 @@ PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
 FAMILY = "parallel_eagle"
 ARCHITECTURES = ("Eagle3LlamaForCausalLM",)
 TRAINED = True
-SERVED = False
-# Read in vLLM 0.32: v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass.
-UNSERVED = (
-    "vLLM's parallel drafting fills the same number of places in every step, where a step's length is chosen for each "
-    "request here"
-)
+SERVED = True
 
 
 class Params(MaskedParams):
@@ -167,9 +164,10 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Parall
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Raise a ValueError: nothing here has served it yet."""
-    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
+    """Return what vLLM's speculative_config says of this draft."""
+    return {"method": "eagle3", "model": str(directory), "parallel_drafting": True}
 
 
-def vllm_weights(directory: Path) -> None:
-    """Return None: nothing is swapped."""
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file, with vLLM's names for its tensors."""
+    return engine_weights(directory)

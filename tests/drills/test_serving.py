@@ -23,7 +23,7 @@ from infra.querylog import QueryLog
 from infra.registry import CHAMPION
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
-from models.drafts.eagle3 import WEIGHTS
+from models.eagle3_heads import WEIGHTS
 from tests.drills.load import Load, quiet_answers
 from tests.drills.scene import Clock, MlflowServer, Scene, filled, small_disk
 from tests.drills.spoiled import (

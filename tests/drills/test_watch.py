@@ -17,7 +17,7 @@ from infra.processes import Child, wait_until
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
 from models.drafts import open_draft
-from models.drafts.eagle3 import WEIGHTS
+from models.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
 from tests.flows.conftest import Cli, registry_of

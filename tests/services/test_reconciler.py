@@ -31,7 +31,8 @@ from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
 from models.acceptance import Tally
 from models.canary import Params as CanaryParams
-from models.drafts import eagle3, family_named
+from models.drafts import family_named
+from models.eagle3_heads import WEIGHTS
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.golden import Golden
@@ -169,9 +170,9 @@ class World:
         else:
             save_tiny(family_named(family), self.target, directory, seed=number)
         if spoil is not None:
-            tensors = load_file(directory / eagle3.WEIGHTS)
+            tensors = load_file(directory / WEIGHTS)
             spoil(tensors)
-            save_file(tensors, directory / eagle3.WEIGHTS)
+            save_file(tensors, directory / WEIGHTS)
             write_manifest(directory)
         if change is not None:
             change(directory)
@@ -354,7 +355,7 @@ def test_a_draft_for_another_target_is_left_alone(running: World, tag: str) -> N
 
 def test_files_that_are_not_what_was_registered_are_refused(running: World) -> None:
     bad = running.push()
-    stored = max(running.home.glob(f"artifacts/**/{eagle3.WEIGHTS}"), key=lambda path: path.stat().st_mtime_ns)
+    stored = max(running.home.glob(f"artifacts/**/{WEIGHTS}"), key=lambda path: path.stat().st_mtime_ns)
     content = bytearray(stored.read_bytes())
     content[-1] ^= 1
     stored.write_bytes(content)

@@ -11,11 +11,18 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from models.checkpoint import read_stored, read_tensor, tensor_names
-from models.draft_files import check_made_for, fused, read_json
+from models.checkpoint import read_stored, read_tensor
+from models.draft_files import check_made_for, read_json
 from models.drafts import EngineWeights
-from models.drafts.eagle3.layouts import LAYER_NAMES, is_published, read_published
-from models.eagle3_heads import WEIGHTS, Eagle3, Format, HeadParams, is_subset, start_from_last_layer
+from models.drafts.eagle3.layouts import is_published, read_published
+from models.eagle3_heads import (
+    Eagle3,
+    Format,
+    HeadParams,
+    engine_weights,
+    is_subset,
+    start_from_last_layer,
+)
 from models.targets import describe
 
 PAPER = "arXiv:2503.01840"
@@ -91,18 +98,7 @@ def vllm_config(directory: Path) -> dict[str, Any]:
 
 def vllm_weights(directory: Path) -> EngineWeights:
     """Return the file, with vLLM's names for its tensors."""
-    file = directory / WEIGHTS
-    return EngineWeights(file, fused({_engine_name(name): name for name in tensor_names(file)}))
-
-
-def _engine_name(tensor: str) -> str:
-    """Return the name that a tensor would have in vLLM if none were stacked."""
-    if tensor == "d2t":
-        return "draft_id_to_target_id"
-    if tensor.startswith("lm_head."):
-        return tensor
-    native, numbered = LAYER_NAMES
-    return f"model.{tensor.replace(native, numbered)}"
+    return engine_weights(directory)
 
 
 def _require_same_tokens(directory: Path, target_dir: Path) -> None:

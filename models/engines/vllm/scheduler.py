@@ -51,6 +51,7 @@ class TracingScheduler(Scheduler):
         if speculation is not None and speculation.uses_draft_kv_cache():
             self.draft_keys = DraftKeys(self.kv_cache_manager)
             self._longest = getattr(speculation.draft_model_config, "max_model_len", None) or self.max_model_len
+            self._longest -= speculation.use_dflash()  # whose block begins with a token that is certain
         setup = self.vllm_config.additional_config
         self.planner = Planner(setup) if isinstance(setup, Setup) else None
         self._scheduled_s = 0.0

@@ -15,13 +15,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.engines.vllm import compiled, kernels, linear_kernels, proposer
+from models.engines.vllm import compiled, derived, kernels, linear_kernels, proposer
 from models.engines.vllm.capture import Claim, Ring
+from models.engines.vllm.derived import relative
 from models.lookup import Library
 
 # What of vLLM's runner says how many tokens are drafted, and for which sequences.
@@ -130,6 +132,11 @@ class DraftWorker:
                 if isinstance(module, ParallelLMHead) and id(module) not in targets:
                     quant_method: Any = module.quant_method
                     quant_method.process_weights_after_loading(module)
+            for name, parts in parameters.items():
+                module, leaf = self._place(name)
+                if leaf in module._buffers:  # the reload puts back what was there before
+                    getattr(module, leaf).copy_(weights[parts[0]])
+            derived.derive(self.model_runner.drafter)
         return len(weights)
 
     @answering
@@ -137,7 +144,8 @@ class DraftWorker:
         """Compare what the loaded modules compute with what the file says they should.
 
         Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held
-        against the product with the file's matrix. Gains, biases and maps of token ids are compared as they are.
+        against the product with the file's matrix. Gains, biases, maps of token ids and learnt vectors are compared as
+        they are. What vLLM computed from weights when they were loaded is compared too; see `derived`.
 
         Args:
             path: a safetensors file.
@@ -157,15 +165,15 @@ class DraftWorker:
             wanted = torch.cat([weights[part] for part in parts])
             if not wanted.is_floating_point():
                 errors[name] = float((getattr(module, leaf).cpu() != wanted).any())
-            elif wanted.ndim == 1:
-                errors[name] = _relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
+            elif wanted.ndim == 1 or leaf in module._buffers:
+                errors[name] = relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
             else:
                 dtype = self.vllm_config.model_config.dtype
                 inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
                 with torch.no_grad():
-                    got = module.quant_method.apply(module, inputs.to(self.device), bias=None).cpu()
-                errors[name] = _relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
-        return errors
+                    got = _product(module, inputs.to(self.device)).cpu()
+                errors[name] = relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
+        return errors | derived.errors(self.model_runner.drafter, weights)
 
     @answering
     def set_speculation(self, on: bool) -> None:
@@ -224,7 +232,11 @@ def _without(weights: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
-def _relative(got: Tensor, wanted: Tensor) -> float:
-    if not bool(torch.isfinite(got).all()):
-        return float("inf")  # finite weights can overflow; a NaN here would lose every comparison
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+def _product(module: Any, inputs: Tensor) -> Tensor:
+    """Return [N, O] of inputs [N, I], without the bias; Medusa's blocks are plain torch, all else is vLLM's."""
+    product: Tensor
+    if isinstance(module, nn.Linear):
+        product = functional.linear(inputs, module.weight)
+    else:
+        product = module.quant_method.apply(module, inputs, bias=None)
+    return product

@@ -124,7 +124,7 @@ def test_a_directory_is_in_the_layout_of_vllms_dflash(tiny_target: Path, tmp_pat
 
 def test_the_engine_that_serves_says_why_it_can_not_draft_with_it() -> None:
     with pytest.raises(ValueError, match="on CPUs reads the gains of the first layer for each"):
-        catalog.load("engines", "vllm").require_draft("dflash")
+        catalog.load("engines", "vllm").require_draft(dflash.Params(), 7)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from models import catalog
 from models.checkpoint import output_embedding
 from models.drafts import medusa
 from models.losses import cross_entropy
+from tests.models.drafts.tiny import save_tiny
 
 TINY = {"vocab_size": 64, "num_heads": 4}
+SERVED = {"vocab_size": 0, "num_heads": 3}
 
 
 def test_a_head_by_hand() -> None:
@@ -63,6 +65,19 @@ def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
         medusa.create(medusa.Params(), tmp_path, np.arange(259))
 
 
-def test_a_recipe_is_told_why_vllm_does_not_serve_it() -> None:
-    with pytest.raises(ValueError, match='family medusa; engine "torch" can: vLLM\'s Medusa heads have a matrix of'):
-        catalog.load("engines", "vllm").require_draft("medusa")
+def test_vllm_serves_as_many_heads_as_tokens_are_drafted_of_the_whole_vocabulary(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    require = catalog.load("engines", "vllm").require_draft
+    require(medusa.Params(vocab_size=0), 4)
+    with pytest.raises(ValueError, match=r"got 4 heads for 3 tokens: set num_heads = 3 in \[draft\]"):
+        require(medusa.Params(vocab_size=0), 3)
+    with pytest.raises(ValueError, match=r"say every token of the target's vocabulary, this one 4096: set vocab_size"):
+        require(medusa.Params(), 4)
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for directory, served in ((whole, True), (part, False)):
+        directory.mkdir()
+        save_tiny(medusa, tiny_target, directory, served=served)
+    assert medusa.vllm_config(whole)["num_speculative_tokens"] == 3
+    with pytest.raises(ValueError, match="say every token of the target's 259, this one 64"):
+        medusa.vllm_config(part)

@@ -123,3 +123,12 @@ def test_a_draft_of_another_family_is_refused_and_nothing_changes(
             with pytest.raises(ValueError, match=f"is of family {name}, the served draft of"):
                 loop.run_until_complete(engine.swap_draft(directory, "3"))
     assert engine.draft_version == version
+
+
+@pytest.mark.parametrize(("name", "k"), [("medusa", 4)])
+def test_a_number_of_tokens_that_vllm_can_not_draft_with_a_draft_is_refused_before_anything_starts(
+    name: str, k: int, loop: asyncio.AbstractEventLoop, tiny_target: Path, tmp_path: Path
+) -> None:
+    save_tiny(family_named(name), tiny_target, tmp_path, served=True)
+    with pytest.raises(ValueError, match=f"drafts 3 tokens in every step of vLLM, no other number; got .* {k}"):
+        loop.run_until_complete(VllmEngine.start(tiny_target, tmp_path, Params(num_draft_tokens=k)))
