@@ -11,8 +11,9 @@ Trained as the paper says: cross-entropy to the tokens that came, in all places 
 exp(−(k − 1) / 4), as vLLM's trainer `speculators` has it for blocks of 8. That draws some rows of a text as beginnings
 of blocks, here every row is one. New layers start as the target's last ones.
 
-The directory is in the layout of vLLM's DFlash (`dflash_config`): stock vLLM 0.32 drafted with one on a CPU, and
-accepted as much of it as the reference engine as long as all layers had nearly the same gains of keys.
+The directory is in the layout of vLLM's DFlash (`dflash_config`), and served. Its block has one place more than tokens
+are drafted (read in vLLM 0.32: v1/spec_decode/dflash.py); as each place sees all others, K must be what a block was
+trained for.
 """
 
 import math
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.checkpoint import read_tensor
-from models.drafts import KeepRows, Procedure, Rows, Unrolled, step_by_step
-from models.eagle3_heads import Format, MaskedParams, TappedDraft, require_mask
+from models.draft_files import read_config
+from models.drafts import EngineWeights, KeepRows, Procedure, Rows, Unrolled, step_by_step
+from models.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
 from models.features import PathDrafter, Scale, decoder_layer
 from models.losses import cross_entropy
 
@@ -34,11 +36,7 @@ PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"
 FAMILY = "dflash"
 ARCHITECTURES = ("DFlashDraftModel",)
 TRAINED = True
-SERVED = False
-# Read in vLLM 0.32: model_executor/models/qwen3_dflash.py, _normalize_context_k. Ran: its rms_norm on a CPU.
-UNSERVED = (
-    "vLLM norms the injected keys of all layers in one call, which on CPUs reads the gains of the first layer for each"
-)
+SERVED = True
 
 
 class Params(MaskedParams):
@@ -197,10 +195,21 @@ _format = Format(FAMILY, ARCHITECTURES, DFlash, _start)
 create, renew, save, load, check = _format.create, _format.renew, _format.save, _format.load, _format.check
 
 
+def require_served(params: Params, num_draft_tokens: int) -> None:
+    """See `models.drafts.Limited`."""
+    if params.block_size != num_draft_tokens + 1:
+        raise ValueError(
+            f"vLLM drafts whole blocks, of one token less than their size; got blocks of {params.block_size} for "
+            f"{num_draft_tokens} tokens: set block_size = {num_draft_tokens + 1} in [draft]"
+        )
+
+
 def vllm_config(directory: Path) -> dict[str, Any]:
-    """Raise a ValueError: what vLLM drafts with it on a CPU is not what it says."""
-    raise ValueError(f'vLLM can\'t draft with family {FAMILY}; engine "torch" can')
+    """Return what vLLM's speculative_config says of this draft."""
+    config = read_config(directory, FAMILY, ARCHITECTURES)
+    return {"method": "dflash", "model": str(directory), "num_speculative_tokens": config["block_size"] - 1}
 
 
-def vllm_weights(directory: Path) -> None:
-    """Return None: nothing is swapped."""
+def vllm_weights(directory: Path) -> EngineWeights:
+    """Return the file, with vLLM's names for its tensors."""
+    return engine_weights(directory)

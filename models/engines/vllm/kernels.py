@@ -1,4 +1,4 @@
-"""What makes sampling under speculation right on a CPU.
+"""What makes drafting, and sampling under speculation, right on a CPU.
 
 vLLM 0.32's CPU stand-in for `expand_kernel` computes into a copy, so temperature, top-p and top-k of the verified
 tokens are whatever the memory held (vllm-project/vllm#55005). Greedy decoding does not read them, which is how it goes
@@ -6,10 +6,15 @@ unseen.
 
 A step in which nothing is verified, as one that reads a prompt, hands on an empty tensor of top-k, and where no request
 has a top-p, its CPU code then takes the largest value of none: that ends the engine.
+
+DFlash norms the injected keys of all layers in one call, which on a CPU reads the gains of the first layer for each,
+and multiplies by a copy of its matrices, which is empty after a swap, because packed matrices have no elements left.
+Here each layer norms with its own gains, and its own product computes keys and values, with the queries thrown away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +50,42 @@ def on_rows(constrain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return constrained
 
 
+def norm_by_layer(model: Any, keys: Tensor) -> Tensor:
+    """Norm injected keys; in place of DFlash's own method.
+
+    Args:
+        model: DFlash's module, whose `_k_norm_weights` are [L, width].
+        keys: [L, T, kv heads, width].
+
+    Returns:
+        as `keys`, normed over the last axis, each layer with its gains.
+    """
+    from vllm import _custom_ops
+
+    normed = torch.empty_like(keys)
+    for place, one, gains in zip(normed, keys, model._k_norm_weights, strict=True):
+        _custom_ops.rms_norm(place, one, gains, model._rms_norm_eps)
+    return normed
+
+
+def build_by_layer(model: Any, layers: Sequence[Any], has_bias: bool) -> None:
+    """Set what DFlash injects keys and values by, without a copy of the matrices; in place of its own method.
+
+    Args:
+        model: DFlash's module.
+        layers: the attention of each.
+        has_bias: whether their products have a bias, which they add themselves.
+    """
+    model._hidden_norm_weight = model.hidden_norm.weight.data
+    model._context_qkv_projs = [attention.qkv_proj for attention in layers]
+    model._context_q_sizes = [attention.q_size for attention in layers]
+    model._fused_kv_weight = model._fused_kv_bias = None  # as where weights are quantized
+    model._k_norm_weights = torch.stack([attention.k_norm.weight.data for attention in layers])
+
+
 def install() -> None:
-    """Put both in place, on CPUs only. The worker does so as it imports its extension; a plugin runs too early."""
+    """Put all in place, on CPUs only. The worker does so as it imports its extension; a plugin runs too early."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.sample import rejection_sampler
@@ -56,3 +95,6 @@ def install() -> None:
         register_kernels({NAME: expand})
         # The module calls it by this name, which it imported and doesn't export.
         rejection_sampler.apply_top_k_top_p = on_rows(apply_top_k_top_p)  # type: ignore[attr-defined]
+        dflash: Any = DFlashQwen3Model
+        dflash._normalize_context_k = norm_by_layer
+        dflash._build_context_kv_buffers = build_by_layer

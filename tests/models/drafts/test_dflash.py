@@ -12,6 +12,7 @@ from models.targets import describe
 from tests.models.drafts.tiny import make_tiny, save_tiny
 
 TINY = {"vocab_size": 64}
+SERVED = {"block_size": 4}
 
 
 def make(target: Path, seed: int = 0) -> dflash.DFlash:
@@ -122,9 +123,13 @@ def test_a_directory_is_in_the_layout_of_vllms_dflash(tiny_target: Path, tmp_pat
     assert set(load_file(tmp_path / "model.safetensors")) == names | rest
 
 
-def test_the_engine_that_serves_says_why_it_can_not_draft_with_it() -> None:
-    with pytest.raises(ValueError, match="on CPUs reads the gains of the first layer for each"):
-        catalog.load("engines", "vllm").require_draft(dflash.Params(), 7)
+def test_vllm_serves_whole_blocks(tiny_target: Path, tmp_path: Path) -> None:
+    require = catalog.load("engines", "vllm").require_draft
+    require(dflash.Params(), 7)
+    with pytest.raises(ValueError, match=r"got blocks of 8 for 3 tokens: set block_size = 4 in \[draft\]"):
+        require(dflash.Params(), 3)
+    save_tiny(dflash, tiny_target, tmp_path)
+    assert dflash.vllm_config(tmp_path)["num_speculative_tokens"] == 7
 
 
 @pytest.mark.parametrize(

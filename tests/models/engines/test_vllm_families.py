@@ -125,7 +125,7 @@ def test_a_draft_of_another_family_is_refused_and_nothing_changes(
     assert engine.draft_version == version
 
 
-@pytest.mark.parametrize(("name", "k"), [("medusa", 4)])
+@pytest.mark.parametrize(("name", "k"), [("dflash", 7), ("medusa", 4)])
 def test_a_number_of_tokens_that_vllm_can_not_draft_with_a_draft_is_refused_before_anything_starts(
     name: str, k: int, loop: asyncio.AbstractEventLoop, tiny_target: Path, tmp_path: Path
 ) -> None:
