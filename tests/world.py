@@ -19,12 +19,13 @@ from infra.keys import add_key, bring_keys, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from models.drafts import open_draft
+from models.drafts import family_named, open_draft
 from models.engines import Sampling
 from models.golden import Golden, save_golden
 from models.targets import describe
 from tasks.measure_draft import measure_probe
 from tests.conftest import make_draft
+from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
 
 KEY, OTHER_KEY = "the-key-of-team-one", "the-key-of-team-two"
@@ -81,7 +82,13 @@ class World(Served):
     """
 
     def __init__(
-        self, home: Path, target: Path, registry_uri: str = "", serve: dict[str, Any] | None = None, **config: Any
+        self,
+        home: Path,
+        target: Path,
+        registry_uri: str = "",
+        serve: dict[str, Any] | None = None,
+        family: str = "eagle3",
+        **config: Any,
     ) -> None:
         """Register two drafts and promote the first.
 
@@ -90,9 +97,10 @@ class World(Served):
             target: with its golden outputs, see `make_target`.
             registry_uri: of a running MLflow server; by default a database in the folder.
             serve: keys of its table "serve" that differ.
+            family: of its drafts.
             config: other settings of the service that differ.
         """
-        self.home, self.target = home, target
+        self.home, self.target, self.family = home, target, family
         self.registry = Registry(registry_uri or f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.querylog = home / "log" / "queries.db"
         self.port = free_port()
@@ -108,7 +116,10 @@ class World(Served):
         """Make a draft's directory, with its manifest."""
         directory = self.home / "made" / str(seed)
         with staged(directory) as staging:
-            make_draft(self.target, staging, seed)
+            if self.family == "eagle3":
+                make_draft(self.target, staging, seed)
+            else:
+                save_tiny(family_named(self.family), self.target, staging, seed, served=True)
             (staging / "manifest.json").unlink()
         return directory
 

@@ -25,6 +25,8 @@ FAMILY = "suffix"
 ARCHITECTURES = ("SuffixDraft",)
 TRAINED = False
 SERVED = False
+# Read in vLLM 0.32: config/speculative.py, _validate_suffix_decoding; `redraft doctor` shows it.
+UNSERVED = "vLLM's suffix trees are a package's, arctic-inference, and have none of these settings"
 
 
 class Params(BaseParams):

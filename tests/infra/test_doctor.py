@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.doctor import Check, check_environment, openmp_preload, torch_build
+from infra.doctor import Check, check_environment, openmp_preload, said_of_suffix, torch_build
 from infra.settings import Settings
 
 
@@ -49,6 +49,20 @@ def test_the_openmp_library_is_preloaded_first_and_once(monkeypatch: pytest.Monk
     monkeypatch.setenv("LD_PRELOAD", f"/other.so:{library}")
     assert openmp_preload() == {"LD_PRELOAD": f"{library}:/other.so"}
     assert library in checks(Settings(home=tmp_path))["openmp preload"].found
+
+
+def test_what_vllms_suffix_trees_need_is_said_in_its_own_words_and_is_no_fault(tmp_path: Path) -> None:
+    found = checks(Settings(home=tmp_path))["suffix trees"]
+    assert found.ok
+    assert "pip install arctic-inference" in found.found or found.found.startswith("arctic-inference ")
+    assert said_of_suffix(None) == "vLLM is not installed"
+    assert said_of_suffix(tmp_path) == "its sources have no config/speculative.py"
+    source = tmp_path / "config" / "speculative.py"
+    source.parent.mkdir()
+    source.write_text("def _validate_suffix_decoding(self):\n    raise ImportError('It needs ' 'a tree.')\n")
+    assert said_of_suffix(tmp_path) == "It needs a tree."
+    source.write_text("def another():\n    raise ImportError('not this')\n")
+    assert said_of_suffix(tmp_path) == "config/speculative.py does not say what they need"
 
 
 def test_an_haproxy_that_does_not_run_here_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

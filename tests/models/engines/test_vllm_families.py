@@ -6,9 +6,11 @@ The family that recipes use has a file of its own as well (test_vllm.py), with t
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from models import catalog
 from models.drafts import family_named, family_of
@@ -16,6 +18,7 @@ from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.kernels import norm_by_layer
 from models.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
@@ -132,3 +135,12 @@ def test_a_number_of_tokens_that_vllm_can_not_draft_with_a_draft_is_refused_befo
     save_tiny(family_named(name), tiny_target, tmp_path, served=True)
     with pytest.raises(ValueError, match=f"drafts 3 tokens in every step of vLLM, no other number; got .* {k}"):
         loop.run_until_complete(VllmEngine.start(tiny_target, tmp_path, Params(num_draft_tokens=k)))
+
+
+def test_dflashs_injected_keys_are_normed_with_the_gains_of_their_own_layers() -> None:
+    """[L, T, heads, width] → x / √mean(x²), times what stands in the layer's row."""
+    rng = torch.Generator().manual_seed(0)
+    keys, gains = torch.randn(3, 5, 2, 16, generator=rng), torch.rand(3, 16, generator=rng)
+    normed = norm_by_layer(SimpleNamespace(_k_norm_weights=gains, _rms_norm_eps=1e-6), keys)
+    wanted = keys / keys.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt() * gains[:, None, None]
+    torch.testing.assert_close(normed, wanted, rtol=1e-5, atol=1e-5)
