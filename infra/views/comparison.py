@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from infra.views import Interval, Shown
 from infra.views.figures import SIZE_INCHES
@@ -12,6 +13,7 @@ FEWEST_SEEDS = 3
 # Means that differ by more than so many times are drawn on a logarithmic axis.
 WIDE = 20.0
 HEADING_WIDTH = 40  # characters that fit below a panel
+MARKS = "osD^v<>PXp*hHd8.1234+"
 
 
 class MethodFigure(Shown):
@@ -156,7 +158,10 @@ def draw_tradeoffs(
     metrics: Sequence[str],
     file: Path,
 ) -> Path:
-    """Draw a panel a metric, with a named point a row: the mean of the metric across, that of `quality` upwards.
+    """Draw a panel a metric with a point a row: the mean of the metric across, that of `quality` upwards.
+
+    Each row has a colour and a mark of its own, which one legend beside the panels names. Qualities of which the
+    largest is more than `WIDE` times the smallest are drawn on a logarithmic axis, with what is 0 at its foot.
 
     Args:
         rows: row to metric to figure; a row without a figure for either is left out of that panel.
@@ -168,22 +173,41 @@ def draw_tradeoffs(
     from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
 
     width, height = SIZE_INCHES
-    figure = Figure((width * len(metrics), 1.4 * height), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False).flat, metrics, strict=True):
+    figure = Figure((0.75 * width * len(metrics) + 2.6, 1.25 * height), layout="constrained")
+    panels = figure.subplots(1, len(metrics), squeeze=False, sharey=True).flat
+    styles = row_styles(list(rows))
+    named: dict[str, Any] = {}
+    for axes, metric in zip(panels, metrics, strict=True):
         for name, of_row in rows.items():
             across, up = of_row[metric], of_row[quality]
             if across.value is None or up.value is None:
                 continue
-            axes.plot(across.value, up.value, color="tab:blue", marker="o")
+            colour, mark = styles[name]
+            (named[name],) = axes.plot(
+                across.value, up.value, color=colour, marker=mark, markersize=8, linestyle="none"
+            )
             if across.interval is not None:
-                axes.plot([across.interval.low, across.interval.high], [up.value] * 2, color="tab:blue", linewidth=0.8)
+                axes.plot([across.interval.low, across.interval.high], [up.value] * 2, color=colour, linewidth=0.8)
             if up.interval is not None:
-                axes.plot([across.value] * 2, [up.interval.low, up.interval.high], color="tab:blue", linewidth=0.8)
-            axes.annotate(name, (across.value, up.value), xytext=(4, 4), textcoords="offset points", fontsize=7)
+                axes.plot([across.value] * 2, [up.interval.low, up.interval.high], color=colour, linewidth=0.8)
         axes.set_xlabel("\n".join(wrap(headings[metric], HEADING_WIDTH)))
-        axes.set_ylabel("\n".join(wrap(headings[quality], HEADING_WIDTH)))
+        axes.grid(alpha=0.3)
+    known = sorted(value for of_row in rows.values() if (value := of_row[quality].value))
+    if known and 0 < known[0] < known[-1] / WIDE:
+        panels[0].set_yscale("symlog", linthresh=known[0])
+        panels[0].set_ylim(bottom=-0.1 * known[0])
+    panels[0].set_ylabel("\n".join(wrap(headings[quality], HEADING_WIDTH)))
+    drawn = [name for name in rows if name in named]
+    figure.legend([named[name] for name in drawn], drawn, loc="outside right upper")
     figure.savefig(file, dpi=150)
     return file
+
+
+def row_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return name to colour and mark, of which no two of a hundred names share both, nor two of ten neighbours one."""
+    return {
+        name: (f"C{place % 10}", MARKS[(place // 10 + place % 10) % len(MARKS)]) for place, name in enumerate(names)
+    }
 
 
 def number(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from infra.views import Interval
-from infra.views.comparison import Comparison, MethodFigure, comparison_report, number
+from infra.views.comparison import Comparison, MethodFigure, comparison_report, draw_tradeoffs, number, row_styles
 
 
 def interval(value: float, reach: float) -> Interval:
@@ -54,3 +54,24 @@ def test_a_difference_whose_interval_holds_nothing_does_not_differ() -> None:
     assert not MethodFigure(value=1.0, gain=interval(0.1, 0.2)).differs
     assert number(None) == "–"
     assert (number(0.123456), number(123456.7)) == ("0.1235", "123,457")
+
+
+def test_rows_are_told_apart_by_colour_and_mark() -> None:
+    styles = list(row_styles([str(number) for number in range(100)]).values())
+    assert len(set(styles)) == 100
+    for start in range(90):
+        colours, marks = zip(*styles[start : start + 10], strict=True)
+        assert len(set(colours)) == 10 and (len(set(marks)) >= 9)
+
+
+def test_a_row_without_a_figure_is_left_out_of_the_view_over_families_and_of_its_legend(tmp_path: Path) -> None:
+    def drawn(name: str, second: MethodFigure) -> bytes:
+        rows = {
+            "float": {"kl": MethodFigure(value=0.0), "mib": MethodFigure(value=256.0)},
+            "coarse": {"kl": MethodFigure(value=1.2, interval=interval(1.2, 0.3)), "mib": MethodFigure(value=100.0)},
+            "fine": {"kl": second, "mib": MethodFigure(value=150.0)},
+        }
+        return draw_tradeoffs(rows, {"kl": "KL", "mib": "MiB"}, "kl", ["mib"], tmp_path / name).read_bytes()
+
+    without, with_it = drawn("without.png", MethodFigure(value=None)), drawn("with.png", MethodFigure(value=0.01))
+    assert without.startswith(b"\x89PNG") and without != with_it
