@@ -1,11 +1,14 @@
 """How a service serves: table [serve] of a recipe, and part of what a service is started with."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from models import catalog
 from models.canary import Params as CanaryParams
-from models.params import Frozen
+from models.params import BaseParams, Frozen
+from models.reasoning import spec_reason, speculative_thinking
 from models.watch import Params as WatchParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -88,6 +91,33 @@ class Capture(Frozen):
     keep_days: Positive = 7.0
 
 
+class Reasoning(Frozen):
+    """A small model beside the target, for chats that ask to be answered by both in turn (`X-Redraft-Reasoning`).
+
+    Such an answer is not the target's own. It says so, and is never logged, so that no draft learns from it.
+
+    Attributes:
+        model: directory of the small model, which has the target's tokenizer; "" offers no such answers.
+        engine: what it runs in, a table as `[engine]`, without a draft; `torch` runs in the replica itself.
+        methods: what a request can ask for, by their names.
+    """
+
+    model: str = ""
+    engine: dict[str, Any] = {"name": "torch"}  # noqa: RUF012 - pydantic copies defaults
+    methods: tuple[Annotated[BaseParams, catalog.Method("reasoning")], ...] = (
+        spec_reason.Params(),
+        speculative_thinking.Params(),
+    )
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> Self:
+        if self.model:
+            if not Path(self.model).is_dir():
+                raise ValueError(f"model {self.model} is no directory")
+            catalog.parse("engines", self.engine)
+        return self
+
+
 class Serving(Frozen):
     """How a service serves, wherever it listens.
 
@@ -105,6 +135,7 @@ class Serving(Frozen):
         canary: the checks of the served draft and its engine now and then.
         watch: when falling acceptance starts a refresh.
         capture: what is kept of hidden states.
+        reasoning: a small model that answers in turn with the target, for requests that ask for it.
     """
 
     poll_s: Positive = 5.0
@@ -119,6 +150,7 @@ class Serving(Frozen):
     canary: CanaryParams = CanaryParams()
     watch: WatchParams = WatchParams()
     capture: Capture = Capture()
+    reasoning: Reasoning = Reasoning()
 
 
 class Serve(Serving):

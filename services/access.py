@@ -45,6 +45,9 @@ REQUEST_HEADERS = {
     "hash is kept, of requests whose text may be logged.",
     "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
     "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
+    "X-Redraft-Reasoning": "How a small model and the target are to answer a chat in turn, `spec_reason` or "
+    "`speculative_thinking`, where the recipe has a small model. `usage.redraft` of such an answer says that it is not "
+    "`lossless`, and who wrote how much. Nothing of it is logged.",
     "X-Redraft-Speculation": "`on`, as the service finds it fastest, which is the default; `off`; or `head`: by the "
     "draft alone, as many tokens as it was judged at, to measure a draft; the service judges no draft by it.",
 }

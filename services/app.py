@@ -22,6 +22,7 @@ from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal
 from services.bodies import bounded
 from services.handlers import answered, from_error
 from services.questions import check_limits, describe_origin, parse_body, wants_steps
+from services.reasoning import HEADER
 from services.service import Service
 from services.stream import opened
 
@@ -90,11 +91,15 @@ def routes(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(raw: Request) -> Response:
         """OpenAI's chat completions, whole or streamed; `usage.redraft` says what speculation did."""
+        if HEADER in raw.headers:
+            return await _in_turn(service, raw)
         return await _generate(service, service.handlers.chat, raw)
 
     @app.post("/v1/completions")
     async def complete(raw: Request) -> Response:
         """OpenAI's completions, whole or streamed; `usage.redraft` as above."""
+        if HEADER in raw.headers:
+            raise Refusal(400, f"{HEADER} is for chats", HEADER, "unsupported")
         return await _generate(service, service.handlers.complete, raw)
 
     return app
@@ -127,6 +132,24 @@ async def _generate(service: Service, handler: Handler, raw: Request) -> Respons
     frames = await opened(
         answer, from_error, lambda: recorder.usage(request_id, by_step), lambda: recorder.forget(request_id)
     )
+    return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _in_turn(service: Service, raw: Request) -> Response:
+    """Answer by a small model and the target in turn; the recorder never hears of it."""
+    if service.reasoning is None:
+        message = "no small model is served beside the target: the recipe has to name one in [serve.reasoning]"
+        raise Refusal(400, message, HEADER, "unsupported")
+    body = await _body(raw)
+    check_limits(body)
+    caller, request_id = raw.scope["redraft.caller"], raw.scope["redraft.id"]
+    key = describe_origin(request_id, raw.headers, body, caller, service.secret).key
+    turn = await service.turns.take(key, service.turns.cost(key, body, len(await raw.body())))
+    raw.scope["redraft.at_end"].append(turn.end)
+    answer = await service.reasoning.answer(raw.headers[HEADER], body, request_id, turn.priority)
+    if isinstance(answer, dict):
+        return JSONResponse(answer)
+    frames = await opened(answer, from_error, lambda: None, lambda: None)
     return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 

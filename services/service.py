@@ -36,6 +36,7 @@ from services.capture import Capture
 from services.config import ServiceConfig
 from services.domains import Domains
 from services.drafts import DraftSource
+from services.reasoning import Reasoning
 from services.reconciler import Reconciler, Surroundings
 from services.recorder import Recorder, no_states
 from services.states import DraftState, Loaded, Memory, label
@@ -60,8 +61,10 @@ class Service:
         handlers: Handlers,
         reconciler: Reconciler | None,
         capture: Capture | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
+        self.reasoning = reasoning
         self.admission = Admission(Keys(config.keys, is_loopback(config.host)))
         self.secret = home_secret(config.keys.parent)
         self.domains = Domains()
@@ -111,7 +114,8 @@ class Service:
                 files = CapturedFiles(config.querylog)
                 capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
-            return cls(config, engine, built, follow, capture)
+            reasoning = await _reasoning(config, engine, built)
+            return cls(config, engine, built, follow, capture, reasoning)
         except BaseException:
             await engine.close()
             raise
@@ -182,6 +186,8 @@ class Service:
                 await task
         await asyncio.to_thread(self.recorder.close)
         await asyncio.to_thread(self._events.close)
+        if self.reasoning is not None:
+            await self.reasoning.close()
         await self.engine.close()
 
     def _wishes_of(self, generation_id: str) -> Wishes:
@@ -269,6 +275,16 @@ def _event(draft: int, standing: watch.Standing) -> Fell | Recovered:
     if not standing.fallen:
         return Recovered()
     return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())
+
+
+async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handlers) -> Reasoning | None:
+    """Start the small model, if the recipe names one."""
+    if not config.serve.reasoning.model:
+        return None
+    length, tokenizer = config.engine_params().max_model_len, handlers.tokenizer
+    return await Reasoning.start(
+        engine, config.target_dir, length, config.served_name, tokenizer, config.serve.reasoning
+    )
 
 
 async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | None) -> VllmEngine:

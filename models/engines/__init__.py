@@ -49,6 +49,7 @@ class Sampling(Frozen):
     Attributes:
         temperature: 0 is greedy.
         num_logprobs: from 2 on, the gaps of the two best tokens are recorded.
+        stop_ids: tokens that end an answer beside the model's own, and stand at its end.
         priority: whose turn is first where an engine is full; the lower comes first.
         drafting: "head" is what acceptance is judged by, "auto" what is served; an engine without plans does the same.
     """
@@ -60,6 +61,7 @@ class Sampling(Frozen):
     seed: int | None = None
     num_logprobs: int | None = None
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
     priority: int = 0
     drafting: Way = "head"
 

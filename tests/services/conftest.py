@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.world import World, make_target
+from tests.models.reasoning.thinking import make_small
+from tests.world import MAX_MODEL_LEN, World, make_target
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,8 @@ def world(
     """A running service; a test that changes what it serves puts it back."""
     home = tmp_path_factory.mktemp("world")
     make_target(tiny_target, home / "target", engine, loop)
-    world = World(home, home / "target", serve={"capture": {"share": 1.0}})
+    small = {"model": str(make_small(home / "small")), "engine": {"name": "torch", "max_model_len": MAX_MODEL_LEN}}
+    world = World(home, home / "target", serve={"capture": {"share": 1.0}, "reasoning": small})
     with world.start():
         yield world
 

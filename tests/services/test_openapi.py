@@ -33,6 +33,7 @@ PATHS = (*BODIES, SWITCH, "/v1/models", "/redraft/status", "/redraft/dashboard",
 REFUSED = (
     "min_p", "logit_bias", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority",
 )  # fmt: skip
+REFUSED_HEADERS = ("X-Redraft-Reasoning",)
 TEXT = {"type": "string"}
 # What is wrong in a header follows from what is right: where any text is right, nothing could be sent that is not.
 HEADERS = {
@@ -76,7 +77,8 @@ def document() -> dict[str, Any]:
     """Return the document of the service's own routes, with the headers and the bodies that it reads by hand."""
     told = routes(None).openapi()  # type: ignore[arg-type] # of a service that nobody asks yet
     ours = [name for name in REQUEST_HEADERS if name.startswith("X-")]
-    sent = [{"name": name, "in": "header", "schema": HEADERS[name]} for name in ours]
+    assert {*HEADERS, *REFUSED_HEADERS} == {*ours}
+    sent = [{"name": name, "in": "header", "schema": schema} for name, schema in HEADERS.items()]
     refused = {"description": "a refusal", "content": {"application/json": {"schema": ERROR}}}
     for path, operations in told["paths"].items():
         for operation in operations.values():

@@ -15,7 +15,7 @@ from infra.processes import wait_until
 from infra.querylog import QueryLog
 from models.captured import read
 from models.targets import describe
-from tests.world import KEY, MAX_TOKENS, PROMPTS, World, ask, stream_text
+from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
 
 pytestmark = pytest.mark.engine
 
@@ -52,6 +52,20 @@ def test_only_what_was_consented_to_is_logged(client: openai.OpenAI, world: Worl
     assert b"secret of" not in stored
     assert b"secret-of" not in stored + (world.home / "service.log").read_bytes()
     assert b"ada@example.org" not in stored
+
+
+def test_a_chat_that_two_models_answer_in_turn_says_so_and_is_in_no_log(client: openai.OpenAI, world: World) -> None:
+    domain = {"X-Redraft-Domain": "in-turn", "X-Redraft-Log": "full"}
+    for method in ("spec_reason", "speculative_thinking"):
+        answer = ask(client, PROMPTS[0], extra_headers={**domain, "X-Redraft-Reasoning": method})
+        assert (answer.usage.redraft["lossless"], answer.usage.redraft["reasoning"]) == (False, method)
+        assert answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="X-Redraft-Reasoning is for chats"):
+        client.completions.create(model=MODEL, prompt="x", extra_headers={"X-Redraft-Reasoning": "spec_reason"})
+    ask(client, PROMPTS[1], extra_headers=domain)
+    [row] = world.wait_for_rows("in-turn", 1)
+    assert PROMPTS[1] in row.prompt
+    assert world.status()["acceptance"]["in-turn"]["requests"] == 1
 
 
 def test_an_erasure_reaches_the_recent_answers_in_the_services_memory(client: openai.OpenAI, world: World) -> None:

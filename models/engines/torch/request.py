@@ -236,6 +236,7 @@ class Request:
                 best, second = logits[row].log_softmax(-1).topk(2).values.tolist()
                 self._gaps.append(best - second)
             stopped = token in self._engine.stops and not self._sampling.ignore_eos
+            stopped = stopped or token in self._sampling.stop_ids
             if stopped or len(self.token_ids) == self._max_new:
                 self.finish_reason = "stop" if stopped else "length"
                 if self._counts:

@@ -218,6 +218,7 @@ class VllmEngine:
             seed=sampling.seed,
             logprobs=sampling.num_logprobs,
             ignore_eos=sampling.ignore_eos,
+            stop_token_ids=list(sampling.stop_ids),
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": list(prompt_ids)}

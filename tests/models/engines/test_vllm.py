@@ -427,6 +427,14 @@ def test_a_request_with_a_top_k_alone_does_not_end_the_engine(engine: VllmEngine
     assert loop.run_until_complete(engine.generate(prompts(1)[0], sampling, "of five")).token_ids
 
 
+def test_a_token_that_is_to_end_an_answer_does_and_stands_at_its_end(engine: VllmEngine, loop: Loop) -> None:
+    wanted = loop.run_until_complete(engine.generate(prompts(1)[0], GREEDY, "to its end")).token_ids
+    end = next(token for number, token in enumerate(wanted) if number >= 4 and token not in wanted[:number])
+    ended = GREEDY.model_copy(update={"stop_ids": (end,)})
+    got = loop.run_until_complete(engine.generate(prompts(1)[0], ended, "ended by a token"))
+    assert (got.token_ids, got.finish_reason) == (wanted[: wanted.index(end) + 1], "stop")
+
+
 def test_the_worker_shares_the_schedulers_process(engine: VllmEngine) -> None:
     children = psutil.Process().children(recursive=True)
     titles = [" ".join(child.cmdline()).strip() for child in children if child.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,165 @@
+"""Chats that two models answer in turn, over two engines without a service around them; test_service.py asks one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from transformers import AutoTokenizer
+
+from models.engines.torch import Params as EngineParams
+from models.engines.torch import TorchEngine
+from models.engines.vllm.tap import EngineEnded
+from models.serving import Reasoning as Settings
+from services.access import Refusal
+from services.app import routes
+from services.handlers import UNAVAILABLE, from_error
+from services.reasoning import DONE, HEADER, Reasoning
+from services.stream import opened
+from tests.models.reasoning.thinking import make_small
+
+pytestmark = pytest.mark.engine
+
+MODEL, REQUEST = "target", "1" * 32
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is 2 times 3?"}], "max_tokens": 24, "seed": 1}
+LONG = [{"role": "user", "content": "x" * 600}]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_small(tmp_path_factory.mktemp("small"))
+
+
+@asynccontextmanager
+async def running(target_dir: Path, small: Path, **changes: Any) -> AsyncIterator[tuple[Reasoning, TorchEngine]]:
+    """Run both engines."""
+    params = EngineParams(dtype="float32", max_model_len=512)
+    target = await TorchEngine.start(target_dir, None, params)
+    engine = {"name": "torch", "dtype": "float32", "max_model_len": 512}
+    settings = Settings(**{"model": str(small), "engine": engine, **changes})
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    reasoning = await Reasoning.start(target, target_dir, 512, MODEL, tokenizer, settings)
+    yield reasoning, target
+    await reasoning.close()
+
+
+def answer(target: Path, small: Path, method: str = "spec_reason", methods: Any = None, **asked: Any) -> Any:
+    """Return an answer, of a stream its events."""
+
+    async def inside() -> Any:
+        changes = {} if methods is None else {"methods": methods}
+        async with running(target, small, **changes) as (reasoning, _):
+            got = await reasoning.answer(method, CHAT | asked, REQUEST, 0)
+            return got if isinstance(got, dict) else [event async for event in got]
+
+    return asyncio.run(inside())
+
+
+@pytest.mark.parametrize("method", ["spec_reason", "speculative_thinking"])
+def test_an_answer_says_that_it_is_not_lossless_and_who_wrote_how_much(
+    method: str, tiny_target: Path, small: Path
+) -> None:
+    got = answer(tiny_target, small, method)
+    [choice], usage = got["choices"], got["usage"]
+    assert (got["object"], got["id"], got["model"]) == ("chat.completion", f"chatcmpl-{REQUEST}", MODEL)
+    assert (choice["message"]["role"], choice["finish_reason"]) == ("assistant", "length")
+    assert usage["completion_tokens"] == 24
+    told = usage["redraft"]
+    assert (told["lossless"], told["reasoning"]) == (False, method)
+    if method == "spec_reason":  # a target of noise likes no step
+        assert (told["steps_by_small"], told["tokens_by_small"]) == (0, 0)
+        assert told["tokens_given_up"] >= told["steps"] > 0
+    else:
+        assert told["tokens_by_small"] > 0
+
+
+@pytest.mark.parametrize("method", ["spec_reason", "speculative_thinking"])
+def test_a_stream_tells_the_same_text_and_ends_as_others_do(method: str, tiny_target: Path, small: Path) -> None:
+    whole = answer(tiny_target, small, method)
+    events = answer(tiny_target, small, method, stream=True, stream_options={"include_usage": True})
+    assert events[-1] == DONE
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert (reasons[-1], {*reasons[:-1]}) == ("length", {None})
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "code"),
+    [
+        ({"method": "tree_of_thought"}, 400, None),
+        ({"model": "another"}, 404, "model_not_found"),
+        ({"messages": []}, 400, "unsupported"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "unsupported"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, 400, "unsupported"),
+        ({"messages": LONG}, 400, "context_length_exceeded"),
+        ({"max_tokens": 0}, 400, "unsupported"),
+        ({"max_tokens": 500}, 400, "context_length_exceeded"),
+        ({"temperature": -1}, 400, "unsupported"),
+        ({"temperature": 3}, 400, "unsupported"),
+        ({"n": 2}, 400, "unsupported"),
+        ({"tools": []}, 400, "unsupported"),
+        ({"logprobs": True}, 400, "unsupported"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_so_is_refused(
+    asked: dict[str, Any], status: int, code: str | None, tiny_target: Path, small: Path
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        answer(tiny_target, small, **asked)
+    assert (refused.value.status, refused.value.code) == (status, code)
+
+
+def test_only_what_the_recipe_offers_can_be_asked_for(tiny_target: Path, small: Path) -> None:
+    with pytest.raises(Refusal, match="there are: spec_reason"):
+        answer(tiny_target, small, "speculative_thinking", methods=[{"name": "spec_reason"}])
+
+
+def test_where_the_recipe_names_no_small_model_it_is_refused_by_the_name_of_the_table() -> None:
+    client = TestClient(routes(SimpleNamespace(reasoning=None)))  # type: ignore[arg-type] # nobody else is asked
+    told = client.post("/v1/chat/completions", json=CHAT, headers={HEADER: "spec_reason"})
+    assert told.status_code == 400
+    assert "[serve.reasoning]" in told.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_ended_is_unavailable(
+    tiny_target: Path, small: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def inside() -> None:
+        async with running(tiny_target, small) as (reasoning, target):
+
+            async def ended(*_: Any) -> None:
+                raise EngineEnded
+
+            monkeypatch.setattr(target, "generate", ended)
+            got = await reasoning.answer("spec_reason", CHAT | {"stream": stream}, REQUEST, 0)
+            assert not isinstance(got, dict)
+            await opened(got, from_error, lambda: None, lambda: None)
+
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(inside())
+    assert (refused.value.status, refused.value.message) == (503, UNAVAILABLE.message)
+
+
+def test_a_small_model_that_can_not_go_with_the_target_is_refused_by_the_name_of_its_key(
+    tiny_target: Path, small: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"is no directory"):
+        Settings(model=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="no method"):
+        Settings(model=str(small), engine={"name": "paper"})
+    other = make_small(tmp_path / "other")
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(ValueError, match=r"\[serve.reasoning\] model .* has another tokenizer than the target"):
+        answer(tiny_target, other)
