@@ -144,12 +144,12 @@ def checkpoint_bytes(directory: Path) -> int:
 
 
 class _Saved:
-    """A tensor that autograd holds; it goes when the graph lets it go."""
+    """A tensor that autograd holds; it goes when the graph lets it go. With a graph of its own it would hold itself."""
 
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
 
 class _Held:

@@ -1,10 +1,12 @@
 """Costs agree with what is counted by hand."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.counting import checkpoint_bytes, counted, held_bytes, parameter_bytes, step_cost
@@ -35,6 +37,17 @@ def test_memory_held_by_the_two_layer_model_is_that_counted_by_hand(model: PreTr
     floats = N * (L * (2 * norm + attention + mlp) + norm + V) + 2 * T * D + 1  # and rotations, and the loss's divisor
     token_ids_and_labels = 2 * 8 * N
     assert step_cost(model, B, T).peak_activation_bytes == 4 * floats + token_ids_and_labels
+
+
+def test_a_model_goes_once_nobody_else_holds_it_though_what_it_put_out_was_saved() -> None:
+    def count() -> weakref.ref[Tensor]:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # whose backward pass wants what it put out
+        assert held_bytes(layers, lambda: layers(torch.ones(2, 4))) > 0
+        return weakref.ref(layers[0].weight)
+
+    gone = count()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_storage_is_counted_once_and_leaves_with_its_graph() -> None:
