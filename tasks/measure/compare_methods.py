@@ -36,6 +36,7 @@ from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import out
 from models import catalog
 from models.acceptance import CONFIDENCE
+from models.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.recipe import Recipe
 from models.targets import describe
@@ -47,6 +48,7 @@ from tasks.prepare_target import prepare_target
 from tasks.prepare_text import PARTS, prepare_text, read_documents, tokenise
 from tasks.stages import code_hashes, code_version
 
+ROOM = "tasks.measure."
 DTYPE = "float32"  # what models are trained, pruned and quantized in
 
 
@@ -138,6 +140,10 @@ def _measure(
         return
     with out.status("preparing target and text"):
         bench = open_bench(recipe, budget)
+    if budget < 1 and "calibrated_tokens" in comparison.COLUMNS:
+        each = "tokens for each input of the widest layer"
+        told = f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead"
+        out.print(told, markup=False, highlight=False, soft_wrap=True)
     with _bar(len(wanted) - len(missing), len(wanted)) as bar:
         for row, seed in missing:
             bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
@@ -208,11 +214,18 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
 
 
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
-    """Return the modules that figures depend on, with all that they import: the comparison, its rows' methods, the
-    sweep, and the build's stages where it makes chains of them."""
-    own = [comparison.__name__, *sorted(set(_methods([row.settings for row in rows]))), sweep.__name__]
+    """Return the modules that figures depend on, with all that they import: the comparison, the methods of its rows and
+    of its constants, the sweep, and the build's stages where it makes chains of them."""
+    named = [*(row.settings for row in rows), *_constants(comparison)]
+    own = [comparison.__name__, *sorted(set(_methods(named))), sweep.__name__]
     stages = {change.__module__ for change in chain.CHANGES.values()}
     return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own) else own
+
+
+def _constants(comparison: ModuleType) -> list[object]:
+    """Return what stands in the constants of a comparison, and of the modules of this room that it reads."""
+    shared = [one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOM)]
+    return [value for module in (comparison, *shared) for name, value in vars(module).items() if name.isupper()]
 
 
 def _methods(settings: object) -> Iterator[str]:

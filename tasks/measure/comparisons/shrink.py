@@ -1,15 +1,16 @@
 """Shrinking: what four fifths of the target still say, and what the rest was worth.
 
 One-shot methods cut the target and are read as they are; a row "…, trained" trains the cut model on. `sheared` learns
-on the same documents, and goes through them until its masks have had `MASK_STEPS` steps: it learns from more tokens
-than the others, where the paper's have 50 billion. Trained rows learn the looks of the traffic too, so that "full,
-trained" is what to hold them against.
+on the same documents, and goes through them until its masks have had `MASK_STEPS` steps, where the paper's have 50
+billion tokens: "width, trained as sheared" learns from as many. Trained rows learn the looks of the traffic too, so
+that "full, trained" is what to hold them against.
 
 "…, by lot" is the control that draws which blocks, or which heads and channels, stay.
 
 "…, then qat" and "…, then lora" are chains of a recipe's stages, made as the build makes them, which train on as many
 tokens as "trained" rows do: "depth, trained" and "full, trained" are what to hold them against. Rows that train do so
-at the learning rate that suits each best; that of `sheared` is looked for with a quarter of its steps.
+at the learning rate that suits each best; that of `sheared`, and of what trains as long, is looked for with a quarter
+of the steps.
 
 `vocabulary` is read on the stretches of text between tokens that it lost; `coverage` is the share of tokens it kept.
 `low_rank` comes at several ranks, kept as factors, which the reference engine runs; the forward pass that is timed here
@@ -60,13 +61,15 @@ TRAINING = TrainingParams(learning_rate=3e-4, batch_tokens=512, max_length=LENGT
 MASK_STEPS = 200  # below which masks choose at random
 # Chain to where its sweep begins.
 CHAINS = {"depth, then qat": TRAINING.learning_rate, "low_rank 0.8, then lora": lora.LEARNING_RATE}
+QAT, LORA = {"name": "qat", "group_size": 64}, {"name": "lora"}
 DEPTH = ("num_layers",)
 WIDTH = ("num_heads", "num_kv_heads", "intermediate_size")
 
 
 def rows(budget: float) -> list[Row]:
     """See `tasks.measure.comparisons`; `budget` scales the tokens that are read, calibrated on and trained on."""
-    shearing = {"name": "sheared", "min_mask_steps": max(1, round(MASK_STEPS * budget))}
+    mask_steps = max(1, round(MASK_STEPS * budget))
+    shearing = {"name": "sheared", "min_mask_steps": mask_steps}
     shares = {f"low_rank {share:g}": {"name": "low_rank", "share": share, "keep": "factors"} for share in (KEPT, 0.5)}
     return [
         Row("full", {"method": None}),
@@ -80,6 +83,7 @@ def rows(budget: float) -> list[Row]:
         Row("width, by lot", _settings({}, WIDTH, by_lot=True)),
         Row("width, trained", _settings({"name": "width"}, WIDTH, trained=True)),
         Row("sheared", _settings(shearing, WIDTH, learns=True)),
+        Row("width, trained as sheared", _settings({"name": "width"}, WIDTH, trained=True, mask_steps=mask_steps)),
         Row("vocabulary", _settings({"name": "vocabulary"}, ("vocab_size",))),
         *(Row(name, _settings(method, ())) for name, method in shares.items()),
         *(Row(name, {**_settings({}, ()), "chain": name, "learning_rate": rate}) for name, rate in CHAINS.items()),
@@ -93,11 +97,11 @@ def chain_tables(name: str, bench: Bench, rate: float) -> dict[str, Any]:
         sizes = asked(AutoConfig.from_pretrained(bench.target_dir))
         return {
             "shrink": {"method": {"name": "depth", "num_layers": sizes["num_layers"]}, "max_length": LENGTH},
-            "quantize": {"method": {"name": "qat", "group_size": 64}, **loop},
+            "quantize": {"method": QAT, **loop},
         }
     return {
         "shrink": {"method": {"name": "low_rank", "share": KEPT, "keep": "factors"}, "max_length": LENGTH},
-        "finetune": {"method": {"name": "lora"}, "domain": min(bench.train), **loop},
+        "finetune": {"method": LORA, "domain": min(bench.train), **loop},
     }
 
 
@@ -155,10 +159,15 @@ def asked(config: Any) -> dict[str, int]:
 
 
 def _settings(
-    method: dict[str, Any], sizes: tuple[str, ...], trained: bool = False, learns: bool = False, by_lot: bool = False
+    method: dict[str, Any],
+    sizes: tuple[str, ...],
+    trained: bool = False,
+    learns: bool = False,
+    by_lot: bool = False,
+    mask_steps: int | None = None,
 ) -> dict[str, Any]:
     rate = TRAINING.learning_rate if trained or learns else None
-    how = {"trained": trained, "learns": learns, "by_lot": by_lot}
+    how = {"trained": trained, "learns": learns, "by_lot": by_lot, "mask_steps": mask_steps}
     return {"method": method, "sizes": list(sizes), **how, "learning_rate": rate}
 
 
@@ -168,11 +177,11 @@ def _load(bench: Bench) -> PreTrainedModel:
 
 
 def _shorter(row: Row) -> Row:
-    """Return a row whose masks, if it learns any, have a quarter of the steps."""
-    method = dict(row.settings["method"])
+    """Return a row with a quarter of the steps, if it has as many as masks need."""
+    method, steps = dict(row.settings["method"]), row.settings["mask_steps"]
     if "min_mask_steps" in method:
         method["min_mask_steps"] = max(1, method["min_mask_steps"] // 4)
-    return row._replace(settings={**row.settings, "method": method})
+    return row._replace(settings={**row.settings, "method": method, "mask_steps": steps and max(1, steps // 4)})
 
 
 def _training(row: Row) -> TrainingParams:
@@ -196,14 +205,17 @@ def _shrunk(full: PreTrainedModel, bench: Bench, row: Row, seed: int) -> PreTrai
         params = catalog.parse("shrink", row.settings["method"] | {key: sizes[key] for key in row.settings["sizes"]})
         settings = _training(row)
         if row.settings["learns"]:
-            settings = _long_enough(params, settings, documents)
+            settings = _long_enough(row.settings["method"]["min_mask_steps"], settings, documents)
         model = catalog.load("shrink", params.name).shrink(full, documents, params, settings, seed)
     elif row.settings["by_lot"]:
         model = _by_lot(full, {key: sizes[key] for key in row.settings["sizes"]}, seed)
     else:
         model = copy.deepcopy(full)
     if row.settings["trained"]:
-        training.train(model, to_train, _training(row), seed=seed)
+        settings = _training(row)
+        if mask_steps := row.settings["mask_steps"]:
+            settings = _long_enough(mask_steps, settings, to_train)
+        training.train(model, to_train, settings, seed=seed)
     return model
 
 
@@ -220,10 +232,10 @@ def _by_lot(full: PreTrainedModel, sizes: dict[str, int], seed: int) -> PreTrain
     return take_widths(full, Kept(heads=kept_heads, kv_heads=kept_kv_heads, channels=channels))
 
 
-def _long_enough(params: Any, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:
+def _long_enough(mask_steps: int, settings: TrainingParams, documents: list[list[int]]) -> TrainingParams:
     """Return settings under which half of the documents make as many steps as masks need."""
     short = settings.model_copy(update={"batch_tokens": LENGTH})
-    num_epochs = math.ceil(3 * params.min_mask_steps / training.num_steps(documents, short))
+    num_epochs = math.ceil(3 * mask_steps / training.num_steps(documents, short))
     return short.model_copy(update={"num_epochs": num_epochs})
 
 

@@ -125,8 +125,13 @@ def test_rows_are_chosen_by_pattern_beside_the_baseline() -> None:
         ("prune", "tasks.measure.likeness"),
         ("quantize", "models.prune.sparsegpt"),
         ("adapters", "models.layers.lora"),
+        ("sensitivity", "models.quantize.int8_static"),  # its constants name methods too
+        ("shrink", "models.quantize.qat"),
+        ("losses", "models.drafts.eagle3"),
+        ("sources", "models.drafts.eagle3"),
     ],
 )
 def test_cells_hang_on_the_code_that_computes_them(family: str, module: str) -> None:
     comparison = load_comparison(family)
-    assert module in code_hashes(*code_modules(comparison, comparison.rows(1.0)))
+    rows = comparison.rows(1.0)
+    assert module in code_hashes(*code_modules(comparison, rows[:1] if family == "sensitivity" else rows))

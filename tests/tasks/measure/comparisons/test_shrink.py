@@ -1,11 +1,13 @@
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from models import catalog
+from models import catalog, training
+from models.shrink import sheared
 from tasks.measure.comparisons import Bench, Row, shrink
 
 pytestmark = pytest.mark.slow
@@ -55,6 +57,28 @@ def test_chains_keep_what_their_first_stage_made(tiny_target: Path, tmp_path: Pa
     assert chained["low_rank 0.8, then lora"]["parameters_m"] == low_rank["parameters_m"]
     assert chained["depth, then qat"]["parameters_m"] == depth["parameters_m"]
     assert math.isnan(chained["depth, then qat"]["promised"]) and chained["depth, then qat"]["rate"] == 3e-4
+
+
+def test_what_trains_as_sheared_does_learns_from_as_many_tokens(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tiny_target, texts(12, 0), texts(4, 1), 0.05, tmp_path)
+    learnt = []
+    real = training.train
+
+    def counted(*args: Any, **settings: Any) -> training.Trained:
+        trained = real(*args, **settings)
+        learnt.append(trained.num_tokens)
+        return trained
+
+    monkeypatch.setattr(training, "train", counted)
+    monkeypatch.setattr(sheared, "train", counted)
+    totals = []
+    for name in ("sheared", "width, trained as sheared"):
+        learnt.clear()
+        shrink.measure(_own(bench), ROWS[name], seed=0)
+        totals.append(sum(learnt))
+    assert totals[0] == totals[1] > 12 * 40
 
 
 def _own(bench: Bench) -> Bench:
