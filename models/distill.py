@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 from torch import Tensor
 
-from models import catalog, fitted
+from models import catalog
 from models.answers import Written, require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
 from models.drafts import Draft, Procedure, Unrolled
+from models.fitted import WithHeads
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.losses import Drafted
 from models.params import BaseParams
@@ -29,13 +30,12 @@ from models.teacher import Teacher, draft_ids
 from models.written import Rounds
 
 
-class Params(BaseParams):
+class Params(WithHeads):
     """Settings of the loop.
 
     Attributes:
         learning_rate: of AdamW, at its highest.
-        warmup: share of the steps in which the learning rate rises; none of a run that goes on from another one's
-            state.
+        warmup: share of the steps in which the learning rate rises; none where a run goes on from another's state.
         schedule: how the learning rate goes on after that: "cosine" falls to 2% at the end of the run; "constant"
             stays, for runs that others go on from.
         average: share of the steps, the last ones, whose mean the draft's weights are in the end; 0 takes the last.
@@ -47,12 +47,8 @@ class Params(BaseParams):
         num_threads: of the processor; 0 leaves it to torch.
         loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
         answers: whose answers are learnt, and what a token of them counts.
-        lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
-            and that the reference engine finds beside the draft.
-        verify: a rule with a head, such as `judge`, the same.
         step_decay: weight of unroll j is step_decay ** j; by default the family's.
-        follow: which rows are unrolled further: "accepted" those whose tokens were right so far, "all" every one; by
-            default the family's.
+        follow: rows that are unrolled further: "accepted" those right so far, "all" every one; by default the family's.
         batch_tokens: tokens, padding included, of one optimizer step.
         max_minutes: training ends then at the latest, the learning rate's schedule with it.
         checkpoint_s: seconds between checkpoints.
@@ -75,18 +71,6 @@ class Params(BaseParams):
     num_threads: int = Field(0, ge=0)
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
     answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
-    lengths: Annotated[BaseParams | None, catalog.Method("lengths")] = None
-    verify: Annotated[BaseParams | None, catalog.Method("verify")] = None
-
-    @field_validator("lengths", "verify")
-    @classmethod
-    def _has_a_head(cls, method: BaseParams | None, info: ValidationInfo) -> BaseParams | None:
-        return fitted.require(str(info.field_name), method)
-
-    @property
-    def heads(self) -> list[tuple[str, BaseParams]]:
-        """Family and settings of what is fit behind the draft."""
-        return list(fitted.named(lengths=self.lengths, verify=self.verify))
 
     def over(self, procedure: Procedure) -> Procedure:
         """Return how a family is trained, with what is said here in its place."""

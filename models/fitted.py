@@ -10,8 +10,11 @@ A method that has such a head offers
 They lie in a folder of their own, since engines read all weights that stand beside a draft's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import ValidationInfo, field_validator
 
 from models import catalog
 from models.drafts import Draft
@@ -20,6 +23,30 @@ from models.params import BaseParams
 
 FOLDER = "heads"
 EVERY = 8  # one answer in so many is kept from the draft, for the heads
+
+
+class WithHeads(BaseParams):
+    """Which heads are fit behind a draft's training.
+
+    Attributes:
+        lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
+            and that the reference engine finds beside the draft.
+        verify: a rule with a head, such as `judge`, the same.
+    """
+
+    lengths: Annotated[BaseParams | None, catalog.Method("lengths")] = None
+    verify: Annotated[BaseParams | None, catalog.Method("verify")] = None
+
+    @field_validator("lengths", "verify")
+    @classmethod
+    def _has_a_head(cls, method: BaseParams | None, info: ValidationInfo) -> BaseParams | None:
+        return require(str(info.field_name), method)
+
+    @property
+    def heads(self) -> list[tuple[str, BaseParams]]:
+        """Family and settings of each."""
+        both = {"lengths": self.lengths, "verify": self.verify}
+        return [(family, params) for family, params in both.items() if params is not None]
 
 
 def require(family: str, params: BaseParams | None) -> BaseParams | None:
@@ -98,10 +125,3 @@ def found(family: str, params: BaseParams, directory: Path | None) -> BaseParams
         return params
     file = directory / FOLDER / module.FILE
     return params.model_copy(update={"head": file}) if file.is_file() else params
-
-
-def named(**methods: BaseParams | None) -> Iterator[tuple[str, BaseParams]]:
-    """Yield family and settings of those that are there."""
-    for family, params in methods.items():
-        if params is not None:
-            yield family, params

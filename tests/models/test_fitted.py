@@ -87,7 +87,7 @@ def test_a_head_that_settings_name_comes_before_the_kept_one(directory: Path, tm
 
 def test_one_answer_in_eight_is_kept_from_the_draft_and_none_without_heads() -> None:
     samples = [Sample(str(number), "chat", [3], [4, 5, 6]) for number in range(20)]
-    methods = list(fitted.named(lengths=specdec_pp.Params(), verify=None))
+    methods = distill.Params(lengths=specdec_pp.Params()).heads
     learnt, kept = fitted.share(samples, methods)
     assert [sample.id for sample in kept] == ["7", "15"] and len(learnt) == 18
     assert fitted.share(samples, []) == (samples, [])
