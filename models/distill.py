@@ -319,6 +319,8 @@ class _Loop:
             said = final[sequence, position], log_sums[sequence, position]
             drafted = self._drafted(step, unrolled, came(step, running), own[running], *said)
             values = self.loss.loss(drafted, self.procedure.loss)
+            if unrolled.added is not None:
+                values = values + unrolled.added
             counted = values if counts is None else values * counts[sequence, position + 1]
             total = total + self.procedure.step_decay**step * counted.sum()
             if step == 0:

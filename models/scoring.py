@@ -118,7 +118,7 @@ def _greedy_steps(
         # Of the vocabulary only two kinds count: what the target said, here token 0, and all other tokens together.
         q = torch.zeros(len(rows.index), num_steps, 2, device=last.device)
         matched = partial(_matched, rows, last, draft.vocabulary)
-        for step, (running, logits, _) in enumerate(draft.unroll(rows, num_steps, matched)):
+        for step, (running, logits, *_) in enumerate(draft.unroll(rows, num_steps, matched)):
             hits = matched(step, running, logits)
             q[running, step] = torch.stack([hits, ~hits], dim=-1).to(q)
         said = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
@@ -178,7 +178,7 @@ def _sampled_scores(
         for start in range(0, len(rows.index), STARTS):
             index = rows.index[start : start + STARTS]
             q = torch.zeros(len(index), num_steps, len(output), device=device)
-            for step, (running, logits, _) in enumerate(drafted):
+            for step, (running, logits, *_) in enumerate(drafted):
                 here = (running >= start) & (running < start + STARTS)
                 law = (logits[here] / sample.temperature).softmax(-1)
                 q[(running[here] - start)[:, None], step, draft.vocabulary] = law

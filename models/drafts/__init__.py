@@ -68,6 +68,7 @@ class Unrolled(NamedTuple):
     running: Tensor  # [n] the row numbers that ran
     logits: Tensor  # [n, D]
     hidden: Tensor | None = None  # [n, H] its guess of what the target's output matrix multiplies; None where none
+    added: Tensor | None = None  # [n] what the family adds to the loss of each row in training
 
 
 class Drafter(Protocol):

@@ -126,7 +126,7 @@ def fit(
         for batch in length_buckets(samples, 2048):
             rows, _, _, lengths = pack(batch, states, num_draft_tokens, draft)
             accepted = partial(_accepted, rows, lengths[rows.sequence] - 1, draft.vocabulary)
-            for step, (running, logits, _) in enumerate(draft.unroll(rows, num_draft_tokens, accepted)):
+            for step, (running, logits, *_) in enumerate(draft.unroll(rows, num_draft_tokens, accepted)):
                 features.append(_features(logits, logits.argmax(-1), step))
                 labels.append(accepted(step, running, logits))
     head = binary_head.fit(

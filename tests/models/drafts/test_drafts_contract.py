@@ -96,7 +96,7 @@ def test_the_engines_drafting_is_the_unrolling_of_training(
             return
         unrolled = draft.unroll(rows, K)
     for step, token in enumerate(proposed[node] for node in first_branch(parents)):
-        running, wanted, states = unrolled[step]
+        running, wanted, states, *_ = unrolled[step]
         assert running.tolist() == [0]
         assert states is None or len(states) == 1
         assert int(draft.vocabulary[wanted[0].argmax()]) == token

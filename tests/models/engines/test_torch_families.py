@@ -21,6 +21,7 @@ EXPANDING = [
     "chimera",
     "clover",
     "dflash",
+    "dream",
     "eagle",
     "eagle3",
     "early_exit",
@@ -34,12 +35,13 @@ EXPANDING = [
     "self_skip",
 ]
 # New ones say what chance has it; trained ones are accepted in tests/models/drafts/test_learning.py.
-BY_CHANCE = ["chimera", "falcon"]
+BY_CHANCE = ["chimera", "dream", "falcon"]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 SAMPLED = [
     "chimera",
     "clover",
     "dflash",
+    "dream",
     "eagle",
     "early_exit",
     "falcon",

@@ -166,7 +166,7 @@ def test_the_torch_draft_proposes_the_engines_tokens(
                 tokens = torch.tensor([[*sample.token_ids[: index + 2], *drafted, 0]])
                 rows = Rows(hidden[:, : index + 1], tokens, torch.tensor([0]), torch.tensor([index]))
                 with torch.inference_mode():
-                    for (_, logits, _), token in zip(head.unroll(rows, 3), drafted, strict=True):
+                    for (_, logits, *_), token in zip(head.unroll(rows, 3), drafted, strict=True):
                         compared += 1
                         if int(head.vocabulary[logits[0].argmax()]) != token:
                             best, engines = logits[0].max(), logits[0][head.vocabulary == token]
