@@ -269,10 +269,12 @@ def judge(figures: Mapping[str, Mapping[str, Mapping[int, Row]]]) -> str:
     verdict = f"{'misses' if below else 'meets'} the bar (lower end of each ratio at least {FLOOR}): "
     verdict += f"{len(below)} of {len(ratios)} below it, least {interval(ratios[least])} with {least}"
     few = [
-        one["ratio"]["value"]
+        one["ratio"]["low"]
         for number, one in figures.get("code", {}).get(CHAMPION, {}).items()
         if number <= FEW_STREAMS
     ]
     if few:
-        verdict += f"; code, {CHAMPION}, at most {FEW_STREAMS} streams: {min(few):.2f} or more (aim {AIM})"
+        verdict += (
+            f"; code, {CHAMPION}, at most {FEW_STREAMS} streams: lower ends of {min(few):.2f} or more (aim {AIM})"
+        )
     return f"{verdict}."

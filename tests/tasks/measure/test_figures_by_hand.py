@@ -1,5 +1,5 @@
 """What benchmarks conclude from cells, by hand: windows of a swap, the outage of a restart, the stages of the demo, and
-how speeds stand to vLLM's, and where speculation loses.
+how speeds stand to vLLM's, where speculation loses, and whether training slows who is answered.
 """
 
 import pytest
@@ -8,6 +8,7 @@ from tasks.measure.demo import report as demo_report
 from tasks.measure.load import judge as judge_load
 from tasks.measure.speed import judge
 from tasks.measure.swap import windows
+from tasks.measure.trainer import judge as judge_trainer
 
 SWAP = {"quiet_s": 10.0, "unseen_s": 12.0, "seen_s": 12.1, "proven_s": 15.0, "swap_ms": 50.0}
 
@@ -65,7 +66,7 @@ def test_speculation_loses_where_the_lower_end_of_one_ratio_is_below_the_bar():
     good = {"chat": {"bad": at(1.08, 1.07)}, "code": {"champion": at(1.6, 1.5, 1.3, 1.1)}}
     assert judge_load(good) == (
         "meets the bar (lower end of each ratio at least 0.97): 0 of 6 below it, least 1.07 (0.97 to 1.17) with "
-        "chat, bad draft, 2 streams; code, champion, at most 4 streams: 1.30 or more (aim 1.4)."
+        "chat, bad draft, 2 streams; code, champion, at most 4 streams: lower ends of 1.20 or more (aim 1.4)."
     )
     good["chat"]["bad"][16] = {"ratio": ratio(0.7)["overall"]}
     assert judge_load(good).startswith(
@@ -73,3 +74,17 @@ def test_speculation_loses_where_the_lower_end_of_one_ratio_is_below_the_bar():
         "chat, bad draft, 16 streams; "
     )
     assert judge_load({"chat": good["chat"]}).endswith("16 streams.")
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        ((1.2, 0.95, 0), "meets"),
+        ((1.21, 0.95, 0), "misses"),
+        ((1.2, 0.94, 0), "misses"),
+        ((1.2, None, 0), "misses"),
+        ((1.2, 0.95, 1), "misses"),
+    ],
+)
+def test_training_beside_the_load_may_slow_neither_the_slowest_gaps_nor_the_streams(found, word):
+    assert judge_trainer(*found).startswith(f"{word} the bar (p99 at most 1.2×, tokens/s at least 0.95×): ")
