@@ -1,8 +1,7 @@
 """What a draft learns of a target's answers, and what it is accepted for on others: what tables of training share.
 
-Greedy answers of the target to the beginnings of documents are learnt, with one learning rate for all. Held out are
-answers to other documents: greedy ones, and ones that are drawn at temperature 1. The seed draws the documents, the
-order of training and what is drawn.
+Greedy answers of the target to the beginnings of documents are learnt. Held out are answers to other documents: greedy
+ones, and ones that are drawn at temperature 1. The seed draws the documents, the order of training and what is drawn.
 """
 
 import json
@@ -34,6 +33,7 @@ COLUMNS = {
 NUM_DRAFT_TOKENS, MOST_TOKENS = 3, 4096
 PROMPT_LENGTH, ANSWER_LENGTH, NUM_ANSWERS, NUM_HELD_OUT = 16, 48, 96, 24
 TRAINING = {"num_epochs": 6, "batch_tokens": 256}
+LEARNING_RATE = 1.5e-3  # where sweeps begin
 HEAD = {"name": "eagle3"}
 
 
@@ -64,6 +64,12 @@ def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
         figures={**accepted(bench, taught.draft, seed), "train_s": taught.train_s},
         num_parameters=sum(one.numel() for one in taught.draft.parameters() if one.requires_grad),
     )
+
+
+def refused(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> float:
+    """Train a new draft as `train` does, and return what a sweep makes least: minus the mean of both τ."""
+    found = accepted(bench, train(bench, draft, training, seed).draft, seed)
+    return -(found["tau"] + found["tau_sampled"]) / 2
 
 
 def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:

@@ -1,27 +1,33 @@
 """What a draft accepts after the same steps on the same answers, under each loss.
 
 The recipe's way to draft is not asked: every row trains a new EAGLE-3 head of one layer from one start, as
-`tasks.measure.lesson` says. Losses that aim at what is kept should be ahead at temperature 1.
+`tasks.measure.lesson` says, at the learning rate that suits its loss best. Losses that aim at what is kept should be
+ahead at temperature 1.
 
 A loss that reads what an EAGLE-3 head has not is not here.
 """
 
 from models import catalog
-from tasks.measure import lesson
+from tasks.measure import lesson, sweep
 from tasks.measure.comparisons import Bench, Row
 
 QUESTION = "Which loss teaches a draft head most, at equal steps on the same answers?"
 BASELINE = "forward_kl"
-COLUMNS = lesson.COLUMNS
+COLUMNS = {**lesson.COLUMNS, **sweep.COLUMNS}
 DRAFT = {"name": "eagle3"}
 
 
 def rows(budget: float) -> list[Row]:
     """Return every loss; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens."""
-    training = {**lesson.TRAINING, "follow": "all"}
+    training = {**lesson.TRAINING, "follow": "all", "learning_rate": lesson.LEARNING_RATE}
     return [Row(name, {"loss": {"name": name}, **training}) for name in catalog.names("losses")]
+
+
+def tune(bench: Bench, row: Row, seed: int) -> float:
+    """Train one draft; see `tasks.measure.comparisons`."""
+    return lesson.refused(bench, DRAFT, row.settings, seed)
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train one draft; see `tasks.measure.comparisons`."""
-    return lesson.teach(bench, DRAFT, row.settings, seed).figures
+    return {**lesson.teach(bench, DRAFT, row.settings, seed).figures, "rate": sweep.rate_of(row)}

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tasks.measure import sweep
+from tasks.measure import lesson, sweep
 from tasks.measure.cells import Cells
-from tasks.measure.comparisons import Bench, Row, adapters, quantize, regimes, shrink
+from tasks.measure.comparisons import Bench, Row, adapters, losses, quantize, regimes, shrink
 from tasks.measure.find_comparison import families, load_comparison
 
 DOCUMENTS = {"chat": [[number, 1, 2] for number in range(17)], "code": [[100, 1], [101, 1]]}
@@ -102,6 +102,24 @@ def test_every_table_of_which_a_row_names_a_rate_sweeps_it_and_has_it_in_a_colum
 
 
 @pytest.mark.slow
+def test_a_draft_is_judged_by_what_is_accepted_of_it_on_documents_that_are_set_aside(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    texts = {
+        "chat": 3 * torch.randint(3, 259, (8, 24), generator=rng).tolist()
+    }  # a random target's say nothing of others
+    aside = sweep.set_aside(Bench(tiny_target, texts, {}, 0.1, tmp_path))
+    row = next(row for row in losses.rows(0.1) if row.name == losses.BASELINE)
+    longer = row._replace(settings={**row.settings, "num_epochs": 60})
+    good, none = (
+        losses.tune(aside._replace(work_dir=tmp_path / str(rate)), sweep.at_rate(longer, rate), sweep.SEED)
+        for rate in (lesson.LEARNING_RATE, 1e-9)
+    )
+    assert -4 <= good < none <= -1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("comparison", "name"),
     [
@@ -119,9 +137,9 @@ def test_a_row_is_judged_by_what_it_learns_at_a_rate(comparison, name: str, tiny
     texts = {domain: torch.randint(3, 120, (12, 40), generator=rng).tolist() for domain in ("chat", "code")}
     aside = sweep.set_aside(Bench(tiny_target, texts, texts, 0.05, tmp_path))
     row = next(row for row in comparison.rows(0.05) if row.name == name)
-    losses = []
+    found = []
     for number, rate in enumerate((row.settings["learning_rate"], 1e-9)):
         work = tmp_path / f"{number}"
         work.mkdir()
-        losses.append(comparison.tune(aside._replace(work_dir=work), sweep.at_rate(row, rate), sweep.SEED))
-    assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
+        found.append(comparison.tune(aside._replace(work_dir=work), sweep.at_rate(row, rate), sweep.SEED))
+    assert all(0 < loss < 10 for loss in found) and found[0] != found[1]

@@ -25,7 +25,8 @@ def test_a_row_has_all_columns(row: Row, tiny_target: Path, tmp_path: Path) -> N
     rng = torch.Generator().manual_seed(0)
     texts = {"chat": torch.randint(3, 259, (8, 24), generator=rng).tolist()}
     draft = {**row.settings["draft"], **SMALLER.get(row.name, {})}
-    row = Row(row.name, {"draft": draft, "training": {**row.settings["training"], "num_epochs": 1}})
+    training = {**row.settings["training"], "num_epochs": 1}
+    row = row._replace(settings={**row.settings, "draft": draft, "training": training})
     found = drafts.measure(Bench(tiny_target, texts, texts, 0.05, tmp_path), row, seed=3)
     assert found.keys() == drafts.COLUMNS.keys()
     assert found["parameters_m"] > 0
