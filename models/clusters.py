@@ -10,7 +10,8 @@ a prompt will fall. What more than a twentieth of a domain's conversations share
 joins nothing: without this a template would make one cluster of a domain. Turns that have next to nothing else are held
 against each other by all of it, so that copies stay together however many they are. Because what is common changes as a
 log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that
-takes a second for ten thousand.
+takes a second for ten thousand. `datasketch` makes and looks up one conversation at a time, in an index that is meant
+to be kept, which here would be stale at each window.
 """
 
 import hashlib

@@ -266,17 +266,19 @@ def test_near_copies_and_turns_of_a_chat_stay_on_one_side(log, first_samples, pa
         assert len(copies) == 1 or copies == {"probe", None}, n
 
 
-def test_a_domain_keeps_its_probe_set_while_it_is_idle_and_nothing_like_it_is_trained_on(log, first_samples, pair):
+def test_an_idle_domain_keeps_its_probes_and_nothing_like_them_or_bridging_trains(log, first_samples, pair):
     first = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
-    probes = [one for one in first["probe"] if one.domain == "code"]
+    probes, trained = ([one for one in first[part] if one.domain == "code"] for part in ("probe", "train"))
+    bridges = [a.prompt_ids[:24] + b.prompt_ids[:24] for a, b in zip(probes[3:6], trained[-3:], strict=True)]
     assert len(probes) == 25
     for window in range(1, 4):
         rows = [row(n, domain="math", prompt_ids=words(1000 * window + n)) for n in range(60)]
         rows = [one.model_copy(update={"id": f"{one.id}-{window}"}) for one in rows]
-        copies = [one.prompt_ids[:-1] for one in probes]
-        rows += [row(1000 * window + n, prompt_ids=[*copy, window]) for n, copy in enumerate(copies[:3])]
+        alike = [one.prompt_ids[:-1] for one in probes[:3]] + bridges
+        rows += [row(1000 * window + n, prompt_ids=[*ids, window]) for n, ids in enumerate(alike)]
         parts = held(log, pair, first_samples, rows)
         assert [one for one in parts["probe"] if one.domain == "code"] == probes
+        assert not {one.id for one in rows[60:]} & {one.id for one in parts["train"] + parts["held_out"]}
         assert not clusters_of(probes) & clusters_of(parts["train"] + parts["held_out"])
     assert probe_versions(parts["probe"])["code"] == probe_versions(first["probe"])["code"]
     assert sum(one.domain == "math" for one in parts["probe"]) == 45
