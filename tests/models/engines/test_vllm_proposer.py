@@ -1,0 +1,46 @@
+"""Putting the planned proposer in place of vLLM's own: another layout is refused in one line and left as it was."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from models.engines.vllm import proposer
+from models.lookup import Library
+
+
+def runner(drafter: Any, **attributes: Any) -> Any:
+    return SimpleNamespace(drafter=drafter, **attributes)
+
+
+def bare() -> Any:
+    """Return a proposer of vLLM that was not set up, so that it has its class's attributes alone."""
+    return object.__new__(EagleProposer)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (runner(object()), r"vLLM drafts by object; another release is installed than wanted"),
+        (runner(bare()), r"SimpleNamespace has no input_batch; another release"),
+        (runner(bare(), **dict.fromkeys(proposer.READS)), r"EagleProposer has no _last_draft_probs; another release"),
+    ],
+)
+def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(given: Any, told: str) -> None:
+    drafter, before = given.drafter, type(given.drafter)
+    with pytest.raises(ValueError, match=told) as refused:
+        proposer.install(given, Library(shortest=3, longest=16, capacity=0))
+    assert "\n" not in str(refused.value)
+    assert type(drafter) is before
+    assert given.__dict__.get("propose_draft_token_ids") is None
+
+
+def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
+    given = runner(bare(), **dict.fromkeys(proposer.READS))
+    given.drafter._last_draft_probs = None
+    proposer.install(given, Library(shortest=3, longest=16, capacity=0))
+    assert isinstance(given.drafter, proposer.Proposer)
+    assert isinstance(given.drafter, EagleProposer)
+    assert given.drafter.runner is given
+    assert callable(given.propose_draft_token_ids)
