@@ -121,6 +121,8 @@ class Lineage(_Tags):
         source, source_sha256: the directory that a draft from elsewhere was read from.
         samples_uri, samples_sha256: the answers that its line started with.
         state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
+        teachers: sha256 of the weights of each model whose word it learnt beside the target's, to its name and its
+            weight in the mean.
         seed: of the recipe.
     """
 
@@ -150,6 +152,7 @@ class Lineage(_Tags):
     state_uri: str = ""
     state_sha256: str = ""
     continues: Number = None
+    teachers: Annotated[dict[str, JsonValue], BeforeValidator(_figures)] = Field(default_factory=dict)
     seed: Number = None
 
     @property

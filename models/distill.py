@@ -20,13 +20,12 @@ from models import catalog
 from models.answers import Written, require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
-from models.drafts import Draft, Procedure, Unrolled
+from models.drafts import Draft, Procedure
 from models.fitted import WithHeads
 from models.hidden import HiddenStates, Sample, length_buckets
-from models.losses import Drafted
 from models.params import BaseParams
 from models.resume import load_progress, load_state, save_progress, save_state
-from models.teacher import Teacher, draft_ids
+from models.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.written import Rounds
 
 
@@ -47,6 +46,7 @@ class Params(WithHeads):
         num_threads: of the processor; 0 leaves it to torch.
         loss: what is minimised; by default what the draft's family says, which is what its paper trains it with.
         answers: whose answers are learnt, and what a token of them counts.
+        teachers: models beside the target; labels are the mean of their probabilities and the target's.
         step_decay: weight of unroll j is step_decay ** j; by default the family's.
         follow: rows that are unrolled further: "accepted" those right so far, "all" every one; by default the family's.
         batch_tokens: tokens, padding included, of one optimizer step.
@@ -71,6 +71,7 @@ class Params(WithHeads):
     num_threads: int = Field(0, ge=0)
     loss: Annotated[BaseParams | None, catalog.Method("losses")] = None
     answers: Annotated[BaseParams, catalog.Method("answers")] = target.Params()
+    teachers: tuple[TeacherParams, ...] = ()
 
     def over(self, procedure: Procedure) -> Procedure:
         """Return how a family is trained, with what is said here in its place."""
@@ -113,6 +114,7 @@ def train(
     state: Path | None = None,
     state_out: Path | None = None,
     captured: Captures | None = None,
+    teacher_dirs: Sequence[Path] = (),
 ) -> Report:
     """Train `draft` in place.
 
@@ -129,9 +131,11 @@ def train(
         state: the end of the run to go on from, as `state_out` of that run; its weights replace the draft's.
         state_out: file to write this run's end to.
         captured: hidden states that need not be computed.
+        teacher_dirs: of each of the settings' teachers.
 
     Raises:
-        ValueError: no sample has anything to learn from, K is 0, or `state` is of a draft of another shape.
+        ValueError: no sample has anything to learn from, K is 0, `state` is of a draft of another shape, or a teacher
+            has another vocabulary.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
     samples = [s for s in samples if len(s.completion_ids) > 2]
@@ -141,6 +145,7 @@ def train(
         raise ValueError(f"a draft is trained for num_draft_tokens from 1; got {num_draft_tokens}")
     if params.num_threads:
         torch.set_num_threads(params.num_threads)
+    require_teachers(draft, target_dir, params.teachers, teacher_dirs)
     report = on_progress or (lambda progress: None)
     learnt: HiddenStates | Rounds
     if isinstance(params.answers, Written):
@@ -156,7 +161,7 @@ def train(
             captured,
         )
     draft.to(device)
-    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed)
+    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs)
     if state is not None:
         loop.go_on_from(state)
     return loop.run(report, state_out)
@@ -172,6 +177,7 @@ class _Loop:
         num_draft_tokens: int,
         work_dir: Path,
         seed: int,
+        teacher_dirs: Sequence[Path] = (),
     ) -> None:
         self.draft, self.learnt, self.params, self.seed = draft, learnt, params, seed
         self.work_dir = work_dir
@@ -179,8 +185,8 @@ class _Loop:
         require_labels(params.answers, self.procedure.loss)
         self.loss = catalog.load("losses", self.procedure.loss.name)
         self.counts = token_counts(learnt.samples, params.answers)
-        self.teacher = Teacher.read(draft, target_dir)
-        self.draft_ids = draft_ids(draft, target_dir)
+        require_reader(params.teachers, self.procedure.loss)
+        self.teachers = Teachers(draft, target_dir, self.procedure.loss, params.teachers, teacher_dirs)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -194,8 +200,6 @@ class _Loop:
         self.total = max(params.num_epochs * len(self.buckets), params.min_steps)
         self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.buckets)
         self.key, self.round = self._key(), -1
-        if isinstance(learnt, HiddenStates):
-            self.states = learnt
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.losses: list[tuple[int, float]] = []
         self.warmup = params.warmup
@@ -209,6 +213,8 @@ class _Loop:
 
     def run(self, report: Callable[[Progress], None], state_out: Path | None = None) -> Report:
         self._resume()
+        if isinstance(self.learnt, HiddenStates):
+            self._read(self.learnt, report)
         saved = shown = time.perf_counter()
         mean = self.losses[-1][1] if self.losses else None
         while (done := self._done()) < 1.0:
@@ -259,10 +265,16 @@ class _Loop:
         if self.step:
             self._save()  # nobody goes on from before it: what was written there is removed
         loss = self.losses[-1][1] if self.losses else None
-        self.states = self.learnt.begin(
+        states = self.learnt.begin(
             number, self.key, lambda stage, done, of, speed: report(Progress(stage, done, of, loss, speed))
         )
+        self._read(states, report)
         self.buckets, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
+
+    def _read(self, states: HiddenStates, report: Callable[[Progress], None]) -> None:
+        """Learn from these samples, once all teachers have read them."""
+        device, self.states = str(self.draft.vocabulary.device), states
+        self.teachers.read(states, device, lambda d, t, r: report(Progress("hidden states", d, t, None, r)))
 
     def _done(self) -> float:
         """Fraction of the schedule, by steps or by time, whichever is further."""
@@ -310,14 +322,14 @@ class _Loop:
 
         total, first = torch.zeros((), device=final.device), 0.0
         own = torch.ones_like(rows.index, dtype=torch.bool)
-        counts = self._padded_counts(batch, final.device)
+        counts, word = self._padded_counts(batch, final.device), self.teachers.say(batch, (final, log_sums))
         for step, unrolled in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
             running = unrolled.running
             if len(running) == 0:
                 break
             sequence, position = rows.sequence[running], rows.index[running] + 1 + step
-            said = final[sequence, position], log_sums[sequence, position]
-            drafted = self._drafted(step, unrolled, came(step, running), own[running], *said)
+            places = sequence, position
+            drafted = self.teachers.drafted(step, unrolled, came(step, running), own[running], word, places)
             values = self.loss.loss(drafted, self.procedure.loss)
             if unrolled.added is not None:
                 values = values + unrolled.added
@@ -339,32 +351,6 @@ class _Loop:
     def _choice(self, logits: Tensor) -> Tensor:
         """[n, D] → [n] the target ids that the draft would have proposed."""
         return self.draft.vocabulary[logits.argmax(-1)]
-
-    def _drafted(
-        self, step: int, unrolled: Unrolled, came: Tensor, own: Tensor, states: Tensor, log_sums: Tensor
-    ) -> Drafted:
-        """Put together what the loss needs of rows [n], and compute no more.
-
-        Args:
-            step, unrolled: what was drafted.
-            came: [n] target ids of the tokens that came instead.
-            own: [n] whether the draft was led by its own tokens.
-            states, log_sums: [n, H] the target's last residual stream, [n].
-        """
-        needs = set(self.loss.NEEDS)
-        columns = {"on_policy": own}
-        with torch.no_grad():
-            if needs & {"target_probs", "target_hidden"}:
-                columns["target_hidden"] = self.teacher.normed(states)
-            if "target_probs" in needs:
-                columns["target_probs"] = self.teacher.probs(columns["target_hidden"], log_sums)
-            if "token" in needs:
-                columns["token"] = self.draft_ids[came]
-        if "draft_hidden" in needs:
-            if unrolled.hidden is None:
-                raise ValueError(f'loss "{self.procedure.loss.name}" reads draft_hidden, and this draft has none')
-            columns["draft_hidden"] = unrolled.hidden
-        return Drafted(step, unrolled.logits, **{name: columns[name] for name in self.loss.NEEDS})
 
     def _average(self) -> None:
         """Take the step that was done into the mean, if it is one of the last."""

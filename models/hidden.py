@@ -57,13 +57,14 @@ class HiddenStates:
 
     Attributes:
         layers: residual streams, counted as layers done, ascending; the last one is the target's last.
+        directory: where they lie.
         tokens_per_s: of the extraction that this object ran; 0 when all was there.
     """
 
     def __init__(self, directory: Path, samples: Sequence[Sample], layers: Sequence[int], hidden_size: int) -> None:
         self.samples, self.layers, self.hidden_size = samples, tuple(layers), hidden_size
         self.tokens_per_s = 0.0
-        self._directory = directory
+        self.directory = directory
         self._offsets: dict[str, int] = {}
         self._states: Tensor | None = None
         self._log_sums: Tensor | None = None
@@ -93,7 +94,7 @@ class HiddenStates:
             device: where the target runs.
             captured: states that need not be computed.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         done = self._read_index()
         wanted = [s for s in self.samples if s.id not in self._offsets]
         if wanted:
@@ -105,13 +106,13 @@ class HiddenStates:
         size = max(done, max((self._offsets[s.id] + len(s.token_ids) for s in self.samples), default=0))
         if num_tokens == 0:
             raise ValueError("there are no samples to extract hidden states of")
-        states = np.memmap(self._directory / "states.bin", dtype=np.int16, mode="r+", shape=(size, width))
+        states = np.memmap(self.directory / "states.bin", dtype=np.int16, mode="r+", shape=(size, width))
         self._states = torch.from_numpy(states).view(torch.bfloat16)
-        self._log_sums = torch.from_numpy(np.fromfile(self._directory / "log_sums.bin", dtype=np.float32, count=size))
+        self._log_sums = torch.from_numpy(np.fromfile(self.directory / "log_sums.bin", dtype=np.float32, count=size))
 
     def _read_index(self) -> int:
         """Load offsets; return how many tokens are complete."""
-        index, done = self._directory / "index.jsonl", 0
+        index, done = self.directory / "index.jsonl", 0
         if index.is_file():
             for line in index.read_text().splitlines():
                 try:
@@ -133,11 +134,11 @@ class HiddenStates:
     ) -> None:
         total, finished, started = sum(len(s.token_ids) for s in wanted), 0, perf_counter()
         rows = [json.dumps({"id": i, "start": s, "length": n}) for i, s, n in self._known()]
-        index = self._directory / "index.jsonl"
+        index = self.directory / "index.jsonl"
         index.write_text("".join(row + "\n" for row in rows))
         with (
-            (self._directory / "states.bin").open("ab") as states,
-            (self._directory / "log_sums.bin").open("ab") as log_sums,
+            (self.directory / "states.bin").open("ab") as states,
+            (self.directory / "log_sums.bin").open("ab") as log_sums,
             index.open("a") as lines,
             torch.inference_mode(),
         ):
@@ -177,7 +178,7 @@ class HiddenStates:
             yield target.compute(batch)
 
     def _known(self) -> list[tuple[str, int, int]]:
-        index = self._directory / "index.jsonl"
+        index = self.directory / "index.jsonl"
         if not index.is_file():
             return []
         rows = []

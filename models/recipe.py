@@ -234,12 +234,18 @@ class Recipe(Frozen):
         """Return the settings of training in a refresh."""
         return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
 
-    def _require_answers(self, params: Any, of_log: bool) -> None:
+    def _require_lessons(self, params: Any, of_log: bool) -> None:
+        """Raise ValueError if the draft can't learn of such answers or teachers."""
         from models.answers import require_source  # torch
         from models.drafts import family_named, procedure_of
+        from models.teacher import require_reader
 
         family = family_named(self.draft.name)
-        require_source(params.answers, params.over(procedure_of(family)).loss, family.TRAINED, of_log)
+        loss = params.over(procedure_of(family)).loss
+        require_source(params.answers, loss, family.TRAINED, of_log)
+        if params.teachers and not family.TRAINED:
+            raise ValueError("teachers are for drafts that are trained, and this one has no weights")
+        require_reader(params.teachers, loss)
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
@@ -250,8 +256,8 @@ class Recipe(Frozen):
                 module.require_engine(self.shrink.method, self.engine.name)
         if not self.first_domains:
             raise ValueError("no domain has num_train above 0, so there is nothing to train the first draft on")
-        self._require_answers(self.distill, of_log=False)
-        self._require_answers(self.refresh_distill(), of_log=True)
+        self._require_lessons(self.distill, of_log=False)
+        self._require_lessons(self.refresh_distill(), of_log=True)
         if self.num_draft_tokens < 1:
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"

@@ -9,9 +9,11 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -89,6 +91,19 @@ def rewrite(tokenizer: Any, token_ids: Sequence[int], change: Callable[[str], st
         ids += stretch
         texts.append(changed)
     return ids, "".join(texts)
+
+
+def differing_tokens(directory: Path, like: Path) -> list[str]:
+    """Return the tokens that don't have one id in the tokenizers of two model directories, sorted.
+
+    Raises:
+        ValueError: one of them has no tokenizer.json.
+    """
+    for one in (directory, like):
+        if not (one / "tokenizer.json").is_file():
+            raise ValueError(f"{one.name} has no tokenizer.json, so its vocabulary can't be compared")
+    own, wanted = (Tokenizer.from_file(str(one / "tokenizer.json")).get_vocab() for one in (directory, like))
+    return sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
 
 
 class TurnMarks(NamedTuple):

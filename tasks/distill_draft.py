@@ -25,6 +25,7 @@ from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress
 from tasks.stages.samples import read_samples
+from tasks.stages.teachers import prepare_teachers
 
 STATE, STATE_FILE = "state", "state.safetensors"
 
@@ -83,7 +84,9 @@ def forget_states(kept: Collection[str]) -> None:
 
 def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Artifact, start: Start | None) -> Trained:
     family = family_named(recipe.draft.name) if start is None else family_of(open_artifact(start.files))
+    teachers = prepare_teachers(params)
     inputs = {"target": target, "samples": samples}
+    inputs |= {f"teacher {number}": teacher for number, teacher in enumerate(teachers)}
     if start is not None:
         inputs |= {"parent": start.files} | ({} if start.state is None else {STATE: start.state})
     settings = {
@@ -134,6 +137,7 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
                 state=before,
                 state_out=after,
                 captured=captured,
+                teacher_dirs=[open_artifact(teacher) for teacher in teachers],
             )
         if captured is not None:
             tell(captured, "learn from")

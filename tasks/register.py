@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import JsonValue
 
 from infra.artifacts import Artifact, open_artifact
 from infra.lineage import Lineage, Target, TrainedWindow
@@ -27,6 +28,7 @@ from tasks.find_past import Past
 from tasks.gate_draft import Judged, judged_report
 from tasks.measure_draft import Measured, first_report
 from tasks.stages.reporting import flow_run_id, run_logger
+from tasks.stages.teachers import teachers_in
 
 
 @task(cache_policy=NO_CACHE)
@@ -138,6 +140,7 @@ def register_candidate(
         ),
         start=start,
         state=trained.state,
+        teachers=teachers_in(recipe.refresh_distill()),
     )
     report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens, lineage.continues)
     version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
@@ -178,7 +181,9 @@ def _register_first(
             return found
     card = describe(target_files.path)
     check_draft(open_artifact(draft), None, card)
-    lineage = _lineage(recipe, target, card, samples, measured, draft.sha256[:16], adopted=adopted)
+    teachers = teachers_in(recipe.distill) if adopted is None else None
+    line = draft.sha256[:16]
+    lineage = _lineage(recipe, target, card, samples, measured, line, adopted=adopted, teachers=teachers)
     report = first_report(measured, recipe.num_draft_tokens)
     return _register(registry, "draft", draft, lineage.to_tags(), measured.metrics(), report)
 
@@ -198,6 +203,7 @@ def _lineage(
     gated_against: int | None = None,
     start: Start | None = None,
     state: Artifact | None = None,
+    teachers: Mapping[str, JsonValue] | None = None,
 ) -> Lineage:
     """Return the lineage of a draft of this run; without a verdict it is the first of its line."""
     return Lineage(
@@ -226,6 +232,7 @@ def _lineage(
         state_uri="" if state is None else state.uri,
         state_sha256="" if state is None else state.sha256,
         continues=start.version.number if start is not None and start.going_on else None,
+        teachers=dict(teachers or {}),
         seed=recipe.seed,
     )
 

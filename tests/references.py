@@ -276,11 +276,12 @@ def _table(path: str, owner: type[BaseModel], field: FieldInfo) -> list[str]:
     model = LAZY.get(path) or _model_in(field.annotation)
     assert model is not None
     path += ".DOMAIN" if str(field.annotation).startswith("dict") else ""
+    heading = f"[[{path}]]" if str(field.annotation).startswith("tuple") else f"[{path}]"
     said = inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:\n")[0].split("\n\n")[0].replace("\n", " ")
     needed = "" if not field.is_required() else " Required."
     optional = " Optional: without it the stage is off." if field.default is None and not needed else ""
     tables = [key for key in model.model_fields if _is_table(model, key)]
-    lines = ["", f"## [{path}]", "", f"{said.strip()}{needed}{optional}", ""]
+    lines = ["", f"## {heading}", "", f"{said.strip()}{needed}{optional}", ""]
     shared = [] if not issubclass(model, TrainingParams) else list(TrainingParams.model_fields)
     lines += _keys(model, [key for key in model.model_fields if key not in {*tables, *shared, "name"}])
     if shared:

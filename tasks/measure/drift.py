@@ -42,6 +42,7 @@ from tasks.measure.home import files_of, first_pair
 from tasks.measure.refreshes import file_traffic, refresh
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
+from tasks.stages.teachers import prepare_teachers
 
 TITLE, QUESTION = "B3", "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
@@ -259,6 +260,7 @@ class _Lab:
                 device=run.settings.device,
                 state=state,
                 state_out=state_out,
+                teacher_dirs=[open_artifact(one) for one in prepare_teachers(params)],
             )
             bar.advance()
         rmtree(work)

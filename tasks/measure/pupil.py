@@ -11,6 +11,7 @@ from models.hidden import Sample
 from models.params import BaseParams
 from tasks.distill_draft import untrained
 from tasks.measure.run import Run
+from tasks.stages.teachers import prepare_teachers
 
 
 def teach(
@@ -42,7 +43,10 @@ def teach(
     target_dir, work = open_artifact(pair.target_files), run.folder / "states"
     draft = untrained(run.recipe.draft, start, target_dir, samples)
     device = run.settings.device
-    report = distill.train(draft, target_dir, samples, params, num_draft_tokens, work, seed, device=device)
+    teachers = [open_artifact(one) for one in prepare_teachers(params)]
+    report = distill.train(
+        draft, target_dir, samples, params, num_draft_tokens, work, seed, device=device, teacher_dirs=teachers
+    )
     directory = run.folder / "drafts" / name
     directory.mkdir(parents=True, exist_ok=True)
     (family_named(run.recipe.draft.name) if start is None else family_of(start)).save(draft, directory)

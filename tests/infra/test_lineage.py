@@ -60,6 +60,7 @@ def test_a_lineage_survives_the_trip_through_tags() -> None:
         tau={"chat": 1.5},
         probe_tau=1.25,
         num_draft_tokens=3,
+        teachers={"9" * 64: {"name": "larger", "weight": 0.5}},
         seed=7,
     )
     assert set(trained.to_tags()) == set(Lineage.tag_names())
@@ -77,6 +78,7 @@ def test_a_version_of_an_earlier_revision_is_read() -> None:
     assert (lineage.window.first_seq, lineage.window.last_seq) == (1, 200)
     assert (lineage.tau, lineage.probe_tau) == ({"chat": 1.8512, "code": 2.1034}, 1.625)
     assert (lineage.num_draft_tokens, lineage.gated_against, lineage.source) == (None, None, "")
+    assert lineage.teachers == {}
     assert (version().previous, version().was_champion, version().quarantined, version().forced) == (1, True, "", "")
 
 

@@ -28,6 +28,34 @@ def test_a_refresh_trains_with_the_keys_that_differ(tables):
     assert recipe.refresh_distill().learning_rate == 0.5
 
 
+def test_teachers_are_tables_of_targets_that_a_refresh_has_too_unless_it_says_so(tables):
+    tables["distill"]["teachers"] = [{"model": {"name": "random", "seed": 1}, "weight": 0.5}]
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    [teacher] = recipe.distill.teachers
+    assert (teacher.model.name, teacher.model.seed, teacher.weight) == ("random", 1, 0.5)
+    assert recipe.refresh_distill().teachers == recipe.distill.teachers
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+    tables["refresh"]["distill"] = {"teachers": []}
+    assert parse_recipe({"name": "r", **tables}, "r").refresh_distill().teachers == ()
+
+
+@pytest.mark.parametrize(
+    ("draft", "changes", "message"),
+    [
+        ("eagle3", {"teachers": [{"model": {"name": "randm"}}]}, r'no method "randm" in targets \(did you mean "rand'),
+        ("eagle3", {"teachers": [{"model": {"name": "random"}, "weight": -1}]}, r'key "teachers.0.weight": .*got -1'),
+        ("eagle3", {"loss": {"name": "cross_entropy"}}, r'loss "cross_entropy" does not read what teachers say'),
+        ("medusa", {}, r'loss "cross_entropy" does not read what teachers say'),
+        ("ngram", {}, r"teachers are for drafts that are trained, and this one has no weights"),
+    ],
+)
+def test_teachers_that_a_draft_can_not_learn_from_are_refused(tables, draft, changes, message):
+    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": draft}
+    tables["distill"] = {"teachers": [{"model": {"name": "random"}}], **changes}
+    with pytest.raises(ValueError, match=message):
+        parse_recipe({"name": "r", **tables}, "r")
+
+
 def test_a_recipe_sets_probation_drain_and_request_limits(tables):
     tables["serve"] = {"drain_s": 3, "probation": {"timeout_s": 12}, "limits": {"max_queued_requests": 7}}
     serve = parse_recipe({"name": "r", **tables}, "r").serve

@@ -20,10 +20,12 @@ from models.hidden import Sample
 from models.layers.decoder import Sublayers
 from models.lengths import specdec_pp
 from models.recipe import parse_recipe, shipped_recipes
+from models.targets import describe
 from models.written import Rounds
 from tasks.distill_draft import distill_draft, train_challenger, untrained
 from tasks.find_challenger import Start
 from tasks.stages.samples import write_samples
+from tasks.stages.teachers import teachers_in
 from tests.infra.erase.planted import SUBJECT, planted_row
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
@@ -116,6 +118,33 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
     remove_work(Job(settings, log, 0, log.begin_erasure(subjects=(SUBJECT,))))
     assert not work.exists()
     log.close()
+
+
+@pytest.mark.slow
+def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    with staged(tmp_path / "target") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+    with staged(tmp_path / "samples") as directory:
+        answered = answer_all(tiny_target, None, prompts(2))
+        write_samples(
+            directory,
+            "train",
+            [Sample(one.request_id, "chat", [*one.prompt_ids], [*one.token_ids]) for one in answered],
+        )
+    target, samples = publish(tmp_path / "target", "target"), publish(tmp_path / "samples", "samples")
+    tables, made = tomllib.loads(shipped_recipes()["tiny"].read_text()), {}
+    for weight in (0.0, 1.0, 1.0):
+        tables["distill"]["num_epochs"] = 1
+        tables["distill"]["teachers"] = [{"model": {"name": "random", "seed": 1}, "weight": weight}]
+        recipe = parse_recipe({"name": "r", **tables}, "r")
+        assert made.setdefault(weight, distill_draft.fn(recipe, target, samples)) == made[weight]
+        [(sha256, told)] = teachers_in(recipe.distill).items()
+        assert sha256 != describe(tiny_target).sha256
+        assert told == {"name": "random-llama-1", "weight": weight}
+    assert made[0.0].sha256 != made[1.0].sha256
 
 
 @pytest.mark.slow

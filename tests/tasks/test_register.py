@@ -12,6 +12,7 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE, GateReport
 from infra.windows import Window
+from models import distill
 from models.recipe import load_recipe
 from tasks.distill_draft import Trained
 from tasks.find_challenger import find_challenger
@@ -62,6 +63,19 @@ def described(registry: Registry, version: Version) -> str:
 
     client = MlflowClient(tracking_uri=registry.store.uri, registry_uri=registry.store.uri)
     return client.get_model_version(version.kind, str(version.number)).description
+
+
+def test_a_draft_carries_the_teachers_that_it_learnt_from(
+    registry: Registry, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = distill.Params(teachers=[{"model": {"name": "random", "seed": 1}, "weight": 0.5}])
+    monkeypatch.setattr(f"{__name__}.RECIPE", RECIPE.model_copy(update={"distill": taught}))
+    told = {"name": "random-llama-1", "weight": 0.5}
+    files = made(pair.target_files.path, tmp_path / "taught", seed=3)
+    measured = judge({"chat": 0.0}).measured
+    first = register_draft.fn(RECIPE, pair.target, pair.target_files, files, SAMPLES, measured)
+    later = register(pair, tmp_path, {"chat": 0.3})
+    assert [list(one.lineage.teachers.values()) for one in (pair.draft, first, later)] == [[], [told], [told]]
 
 
 @pytest.mark.parametrize(

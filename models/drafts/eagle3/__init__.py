@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from models.checkpoint import read_stored, read_tensor
@@ -24,6 +23,7 @@ from models.eagle3_heads import (
     start_from_last_layer,
 )
 from models.targets import describe
+from models.tokens import differing_tokens
 
 PAPER = "arXiv:2503.01840"
 TRAINED = True
@@ -103,11 +103,9 @@ def vllm_weights(directory: Path) -> EngineWeights:
 
 def _require_same_tokens(directory: Path, target_dir: Path) -> None:
     """Raise ValueError if a head brings a tokenizer that is not the target's."""
-    file, known = directory / "tokenizer.json", target_dir / "tokenizer.json"
-    if not file.is_file() or not known.is_file():
+    if not all((one / "tokenizer.json").is_file() for one in (directory, target_dir)):
         return
-    own, wanted = (Tokenizer.from_file(str(path)).get_vocab() for path in (file, known))
-    if differing := sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token)):
+    if differing := differing_tokens(directory, target_dir):
         raise ValueError(
             f"the head's tokenizer is not the target's: {len(differing)} tokens differ, such as {differing[0]!r}"
         )
