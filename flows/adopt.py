@@ -22,16 +22,19 @@ AdoptOutcome = Outcome | Literal["registered"]
 
 @flow(name="adopt")
 @gives_way
-def adopt(recipe: Recipe, source: Path, promote: bool = False) -> tuple[AdoptOutcome, Version]:
+def adopt(
+    recipe: Recipe, source: Path, promote: bool = False, num_layers: int | None = None
+) -> tuple[AdoptOutcome, Version]:
     """Register a published draft; where none is served yet it becomes the champion, else the gate must pass it first.
 
     Args:
         recipe: with its target, and the prompts that the draft is measured on.
         source: the draft's directory.
         promote: whether to hold it against the champion; otherwise it is registered and measured only.
+        num_layers: of a draft in which others are nested, which of them to take.
     """
     weights = make_target(recipe)
-    adopted = adopt_draft(weights, source)
+    adopted = adopt_draft(weights, source, num_layers)
     target, samples = prepare(recipe, weights)
     version, pair = register_target(target), find_champions()
     if pair is not None and promote:

@@ -94,6 +94,10 @@ def import_draft(
     promote: Annotated[
         bool, typer.Option("--promote", help="Have the gate compare it with the champion, and promote it if it passes.")
     ] = False,
+    num_layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="Of a draft in which others are nested, take that of its first layers."),
+    ] = None,
 ) -> None:
     """Register a draft that was trained elsewhere. If no draft is served yet, it becomes the champion.
 
@@ -104,7 +108,7 @@ def import_draft(
     _, parsed = prepare(recipe)
     from flows.adopt import adopt
 
-    outcome, version = adopt(parsed, directory.absolute(), promote)
+    outcome, version = adopt(parsed, directory.absolute(), promote, num_layers)
     _show_draft(outcome, version)
     if outcome == "registered":
         out.print("the champion stays; to have the gate compare this draft with it, add --promote")

@@ -119,6 +119,7 @@ class Lineage(_Tags):
         judged_on: the conversations that its gate judged it by; beside the log it is known which rows these are.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
+        source_layers: how many of its first layers were taken, None for all that it is.
         samples_uri, samples_sha256: the answers that its line started with.
         state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
         teachers: sha256 of the weights of each model whose word it learnt beside the target's, to its name and its
@@ -147,6 +148,7 @@ class Lineage(_Tags):
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""
+    source_layers: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     samples_uri: str = ""
     samples_sha256: str = ""
     state_uri: str = ""

@@ -20,7 +20,7 @@ from models import catalog
 from models.answers import Written, require_labels, target, token_counts
 from models.batches import hidden_states, pack
 from models.captured import Captures
-from models.drafts import Draft, Procedure
+from models.drafts import Draft, Procedure, Unrolled
 from models.fitted import WithHeads
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
@@ -301,7 +301,7 @@ class _Loop:
         return first
 
     def _loss(self, batch: list[Sample], done: float) -> tuple[Tensor, float]:
-        """Return the loss to minimise, and the first unroll's mean.
+        """Return the loss to minimise, the mean over the draft and those nested in it, and its first unroll's mean.
 
         More rows go on as the draft gets better, so only the latter falls.
         """
@@ -320,26 +320,31 @@ class _Loop:
                 going &= self._choice(logits) == came(step, running)
             return going
 
-        total, first = torch.zeros((), device=final.device), 0.0
-        own = torch.ones_like(rows.index, dtype=torch.bool)
         counts, word = self._padded_counts(batch, final.device), self.teachers.say(batch, (final, log_sums))
-        for step, unrolled in enumerate(self.draft.unroll(rows, self.num_unroll, keep)):
-            running = unrolled.running
-            if len(running) == 0:
-                break
-            sequence, position = rows.sequence[running], rows.index[running] + 1 + step
-            places = sequence, position
-            drafted = self.teachers.drafted(step, unrolled, came(step, running), own[running], word, places)
-            values = self.loss.loss(drafted, self.procedure.loss)
-            if unrolled.added is not None:
-                values = values + unrolled.added
-            counted = values if counts is None else values * counts[sequence, position + 1]
-            total = total + self.procedure.step_decay**step * counted.sum()
-            if step == 0:
-                first = float(values.detach().mean())
-            if "on_policy" in self.loss.NEEDS:
-                own[running] &= self._choice(unrolled.logits) == came(step, running)
-        return total / len(rows.index), first
+
+        def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, float]:
+            total, first = torch.zeros((), device=final.device), 0.0
+            own = torch.ones_like(rows.index, dtype=torch.bool)
+            for step, unrolled in enumerate(unrolls):
+                running = unrolled.running
+                if len(running) == 0:
+                    break
+                sequence, position = rows.sequence[running], rows.index[running] + 1 + step
+                places = sequence, position
+                drafted = self.teachers.drafted(step, unrolled, came(step, running), own[running], word, places)
+                values = self.loss.loss(drafted, self.procedure.loss)
+                if unrolled.added is not None:
+                    values = values + unrolled.added
+                counted = values if counts is None else values * counts[sequence, position + 1]
+                total = total + self.procedure.step_decay**step * counted.sum()
+                if step == 0:
+                    first = float(values.detach().mean())
+                if "on_policy" in self.loss.NEEDS:
+                    own[running] &= self._choice(unrolled.logits) == came(step, running)
+            return total / len(rows.index), first
+
+        parts = [of(unrolls) for unrolls in self.draft.unroll_all(rows, self.num_unroll, keep)]
+        return torch.stack([loss for loss, _ in parts]).mean(), parts[0][1]
 
     def _padded_counts(self, batch: Sequence[Sample], device: torch.device) -> Tensor | None:
         """Return [B, T] what each token counts, None where all count the same."""

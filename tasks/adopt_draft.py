@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -22,35 +23,45 @@ class Adopted(Frozen):
         draft: kind "draft", as the engine loads it.
         source: the directory that was read.
         source_sha256: of the files in it that count.
+        num_layers: how many of its first layers were taken, None for all that it is.
     """
 
     draft: Artifact
     source: str
     source_sha256: str
+    num_layers: int | None = None
 
 
 @task(cache_policy=NO_CACHE)
-def adopt_draft(target: Artifact, source: Path) -> Adopted:
+def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -> Adopted:
     """Check a published draft against the target and convert it.
 
     Args:
         target: what it is to draft for.
         source: its directory; its layout says which family reads it.
+        num_layers: of a draft in which others are nested, the one to take: that of so many first layers.
 
     Raises:
-        ValueError: no family reads its layout, or it does not fit; names what does not.
+        ValueError: no family reads its layout, it does not fit, or no such draft is nested in it; names what is wrong.
     """
     family = adopter_of(source)
+    if num_layers is not None and not hasattr(family, "cut"):
+        raise ValueError(f"--layers is for drafts in which others are nested, and those of {name_of(family)} have none")
     sha256 = _digest(source)
+
+    def make(directory: Path, _: Path) -> None:
+        draft = family.adopt(source, open_artifact(target))
+        family.save(draft if num_layers is None else cast("Any", family).cut(draft, num_layers), directory)
+
     draft = produce(
         stage="adopted",
         kind="draft",
-        params={"source_sha256": sha256},
+        params={"source_sha256": sha256, **({} if num_layers is None else {"num_layers": num_layers})},
         inputs={"target": target},
         code=(__name__, f"models.drafts.{name_of(family)}"),
-        make=lambda directory, _: family.save(family.adopt(source, open_artifact(target)), directory),
+        make=make,
     )
-    return Adopted(draft=draft, source=str(source), source_sha256=sha256)
+    return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
 
 
 def _digest(directory: Path) -> str:

@@ -227,6 +227,7 @@ def _lineage(
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
+        source_layers=None if adopted is None else adopted.num_layers,
         samples_uri=samples.uri,
         samples_sha256=samples.sha256,
         state_uri="" if state is None else state.uri,

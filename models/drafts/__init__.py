@@ -4,8 +4,9 @@ Letters: B sequences, T tokens of a sequence, N rows with a loss, H hidden width
 vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
-publish is an `Adopter` as well. Which family a directory is of stands in its config.json, `redraft.family`; one without
-it, made by others or before the key was written, is of the one family that has its architecture.
+publish is an `Adopter` as well, and one whose drafts hold smaller ones has `cut(draft, num_layers)`. Which family a
+directory is of stands in its config.json, `redraft.family`; one without it, made by others or before the key was
+written, is of the one family that has its architecture.
 """
 
 from abc import ABC, abstractmethod
@@ -157,6 +158,10 @@ class Draft(nn.Module, ABC):
         Raises:
             ValueError: the rows' states are not as wide as what it reads.
         """
+
+    def unroll_all(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[list[Unrolled]]:
+        """Unroll the draft as `unroll` does, and after it each draft that is nested in it; training learns them all."""
+        return [self.unroll(rows, num_steps, keep)]
 
     @abstractmethod
     def drafter(self, max_len: int) -> Drafter:

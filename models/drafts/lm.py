@@ -5,8 +5,13 @@ layers they were trained with (DistilBERT starts the same way). Both matrices ar
 small sizes they are most of the weights, and a draft that shares them starts from something. Unlike a head on the
 target's states it reads nothing of the target, so a drafted token that was right is no different from one that was
 read: one unroll trains all of them.
+
+Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
+trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
+a cheaper draft too, or another target of the same vocabulary.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +22,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.checkpoint import read_tensors, tensor_names
-from models.draft_files import Shapes, check_config, fused, made_for, read_config, require_tensors, write_config
+from models.draft_files import (
+    Shapes,
+    check_config,
+    fused,
+    made_for,
+    own,
+    read_config,
+    read_json,
+    require_tensors,
+    write_config,
+)
 from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_by_step
 from models.layers.decoder import Decoder
 from models.layers.reshape import spread_layers, take_layers
@@ -25,11 +40,14 @@ from models.loading import load_floats
 from models.params import BaseParams
 from models.reading import Reader
 from models.targets import TargetCard, describe
+from models.tokens import differing_tokens
 
-PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation)"
+PAPER = "arXiv:2302.01318; arXiv:1910.01108, section 3 (initialisation); arXiv:2407.01955 (nested drafts)"
 FAMILY = "lm"
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+NESTED = "nested"
+HEAD = "draft_vocab_size"  # what the config of a head has that calls itself by one of these names too
 TRAINED = True
 SERVED = True
 
@@ -39,10 +57,13 @@ class Params(BaseParams):
 
     Attributes:
         num_layers: how many of the target's layers it keeps.
+        nested: numbers of its first layers that are drafts of their own, ascending, such as [1, 2]; they are trained
+            with it, and `redraft import-draft --layers` cuts one out.
     """
 
     name: Literal["lm"] = "lm"
     num_layers: int = 3
+    nested: tuple[int, ...] = ()
 
 
 class Lm(Draft):
@@ -60,6 +81,11 @@ class Lm(Draft):
         self._decoder: tuple[tuple[int, ...], Decoder] | None = None
 
     @property
+    def nested(self) -> tuple[int, ...]:
+        """How many of the first layers are a draft of their own each, ascending."""
+        return tuple(getattr(self.config, "redraft", {}).get(NESTED, ()))
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """Nothing of the target is read."""
         return ()
@@ -73,6 +99,18 @@ class Lm(Draft):
         """See `models.drafts.Draft`."""
         # Right padding needs no mask: no token attends to a later one.
         states = self.model(input_ids=rows.token_ids, use_cache=False).last_hidden_state
+        return self._unrolled(states, rows, num_steps, keep)
+
+    def unroll_all(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[list[Unrolled]]:
+        """See `models.drafts.Draft`."""
+        if not self.nested:
+            return super().unroll_all(rows, num_steps, keep)
+        made = self.model(input_ids=rows.token_ids, use_cache=False, output_hidden_states=True)
+        nested = [self.model.norm(made.hidden_states[number]) for number in self.nested]
+        return [self._unrolled(states, rows, num_steps, keep) for states in (made.last_hidden_state, *nested)]
+
+    def _unrolled(self, states: Tensor, rows: Rows, num_steps: int, keep: KeepRows | None) -> list[Unrolled]:
+        """Read what normed states [B, T, H] say."""
 
         def say(step: int, running: Tensor) -> tuple[Tensor, Tensor]:
             hidden = states[rows.sequence[running], rows.index[running] + 1 + step]
@@ -121,8 +159,62 @@ def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> Lm:
         raise ValueError(
             f"num_layers must be 1 to {config.num_hidden_layers - 1}, less than the target's; got {params.num_layers}"
         )
+    _require_nested(params.nested, params.num_layers)
     model = take_layers(load_floats(target_dir), spread_layers(config.num_hidden_layers, params.num_layers))
-    model.config.redraft = made_for(describe(target_dir))
+    return _for_target(model, describe(target_dir), params.nested)
+
+
+def publishes(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a language model of a known layout, and of no head."""
+    redraft = config.get("redraft")
+    family = redraft.get("family", FAMILY) if isinstance(redraft, Mapping) else FAMILY
+    return family == FAMILY and config.get("architectures") in [[one] for one in ARCHITECTURES] and HEAD not in config
+
+
+def adopt(directory: Path, target_dir: Path) -> Lm:
+    """Take a language model that says the target's tokens, such as a smaller one of its series, or a draft of another.
+
+    Args:
+        directory: config.json, safetensors files, and a tokenizer.json unless it is a draft that was made here.
+        target_dir: the target that it is to draft for.
+
+    Raises:
+        ValueError: its vocabulary is not the target's or it does not say what it is, a tensor is missing, or it is of
+            another layout.
+    """
+    config, target = read_json(directory / "config.json"), describe(target_dir)
+    if not publishes(config):
+        raise ValueError(f"lm takes models of {', '.join(ARCHITECTURES)}; got {config.get('architectures')}")
+    if config.get("vocab_size") != target.vocab_size:
+        raise ValueError(f"the draft has vocab_size {config.get('vocab_size')}, the target has {target.vocab_size}")
+    made = own(config, directory)
+    if made.get("tokenizer_sha256") != target.tokenizer_sha256 and (other := differing_tokens(directory, target_dir)):
+        raise ValueError(f"the draft's tokenizer is not the target's: {len(other)} tokens differ, such as {other[0]!r}")
+    read_tensors(directory)  # safetensors or an error that says so: nothing else is loaded
+    nested = _nested_in(config, directory)
+    return _for_target(load_floats(directory), target, nested)
+
+
+def cut(draft: Lm, num_layers: int) -> Lm:
+    """Return the draft that a draft's first layers are.
+
+    Args:
+        draft: left as it is.
+        num_layers: how many.
+
+    Raises:
+        ValueError: they were not trained as a draft.
+    """
+    if num_layers not in draft.nested:
+        raise ValueError(
+            f"the first {num_layers} layers of this draft were not trained as one; nested in it are: "
+            f"{', '.join(map(str, draft.nested)) or 'none'}"
+        )
+    whole = AutoModelForCausalLM.from_config(draft.config, dtype=torch.float32)
+    whole.load_state_dict(draft.state_dict())
+    model = take_layers(whole, range(num_layers))
+    kept = [number for number in draft.nested if number < num_layers]
+    model.config.redraft = {**model.config.redraft, NESTED: kept}
     return Lm(model)
 
 
@@ -157,6 +249,7 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
     """See `models.drafts.Family`."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
     check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
+    _nested_in(config, directory)
     require_tensors(read_tensors(directory), expected_shapes(AutoConfig.from_pretrained(directory)))
 
 
@@ -176,3 +269,22 @@ def expected_shapes(config: Any) -> Shapes:
         model = AutoModelForCausalLM.from_config(config)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items() if n not in tied}
+
+
+def _for_target(model: Any, target: TargetCard, nested: Sequence[int]) -> Lm:
+    model.config.redraft = made_for(target) | ({NESTED: list(nested)} if nested else {})
+    return Lm(model)
+
+
+def _nested_in(config: Mapping[str, Any], directory: Path) -> tuple[int, ...]:
+    """Return the drafts that a config says are nested; ValueError if there can't be such."""
+    said = own(config, directory).get(NESTED, [])
+    if not isinstance(said, list) or not all(isinstance(number, int) for number in said):
+        raise ValueError(f"draft {directory.name}: config.json has {NESTED} {said!r}; wanted a list of numbers")
+    _require_nested(said, config["num_hidden_layers"])
+    return tuple(said)
+
+
+def _require_nested(nested: Sequence[int], num_layers: int) -> None:
+    if list(nested) != sorted(set(nested)) or (nested and not 0 < nested[0] <= nested[-1] < num_layers):
+        raise ValueError(f"nested must ascend within 1 to {num_layers - 1}, less than num_layers; got {list(nested)}")
