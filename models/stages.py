@@ -117,6 +117,18 @@ class Prune(Frozen):
     max_length: int = Field(256, ge=2)
 
 
+class Second(Frozen):
+    """A task that is learnt beside the first, such as the rationales of its answers ("distilling step-by-step").
+
+    Attributes:
+        domain: one of [text], another than the first task's.
+        weight: λ of its loss, where the first task's counts 1.
+    """
+
+    domain: str
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+
+
 class Finetune(Trained):
     """Train few parameters on one domain and merge them, so that a plain target comes out.
 
@@ -129,6 +141,16 @@ class Finetune(Trained):
     method: Annotated[BaseParams, catalog.Method("adapters")]
     domain: str
     regimes: Regimes = ()
+    second: Second | None = None
+
+    @model_validator(mode="after")
+    def _second_task_fits(self) -> "Finetune":
+        if self.second is not None and self.second.domain == self.domain:
+            raise ValueError(f'second.domain is "{self.domain}", which is the first task\'s; name another')
+        for regime in self.regimes if self.second is not None else ():
+            if "loop" in catalog.load("regimes", regime.name).CHANGES:
+                raise ValueError(f'regime "{regime.name}" is a loop of its own, which has no second task')
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -216,6 +238,8 @@ def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
     finetune, select = tables["finetune"], tables["select"]
     if finetune is not None and finetune.domain not in text:
         raise ValueError(f'[finetune]: key "domain": no [text.{finetune.domain}]{did_you_mean(finetune.domain, text)}')
+    if finetune is not None and finetune.second is not None and (other := finetune.second.domain) not in text:
+        raise ValueError(f'[finetune]: key "second.domain": no [text.{other}]{did_you_mean(other, text)}')
     shrink = tables["shrink"]
     promised = shrink and getattr(catalog.load("shrink", shrink.method.name), "PROMISES", None)
     if promised and (later := next((name for name in ("prune", "quantize") if tables[name] is not None), None)):

@@ -95,16 +95,23 @@ def train_by_name(
     seed: int = 0,
     work_dir: Path | None = None,
     on_progress: OnProgress | None = None,
+    more: Sequence[Regime] = (),
 ) -> Trained:
     """Train with regimes as a recipe names them; see `train`.
 
     Args:
         methods: settings of methods of family `regimes` that go together (`require_compatible`); may be empty.
+        more: hooks beside theirs.
+
+    Raises:
+        ValueError: as `train`, or `more` comes beside a method that is a loop of its own.
     """
     require_compatible(methods)
     modules = [(catalog.load("regimes", method.name), method) for method in methods]
     for module, method in modules:
         if "loop" in module.CHANGES:
+            if more:
+                raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
             trained: Trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
             return trained
     hooks = [
@@ -112,7 +119,7 @@ def train_by_name(
         for number, (module, method) in enumerate(modules)
     ]
     label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
-    return train(model, documents, params, hooks, seed, work_dir, on_progress, label)
+    return train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
 
 
 def require_compatible(methods: Sequence[BaseParams]) -> None:
@@ -170,7 +177,7 @@ class _Loop:
         self.work_dir, self.label = work_dir, label
         pieces = cut(documents, params.max_length)
         grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
-        self.batches = next((own for own in grouped if own is not None), _batches(pieces, params.batch_tokens))
+        self.batches = next((own for own in grouped if own is not None), batches_of(pieces, params.batch_tokens))
         self.total = params.num_epochs * len(self.batches)
         plan = Plan(self.total, len(self.batches))
         own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
@@ -303,7 +310,7 @@ class _Loop:
 
 def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:
     """Return how many steps training takes that no regime changes."""
-    return params.num_epochs * len(_batches(cut(documents, params.max_length), params.batch_tokens))
+    return params.num_epochs * len(batches_of(cut(documents, params.max_length), params.batch_tokens))
 
 
 def learning_rate(params: TrainingParams, step: int, total: int) -> float:
@@ -312,7 +319,7 @@ def learning_rate(params: TrainingParams, step: int, total: int) -> float:
     return params.learning_rate * warm * max(0.5 * (1 + math.cos(math.pi * step / total)), 0.02)
 
 
-def _batches(pieces: Sequence[list[int]], batch_tokens: int) -> list[list[list[int]]]:
+def batches_of(pieces: Sequence[list[int]], batch_tokens: int) -> list[list[list[int]]]:
     """Group pieces of like length, so that little is padded; what is longer than a batch is one by itself."""
     batches: list[list[list[int]]] = []
     for piece in sorted(pieces, key=len):

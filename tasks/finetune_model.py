@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact
 from models import adapters, training
 from models.invariants import Held
+from models.second_task import SecondTask
 from models.stages import Finetune
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 
@@ -22,6 +23,7 @@ def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact)
     """Finetune the target; an artifact of kind "target"."""
     code = (
         "models.training",
+        "models.second_task",
         f"models.adapters.{table.method.name}",
         *(f"models.regimes.{regime.name}" for regime in table.regimes),
     )
@@ -33,8 +35,17 @@ def change(table: Finetune, seed: int, start: Start) -> Changed:
     held = Held(start.model)
     adapted = adapters.attach(start.model, table.method, torch.Generator().manual_seed(seed))
     share = adapted.trained_share
+    second = table.second
+    more = [] if second is None else [SecondTask(start.train[second.domain], second.weight, table.training, seed)]
     trained = training.train_by_name(
-        adapted.model, start.train[table.domain], table.training, table.regimes, seed, start.work, start.on_progress
+        adapted.model,
+        start.train[table.domain],
+        table.training,
+        table.regimes,
+        seed,
+        start.work,
+        start.on_progress,
+        more,
     )
     adapters.save(adapted, start.work / "adapter")
     merged = adapters.merge(adapted)

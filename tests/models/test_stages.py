@@ -137,3 +137,21 @@ def test_finetuning_learns_at_the_methods_own_rate_unless_the_recipe_says_anothe
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
     full["finetune"]["learning_rate"] = 0.5
     assert parse_recipe(full, "r").finetune.training.learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("second", "regimes", "message"),
+    [
+        ({"domain": "chta"}, [], r'key "second.domain": no \[text.chta\] \(did you mean "chat"\?\)'),
+        ({"domain": "code"}, [], 'second.domain is "code", which is the first task\'s; name another'),
+        ({"domain": "chat", "weight": -1}, [], r'key "second.weight": .*got -1'),
+        ({"domain": "chat"}, [{"name": "iterative_magnitude"}], "is a loop of its own, which has no second task"),
+    ],
+)
+def test_a_second_task_that_can_not_be_learnt_is_refused(tables, second, regimes, message) -> None:
+    table = {"method": {"name": "lora"}, "domain": "code", "regimes": regimes}
+    with pytest.raises(ValueError, match=message):
+        parse_recipe({**tables, "finetune": {**table, "second": second}}, "r")
+    recipe = parse_recipe({**tables, "finetune": {**table, "regimes": [], "second": {"domain": "chat"}}}, "r")
+    assert (recipe.finetune.second.domain, recipe.finetune.second.weight) == ("chat", 1.0)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
