@@ -48,7 +48,7 @@ TITLE, QUESTION = "B3", "how fast does a draft follow its traffic, and what does
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
 WAYS = (FROZEN, OURS, ONLINE, SCRATCH, POOL)
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4
-AIM, AIM_S, AIM_LOSS = 0.9, 600.0, 0.03
+AIM, AIM_REQUESTS, AIM_S, AIM_LOSS = 0.9, 200, 600.0, 0.03
 POLL_S = 0.5
 WEIGHTS, STATE = "draft", "state.safetensors"
 
@@ -381,10 +381,11 @@ def _cells(one: Row, domains: Sequence[str]) -> list[str]:
 
 def _verdict(ours: Row, domains: Sequence[str]) -> str:
     near = ours["near"]
-    fast = near is not None and near["seconds"] <= AIM_S
+    fast = near is not None and near["requests"] <= AIM_REQUESTS and near["seconds"] <= AIM_S
     kept = all(ours["changes"][domain]["value"] >= -AIM_LOSS * ours["before"][domain] for domain in domains)
     when = "not reached" if near is None else f"reached after {near['requests']} requests and {near['seconds']:.0f} s"
     return (
-        f"90% of the specialist's τ is {when}, which {'meets' if fast else 'misses'} the bar ({AIM_S:.0f} s); "
+        f"90% of the specialist's τ is {when}, which {'meets' if fast else 'misses'} the bar "
+        f"({AIM_REQUESTS} requests and {AIM_S:.0f} s); "
         f"the other domains {'meet' if kept else 'miss'} theirs (within {AIM_LOSS:.0%})."
     )
