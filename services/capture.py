@@ -8,7 +8,6 @@ text, which scrubbing left as it was. All others are dropped. The files are boun
 import asyncio
 import logging
 import random
-import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from models.engines.vllm import VllmEngine
 
 MIB = 1 << 20
-SWEEP_S = 60.0
-RECOUNT_S = 10.0
+SWEEP_S = 10.0
 VALUE_BYTES = 2
 MAX_NAMED = 4096
 
@@ -31,14 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class Capture:
-    """Made by `start`; `run` keeps the folder within its bounds of age."""
+    """Made by `start`; `run` keeps the folder within its bounds."""
 
     def __init__(self, engine: "VllmEngine", files: CapturedFiles, params: Params, target: str, width: int) -> None:
         self._engine, self._files, self._params, self._target = engine, files, params, target
         self._loop = asyncio.get_running_loop()
         self._random = random.SystemRandom()
         self._row_bytes = VALUE_BYTES * width
-        self._num_bytes, self._counted_s = files.num_bytes(), time.monotonic()
+        self._num_bytes = files.num_bytes()
         self._by_engine: dict[str, int] = {}
         self._own: Counter[str] = Counter()
         self._named: OrderedDict[str, None] = OrderedDict()
@@ -94,22 +92,21 @@ class Capture:
         if row_id is not None:
             num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
             claim = Claim(completion.request_id, str(self._files.path_of(row_id)), num_tokens, self._target)
-            self._count(num_tokens)
+            self._num_bytes += num_tokens * self._row_bytes
         asyncio.run_coroutine_threadsafe(self._tell(claim), self._loop)
 
     async def run(self) -> None:
-        """Remove files by age, now and then."""
+        """Remove files by age, and count what is left, now and then: refreshes remove what they have trained on."""
         while True:
             try:
-                await asyncio.to_thread(self._files.forget_older_than, self._params.keep_days)
+                await asyncio.to_thread(self._sweep)
             except OSError as error:
                 log.warning("old hidden states can't be removed: %s", error)
             await asyncio.sleep(SWEEP_S)
 
-    def _count(self, num_tokens: int) -> None:
-        self._num_bytes += num_tokens * self._row_bytes
-        if time.monotonic() - self._counted_s > RECOUNT_S:
-            self._num_bytes, self._counted_s = self._files.num_bytes(), time.monotonic()
+    def _sweep(self) -> None:
+        self._files.forget_older_than(self._params.keep_days)
+        self._num_bytes = self._files.num_bytes()
 
     async def _tell(self, claim: Claim) -> None:
         self._by_engine = await self._engine.settle_states([claim])

@@ -46,6 +46,14 @@ class StatusCollector(Collector):
             captured.add_metric([outcome], number)
         yield captured
         yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status.tokens)
+        accepted = CounterMetricFamily(
+            "redraft_accepted_tokens",
+            "Completion tokens that were drafted, by the draft itself or looked up in earlier text.",
+            labels=["source"],
+        )
+        for source, number in status.accepted.items():
+            accepted.add_metric([source], number)
+        yield accepted
         yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
         yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
         if status.pace is not None:

@@ -18,7 +18,7 @@ import queue
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +93,7 @@ class Recorder:
     Attributes:
         dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
         tokens: completion tokens served.
+        accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Recorder:
     ) -> None:
         self.dropped = 0
         self.tokens = 0
+        self.accepted = Counter(head=0, lookup=0)
         self._settle = settle
         self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
         self._running: dict[str, Origin] = {}
@@ -143,6 +145,8 @@ class Recorder:
         siblings = self._finished.setdefault(origin.request_id, []) if origin.request_id in self._running else []
         siblings.append(completion)
         self.tokens += len(completion.token_ids)
+        self.accepted["lookup"] += (looked_up := _looked_up(completion))
+        self.accepted["head"] += sum(completion.accepted) - looked_up
         if origin.speculation != "head":
             self._watch(completion, origin.domain)
         self._unlogged.append(origin.consent == "none")
@@ -164,17 +168,11 @@ class Recorder:
         drafted = sum(sum(completion.drafted) for completion in completions)
         accepted = sum(sum(completion.accepted) for completion in completions)
         steps = sum(len(completion.drafted) for completion in completions)
-        looked_up = (
-            kept
-            for completion in completions
-            for match, kept in zip(completion.matches, completion.accepted, strict=False)
-            if match
-        )
         speculated = Speculated(
             draft_version=completions[-1].draft_version,
             drafted=drafted,
             accepted=accepted,
-            looked_up=sum(looked_up),
+            looked_up=sum(map(_looked_up, completions)),
             steps=steps,
             mean_accepted_length=round(1 + accepted / steps, 4) if steps else None,
             drafted_per_step=[count for completion in completions for count in completion.drafted],
@@ -294,3 +292,8 @@ class Recorder:
             "completion_ids": completion_ids,
         }
         return QueryRow(**row.model_dump(exclude={*content, *steps}), **content, **steps)
+
+
+def _looked_up(completion: "Completion") -> int:
+    """Return how many accepted tokens the draft did not draft itself."""
+    return sum(kept for match, kept in zip(completion.matches, completion.accepted, strict=False) if match)

@@ -163,6 +163,7 @@ class Service:
             captured={} if self._capture is None else self._capture.counts,
             events=self._events.counts(),
             tokens=self.recorder.tokens,
+            accepted=dict(self.recorder.accepted),
             requests={str(status): number for status, number in sorted(self.admission.responses.items())},
             in_flight=self.admission.in_flight,
             target_version=self.config.target_version,

@@ -24,6 +24,7 @@ STATUS = ServiceStatus(
     captured={"written": 4, "not wanted": 1},
     events=EventCounts(sent=0, dropped=0, last_error=None),
     tokens=99,
+    accepted={"head": 30, "lookup": 12},
     requests={"200": 7, "429": 1},
     in_flight=3,
     target_version=1,

@@ -14,6 +14,8 @@ def test_the_text_holds_the_service_figures_by_label() -> None:
         'redraft_request_tokens_per_second{domain="chat",drafting="none"} 50.0',
         "redraft_log_dropped_total 1.0",
         "redraft_tokens_total 99.0",
+        'redraft_accepted_tokens_total{source="head"} 30.0',
+        'redraft_accepted_tokens_total{source="lookup"} 12.0',
         "redraft_speculating 1.0",
         "redraft_draft_version 0.0",
         "redraft_champion 4.0",

@@ -247,3 +247,7 @@ def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
     usage = recorder.usage(ID)
     assert usage is not None
     assert (usage["accepted"], usage["looked_up"]) == (2, 2)
+    assert recorder.accepted == {"head": 0, "lookup": 2}
+    recorder.expect(origin())
+    recorder.finished(completion(), Settings())  # of an engine that looks nothing up
+    assert recorder.accepted == {"head": 2, "lookup": 2}
