@@ -333,7 +333,10 @@ def sampling_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-async def draw(target: Path, draft: Path, params: Params) -> list[tuple[int, int]]:
+async def draw(
+    target: Path, draft: Path, params: Params, asked: list[Completion] | None = None
+) -> list[tuple[int, int]]:
+    """Return the second and third token of many answers to one prompt, and put some that are told of into `asked`."""
     engine = await VllmEngine.start(target, draft, params)
     try:
         sampling = SamplingParams(n=250, temperature=TEMPERATURE, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -344,6 +347,9 @@ async def draw(target: Path, draft: Path, params: Params) -> list[tuple[int, int
                 for one in output.outputs:
                     answers[one.index] = list(one.token_ids)
             pairs += [(ids[1], ids[2]) for ids in answers.values()]
+        if asked is not None:
+            sampled = Sampling(temperature=TEMPERATURE, max_tokens=4, ignore_eos=True, drafting="auto")
+            asked += [await engine.generate(PREFIX, sampled, f"asked-{number}") for number in range(20)]
         return pairs
     finally:
         await engine.close()
@@ -386,8 +392,13 @@ def test_sampled_tokens_follow_the_targets_distribution_where_look_up_drafts(
     params = SAMPLING_ENGINE.model_copy(
         update={"lengths": fixed.Params(), "lookup": LookUp(num_tokens=4, shortest=1, remembered=100_000)}
     )
-    pairs = loop.run_until_complete(draw(sampling_target, draft, params))
+    asked: list[Completion] = []
+    pairs = loop.run_until_complete(draw(sampling_target, draft, params, asked))
     assert p_value(pairs, exact) > ALPHA
+    steps = [step for one in asked for step in zip(one.matches, one.accepted, strict=True)]
+    assert sum(match > 0 for match, _ in steps) > len(steps) / 4
+    assert any(accepted for match, accepted in steps if match)
+    assert any(not accepted for match, accepted in steps if match)
 
 
 def test_without_the_kernel_fix_sampling_is_caught(
