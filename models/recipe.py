@@ -237,7 +237,7 @@ class Recipe(Frozen):
     def _require_lessons(self, params: Any, of_log: bool) -> None:
         """Raise ValueError if the draft can't learn of such answers or teachers."""
         from models.answers import require_source  # torch
-        from models.drafts import family_named, procedure_of
+        from models.draft_families import family_named, procedure_of
         from models.teacher import require_reader
 
         family = family_named(self.draft.name)

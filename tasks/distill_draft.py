@@ -14,7 +14,8 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.figures import draw_losses
 from models import distill, fitted
-from models.drafts import Draft, family_named, family_of, name_of
+from models.draft_families import family_named, family_of, name_of
+from models.drafts import Draft
 from models.hidden import Sample
 from models.params import BaseParams, Frozen
 from models.recipe import Recipe

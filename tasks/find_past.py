@@ -21,7 +21,7 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined
 from infra.views.gate import PASSED
 from infra.windows import Window
-from models.drafts import check_draft
+from models.draft_families import check_draft
 from models.hidden import Sample
 from models.paired import clusters, gain
 from models.params import Frozen

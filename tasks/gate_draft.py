@@ -24,7 +24,8 @@ from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateRep
 from infra.windows import Window
 from models import gate
 from models.acceptance import Estimate
-from models.drafts import Draft, open_draft
+from models.draft_families import open_draft
+from models.drafts import Draft
 from models.gate import Evidence, Floor, Verdict
 from models.hidden import Sample
 from models.paired import Score

@@ -11,7 +11,8 @@ from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.acceptance import CONFIDENCE, Estimate, resample_sums
-from models.drafts import Draft, open_draft
+from models.draft_families import open_draft
+from models.drafts import Draft
 from models.golden import load_golden
 from models.hidden import Sample
 from models.paired import Score

@@ -18,7 +18,7 @@ from infra.views.figures import draw_tau
 from infra.views.gate import GateReport, headline, write_files
 from infra.windows import Window
 from models.acceptance import Estimate
-from models.drafts import check_draft
+from models.draft_families import check_draft
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from tasks.adopt_draft import Adopted

@@ -21,7 +21,7 @@ from infra.versions import Kind, Version
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
 from models import lookback
 from models.clusters import join, join_groups, sketch
-from models.drafts import open_draft
+from models.draft_families import open_draft
 from models.hidden import Sample
 from models.paired import Score
 from models.recipe import Recipe

@@ -22,9 +22,9 @@ SpecInfer's rules for trees (arXiv:2305.09781) are `greedy` and `rejection`, giv
 """
 
 import os.path
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class Verified:
     path: Tensor
     tokens: Tensor
     num_accepted: Tensor
+
+
+Verify = Callable[[Proposal, Tensor, torch.Generator, Any], Verified]
+# p [n, V], a drafted token [n, 1], q [n, V] it was drawn from → (judged, whole) [n, V] each, see `reject_in_turn`.
+See = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def check_block(proposal: Proposal, p: Tensor) -> None:
@@ -141,20 +146,34 @@ def walk(proposal: Proposal, p: Tensor, rng: torch.Generator, choose: Choose) ->
     return emit(proposal, ends, torch.multinomial(left, 1, generator=rng)[:, 0])
 
 
-def reject_in_turn(p: Tensor, token_ids: Tensor, q: Tensor) -> Choice:
+def by_choice(choose: Callable[[Tensor, Tensor, Tensor, Any], Choice]) -> Verify:
+    """Return the `verify` of a rule that keeps what its `choose` says, node by node; see `walk`."""
+
+    def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: BaseParams) -> Verified:
+        """Verify one drafted tree a block; see `models.verify.walk`, and `choose` for what else is a ValueError."""
+        return walk(proposal, p, rng, lambda p, token_ids, q: choose(p, token_ids, q, params))
+
+    return verify
+
+
+def reject_in_turn(p: Tensor, token_ids: Tensor, q: Tensor, see: See | None = None) -> Choice:
     """Try siblings in turn: keep x with min(1, p(x) / q(x)), else go on with what it leaves of p, max(p − q, 0).
 
     Args:
         p: [n, V].
         token_ids: [n, k].
         q: [n, k, V] what each was drawn from, given the ones before it.
+        see: what stands for p where x is judged, in rules that are not lossless: x is kept with
+            min(1, judged(x) / q(x)), and leaves max(whole − min(q, judged), 0).
     """
     chances, reached = [], torch.ones_like(p[:, 0])
-    for token, law in zip(token_ids.unbind(1), q.unbind(1), strict=True):
-        kept = (p.gather(1, token[:, None]) / law.gather(1, token[:, None]))[:, 0].clamp(max=1)
+    for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
+        judged, whole = (p, p) if see is None else see(p, token, law)
+        taken = torch.minimum(judged, law)
+        kept = (taken.gather(1, token) / law.gather(1, token))[:, 0]
         chances.append(reached * kept)
         reached = reached * (1 - kept)
-        p = normalised((p - law).clamp(min=0), p)
+        p = normalised((whole - taken).clamp(min=0), whole)
     return Choice(torch.stack(chances, dim=1), p)
 
 

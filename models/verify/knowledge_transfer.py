@@ -12,7 +12,6 @@ at most that of q and p, and at most tanh(η / 2). With η = 0 the rule is `reje
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, expected_of_chain, normalised, walk
+from models.verify import by_choice, expected_of_chain, reject_in_turn
 
 PAPER = "arXiv:2502.20330, section 3.3"
 LOSSLESS = False
@@ -43,11 +41,6 @@ class Params(BaseParams):
     alpha: float = Field(0.1, ge=0, le=1)
 
 
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk` and `choose`."""
-    return walk(proposal, p, rng, partial(choose, params=params))
-
-
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
     """Try the children of a node in turn.
 
@@ -57,14 +50,10 @@ def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
         q: [n, k, V] what each was drawn from, given the ones before it.
         params: η and α.
     """
-    chances, reached = [], torch.ones_like(p[:, 0])
-    for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
-        kept_of = torch.minimum(law, transferred(p, law, params))
-        kept = (kept_of.gather(1, token) / law.gather(1, token))[:, 0]
-        chances.append(reached * kept)
-        reached = reached * (1 - kept)
-        p = normalised((p - kept_of).clamp(min=0), p)
-    return Choice(torch.stack(chances, dim=1), p)
+    return reject_in_turn(p, token_ids, q, lambda p, token, law: (transferred(p, law, params), p))
+
+
+verify = by_choice(choose)
 
 
 def transferred(p: Tensor, q: Tensor, params: Params) -> Tensor:

@@ -9,7 +9,6 @@ keep x for, and p(certain) + Σ min(p, (1 − p(certain)) r) is kept.
 For children drawn from q more than one at a time the best rule is a linear program over Vᵏ outcomes; these are refused.
 """
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
+from models.verify import by_choice, common_prefix, expected_of_rejection, normalised
 
 PAPER = "arXiv:2502.18779, greedy draft sampling"
 LOSSLESS = True
@@ -30,11 +28,6 @@ class Params(BaseParams):
     """Nothing to set."""
 
     name: Literal["multi_draft_optimal"] = "multi_draft_optimal"
-
-
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk` and `choose`."""
-    return walk(proposal, p, rng, partial(choose, params=params))
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
@@ -67,5 +60,6 @@ def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
     return Choice(torch.where(certain, instead, kept), normalised(rest, p))
 
 
+verify = by_choice(choose)
 expected_accepted = expected_of_rejection
 count_accepted = common_prefix  # of an only child: a rejected one is never emitted, max(p − r, 0) being 0 there

@@ -6,16 +6,13 @@ children before it: independently from one q, without replacement from what is l
 Where the path ends, one more token is drawn from what is left of p, which after the last node is all of it.
 """
 
-from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, common_prefix, expected_of_rejection, reject_in_turn, walk
+from models.verify import by_choice, common_prefix, expected_of_rejection, reject_in_turn
 
 PAPER = "arXiv:2211.17192, algorithm 1; trees: arXiv:2305.09781, algorithm 2"
 LOSSLESS = True
@@ -29,15 +26,11 @@ class Params(BaseParams):
     name: Literal["rejection"] = "rejection"
 
 
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk`."""
-    return walk(proposal, p, rng, partial(choose, params=params))
-
-
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
     """Try the children of a node in turn; see `models.verify.reject_in_turn`."""
     return reject_in_turn(p, token_ids, q)
 
 
+verify = by_choice(choose)
 expected_accepted = expected_of_rejection
 count_accepted = common_prefix  # a rejected token is never emitted in its place, max(p − q, 0) being 0 there

@@ -11,7 +11,7 @@ itself: up to the total variation of q and p can be lost. `models.multi_draft.ex
 Without a table of neighbours no token has any, and the rule is `rejection`.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
+from models.verify import by_choice, common_prefix, expected_of_rejection, reject_in_turn
 
 PAPER = "arXiv:2410.03355"
 LOSSLESS = False
@@ -44,15 +43,6 @@ class Params(BaseParams):
     delta: float = Field(0.1, ge=0, le=1)
 
 
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk` and `choose`.
-
-    Raises:
-        ValueError: as `walk`; or the table of neighbours is missing, or of another vocabulary than p.
-    """
-    return walk(proposal, p, rng, partial(choose, params=params))
-
-
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
     """Try the children of a node in turn.
 
@@ -66,14 +56,15 @@ def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
         ValueError: the table of neighbours is missing, or of another vocabulary than p.
     """
     table = _read_neighbours(params.neighbours, p)
-    chances, reached = [], torch.ones_like(p[:, 0])
-    for token, law in zip(token_ids.split(1, dim=1), q.unbind(1), strict=True):
+
+    def see(p: Tensor, token: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
         seen = _as_seen_by(token, p, table, params.delta)
-        kept = (seen.gather(1, token) / law.gather(1, token))[:, 0].clamp(max=1)
-        chances.append(reached * kept)
-        reached = reached * (1 - kept)
-        p = normalised((seen - law).clamp(min=0), p)
-    return Choice(torch.stack(chances, dim=1), p)
+        return seen, seen
+
+    return reject_in_turn(p, token_ids, q, see)
+
+
+verify = by_choice(choose)
 
 
 def expected_accepted(token_ids: Tensor, q: Tensor, p: Tensor, params: Params) -> Tensor:

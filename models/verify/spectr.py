@@ -6,7 +6,6 @@ what is missing of p, max(p − min(q, p/ρ) · (1 − (1 − β)ᵏ) / β, 0). 
 With an only child ρ is 1 and the rule is `rejection`.
 """
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, common_prefix, expected_of_rejection, normalised, walk
+from models.verify import by_choice, common_prefix, expected_of_rejection, normalised
 
 PAPER = "arXiv:2310.15141, k-sequential selection"
 LOSSLESS = True
@@ -28,11 +26,6 @@ class Params(BaseParams):
     """Nothing to set."""
 
     name: Literal["spectr"] = "spectr"
-
-
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk` and `choose`."""
-    return walk(proposal, p, rng, partial(choose, params=params))
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
@@ -80,5 +73,6 @@ def smallest_ratio(p: Tensor, q: Tensor, num_children: int) -> Tensor:
     return high
 
 
+verify = by_choice(choose)
 expected_accepted = expected_of_rejection
 count_accepted = common_prefix  # an only child that does not pass has p < q, and nothing of p is missing there

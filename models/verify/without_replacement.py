@@ -5,16 +5,13 @@ else pⁱ⁺¹ = max(pⁱ − qⁱ, 0), made to sum to 1. The rounds are those o
 row of the target's pass goes to a token twice, which is why more is kept than of as many independent children.
 """
 
-from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from models.multi_draft import Choice, Siblings
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.verify import Verified, common_prefix, expected_of_rejection, reject_in_turn, walk
+from models.verify import by_choice, common_prefix, expected_of_rejection, reject_in_turn
 
 PAPER = "arXiv:2402.14160, recursive rejection sampling"
 LOSSLESS = True
@@ -26,11 +23,6 @@ class Params(BaseParams):
     """Nothing to set."""
 
     name: Literal["without_replacement"] = "without_replacement"
-
-
-def verify(proposal: Proposal, p: Tensor, rng: torch.Generator, params: Params) -> Verified:
-    """Verify one drafted tree a block; see `models.verify.walk` and `choose`."""
-    return walk(proposal, p, rng, partial(choose, params=params))
 
 
 def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
@@ -48,5 +40,6 @@ def choose(p: Tensor, token_ids: Tensor, q: Tensor, params: Params) -> Choice:
     return reject_in_turn(p, token_ids, q)
 
 
+verify = by_choice(choose)
 expected_accepted = expected_of_rejection
 count_accepted = common_prefix  # a rejected token is never emitted in its place, max(p − q, 0) being 0 there

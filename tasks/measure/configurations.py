@@ -18,7 +18,8 @@ import torch
 from pydantic import Field
 
 from models import catalog
-from models.drafts import Draft, family_named, open_draft
+from models.draft_families import family_named, open_draft
+from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.layers.decoder import Decoder

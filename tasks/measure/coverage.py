@@ -30,7 +30,7 @@ from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.results import Grid, Report, interval
 from infra.windows import Window
-from models.drafts import open_draft
+from models.draft_families import open_draft
 from models.hidden import Sample
 from models.paired import Score
 from models.recipe import Refresh

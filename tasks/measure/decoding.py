@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from models import catalog, fitted
-from models.drafts import Draft, open_draft
+from models.draft_families import open_draft
+from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Took

@@ -33,7 +33,8 @@ from infra.views.results import Grid, Report
 from infra.views.results import interval as shown
 from models import distill
 from models.acceptance import Trace, difference, mean_accepted_length, summarise
-from models.drafts import Draft, family_of, open_draft
+from models.draft_families import family_of, open_draft
+from models.drafts import Draft
 from models.hidden import Sample
 from models.scoring import trace
 from tasks.distill_draft import untrained

@@ -21,7 +21,7 @@ from infra.views import Interval
 from infra.views.figures import draw_learning
 from infra.views.results import Grid, Report
 from models.acceptance import summarise
-from models.drafts import open_draft
+from models.draft_families import open_draft
 from models.hidden import Sample
 from models.recipe import Traffic
 from models.scoring import trace

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog, distill
-from models.drafts import Draft, family_named
+from models.draft_families import family_named
+from models.drafts import Draft
 from models.hidden import Sample
 from models.likeness import answers
 from models.paired import Score

@@ -5,7 +5,7 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.drafts import family_of
+from models.draft_families import family_of
 from models.likeness import accepted, fits, likeness
 from tasks.measure.comparisons import Bench
 from tasks.measure.spread import Mean

@@ -6,7 +6,7 @@ from pathlib import Path
 from infra.artifacts import open_artifact
 from infra.versions import Pair
 from models import distill
-from models.drafts import family_named, family_of
+from models.draft_families import family_named, family_of
 from models.hidden import Sample
 from models.params import BaseParams
 from tasks.distill_draft import untrained

@@ -16,7 +16,7 @@ from infra.events import DRAFT_TAKEN_BACK
 from infra.processes import Child, wait_until
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
-from models.drafts import open_draft
+from models.draft_families import open_draft
 from models.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe

@@ -22,7 +22,7 @@ from infra.registry import open_registry
 from infra.service_process import config_path
 from infra.settings import Settings
 from infra.status import Phase
-from models.drafts import family_named, family_of, open_draft
+from models.draft_families import family_named, family_of, open_draft
 from models.engines.torch import Params, TorchEngine
 from models.golden import load_golden
 from models.targets import describe

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from models.batches import hidden_states, pack
-from models.drafts import family_named, open_draft
+from models.draft_families import family_named, open_draft
 from models.hidden import Sample
 from tests.models.drafts.tiny import make_tiny
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from models import binary_head, distill, fitted
-from models.drafts import Draft, family_named
+from models.draft_families import family_named
+from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.hidden import Sample

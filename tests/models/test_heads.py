@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.drafts import Family, Rows, family_named, open_draft
+from models.draft_families import family_named, open_draft
+from models.drafts import Family, Rows
 from models.hidden import Sample
 from models.scoring import trace
 from models.targets import describe

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from models import catalog, distill
 from models.answers import mixed_tokens, on_policy
 from models.batches import pack
-from models.drafts import Draft, eagle3, family_named, lm
+from models.draft_families import family_named
+from models.drafts import Draft, eagle3, lm
 from models.hidden import Sample
 from models.layers.decoder import Cache, Decoder
 from models.scoring import score

@@ -31,7 +31,7 @@ from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
 from models.acceptance import Tally
 from models.canary import Params as CanaryParams
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.eagle3_heads import WEIGHTS
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine

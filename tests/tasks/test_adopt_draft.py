@@ -6,7 +6,8 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 from infra.artifacts import publish, staged
-from models.drafts import lm, open_draft
+from models.draft_families import open_draft
+from models.drafts import lm
 from models.targets import random
 from tasks.adopt_draft import adopt_draft
 

@@ -14,7 +14,8 @@ from infra.querylog import QueryLog
 from infra.versions import Pair, Version
 from models import fitted
 from models.answers import on_policy
-from models.drafts import family_named, open_draft, retrieval, self_skip
+from models.draft_families import family_named, open_draft
+from models.drafts import retrieval, self_skip
 from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers

@@ -20,7 +20,8 @@ from pydantic import field_validator, model_validator
 
 from models import catalog, fitted
 from models.cost import Cost, Time
-from models.drafts import Draft, family_of, open_draft
+from models.draft_families import family_of, open_draft
+from models.drafts import Draft
 from models.engines import Completion, EngineParams, Sampling
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took

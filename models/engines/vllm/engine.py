@@ -22,7 +22,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from models.drafts import family_of, require_family
+from models.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim

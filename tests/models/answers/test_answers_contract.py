@@ -8,7 +8,7 @@ import torch
 
 from models import catalog
 from models.answers import Written
-from models.drafts import family_named, procedure_of
+from models.draft_families import family_named, procedure_of
 from models.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 

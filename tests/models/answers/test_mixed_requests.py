@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.answers import mixed_requests
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.hidden import Sample
 from models.params import validate
 from models.written import Rounds

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from models import catalog, distill
-from models.drafts import Draft, family_named
+from models.draft_families import family_named
+from models.drafts import Draft
 from models.engines import Sampling
 from models.hidden import Sample
 from models.scoring import score

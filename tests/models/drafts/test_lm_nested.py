@@ -10,7 +10,8 @@ import torch
 from models import distill
 from models.batches import hidden_states, pack
 from models.checkpoint import read_tensors
-from models.drafts import lm, open_draft
+from models.draft_families import open_draft
+from models.drafts import lm
 from models.hidden import Sample
 from models.scoring import score
 from models.targets import describe, random

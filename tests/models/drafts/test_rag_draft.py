@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.drafts import open_draft, rag_draft
+from models.draft_families import open_draft
+from models.drafts import rag_draft
 from models.targets import describe
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, prompts

@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.drafts import open_draft, retrieval
+from models.draft_families import open_draft
+from models.drafts import retrieval
 from tests.models.drafts.answered import answer_all, prompts
 
 PARAMS = retrieval.Params(shortest=2, longest=4)

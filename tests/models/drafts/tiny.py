@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from infra.manifest import write_manifest
-from models.drafts import Draft, Family, name_of
+from models.draft_families import name_of
+from models.drafts import Draft, Family
 from models.params import BaseParams
 from tests.conftest import shake
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafts import Draft, Draw, GoOn, Unrolled, family_named
+from models.draft_families import family_named
+from models.drafts import Draft, Draw, GoOn, Unrolled
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Decoder

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.drafts import family_named, family_of
+from models.draft_families import family_named, family_of
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params

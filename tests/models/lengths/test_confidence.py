@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from models.cost import Cost
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.engines.torch import Params
 from models.lengths import View, confidence
 from tests.models.drafts.answered import answer_all, prompts

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from models.cost import Cost, Time
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.lengths import View
 from models.lengths.hardware_aware import Params, num_draft_tokens
 from models.trees import sequoia

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, early_exit, family_named, ngram, open_draft
+from models.draft_families import family_named, open_draft
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, early_exit, ngram
 from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.overlapped import Overlapped

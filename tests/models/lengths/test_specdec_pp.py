@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from models.cost import Cost
-from models.drafts import Draft, family_named
+from models.draft_families import family_named
+from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.hidden import Sample

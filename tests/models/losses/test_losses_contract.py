@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models import catalog, distill
-from models.drafts import family_named, ngram
+from models.draft_families import family_named
+from models.drafts import ngram
 from models.hidden import Sample
 from models.losses import Drafted, Minimum
 from tests.models.drafts.tiny import make_tiny

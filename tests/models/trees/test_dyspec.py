@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.proposal import Proposal
 from models.trees import dynamic, dyspec, path_to
 from tests.models.drafts.answered import answer_all, prompts

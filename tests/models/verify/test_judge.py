@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from models import binary_head
-from models.drafts import Draft, family_named
+from models.draft_families import family_named
+from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.layers.decoder import Cache, Decoder
 from models.proposal import Proposal

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.engines.torch import Params as EngineParams
 from models.multi_draft import exact_outcome
 from models.verify import reject_in_turn

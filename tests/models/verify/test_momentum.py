@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafts import family_named
+from models.draft_families import family_named
 from models.engines.torch import Params as EngineParams
 from models.proposal import Proposal
 from models.verify import greedy

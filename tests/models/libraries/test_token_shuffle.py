@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.token_shuffle import Shuffle, Unshuffle, merge, shifted, split
+from models.libraries.token_shuffle import Shuffle, Unshuffle, merge, shifted, split
 
 VOCABULARY, WIDTH = 4, 16
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.layer_shuffle import Layer, forward, probabilities, shuffled
+from models.libraries.layer_shuffle import Layer, forward, probabilities, shuffled
 
 STATES = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
 

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import ks_2samp, kstest
 from torch import Tensor
 
-from models.continuous import Emitted, Law, verify
+from models.libraries.continuous import Emitted, Law, verify
 
 NUM_BLOCKS, P_VALUE = 200_000, 1e-4
 

@@ -39,7 +39,7 @@ Loss = Callable[[int], float]  # of a step's own data, at the weights as they ar
 Exchange = Callable[[int, int], Sequence[int]]  # step and own byte → the bytes of all, by their numbers
 
 
-class Params(Frozen):
+class Learning(Frozen):
     """How machines learn; the same for all.
 
     Attributes:
@@ -62,7 +62,7 @@ class Machine:
     """
 
     def __init__(
-        self, trained: Mapping[str, Tensor], loss: Loss, number: int, num_machines: int, params: Params
+        self, trained: Mapping[str, Tensor], loss: Loss, number: int, num_machines: int, learning: Learning
     ) -> None:
         """Take what is trained.
 
@@ -71,7 +71,7 @@ class Machine:
             loss: reads them.
             number: from 0 to W − 1.
             num_machines: W.
-            params: the same for all.
+            learning: the same for all.
 
         Raises:
             ValueError: nothing is trained, or there is no such machine.
@@ -82,7 +82,7 @@ class Machine:
             raise ValueError(f"machines are numbered from 0 to {num_machines - 1}, got {number}")
         self.number, self.step = number, 0
         self._trained = [tensor.detach() for _, tensor in sorted(trained.items())]
-        self._loss, self._num_machines, self._params = loss, num_machines, params
+        self._loss, self._num_machines, self._learning = loss, num_machines, learning
 
     @torch.no_grad()
     def say(self) -> int:
@@ -95,13 +95,13 @@ class Machine:
         losses = []
         for sign in (1, -1):
             for tensor, whole, way in zip(self._trained, kept, self._direction(self.number), strict=True):
-                tensor.copy_(whole + sign * self._params.epsilon * way)
+                tensor.copy_(whole + sign * self._learning.epsilon * way)
             losses.append(self._loss(self.step))
         for tensor, whole in zip(self._trained, kept, strict=True):
             tensor.copy_(whole)
         if not all(map(math.isfinite, losses)):
             raise FloatingPointError(f"machine {self.number}, step {self.step}: losses {losses}")
-        return to_byte((losses[0] - losses[1]) / (2 * self._params.epsilon))
+        return to_byte((losses[0] - losses[1]) / (2 * self._learning.epsilon))
 
     @torch.no_grad()
     def hear(self, said: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class Machine:
                 f"step {self.step} wants a byte of each of {self._num_machines} machines, got {list(said)}"
             )
         for number, byte in enumerate(said):
-            size = self._params.learning_rate / self._num_machines * from_byte(byte)
+            size = self._learning.learning_rate / self._num_machines * from_byte(byte)
             for tensor, way in zip(self._trained, self._direction(number), strict=True):
                 tensor.sub_(size * way)
         self.step += 1
@@ -135,7 +135,7 @@ class Machine:
 
     def _direction(self, number: int) -> list[Tensor]:
         """Return this step's direction of a machine, standard normal, a tensor for each that is trained."""
-        rng = torch.Generator().manual_seed((self._params.seed * 1_000_003 + self.step) * 65_537 + number)
+        rng = torch.Generator().manual_seed((self._learning.seed * 1_000_003 + self.step) * 65_537 + number)
         return [torch.randn(tensor.shape, generator=rng).to(tensor) for tensor in self._trained]
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.just_one_byte import Machine, Params, from_byte, to_byte
+from models.libraries.just_one_byte import Learning, Machine, from_byte, to_byte
 
 SIZE, NUM_MACHINES = 6, 3
-PARAMS = Params(learning_rate=0.02)
+LEARNING = Learning(learning_rate=0.02)
 
 
 def test_bytes_are_known_by_hand() -> None:
@@ -34,9 +34,9 @@ def far(weights: Tensor, number: int) -> float:
     return float(((weights - place) ** 2).sum())
 
 
-def machine(number: int, params: Params = PARAMS) -> tuple[Machine, Tensor]:
+def machine(number: int, learning: Learning = LEARNING) -> tuple[Machine, Tensor]:
     weights = torch.zeros(SIZE)
-    return Machine({"weights": weights}, lambda step: far(weights, number), number, NUM_MACHINES, params), weights
+    return Machine({"weights": weights}, lambda step: far(weights, number), number, NUM_MACHINES, learning), weights
 
 
 def test_together_they_find_what_is_best_for_all_and_are_equal_all_the_way() -> None:
@@ -61,7 +61,7 @@ def test_a_step_is_known_by_hand() -> None:
 def test_saying_changes_no_bit() -> None:
     weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     before = weights.clone()
-    Machine({"weights": weights}, lambda step: float(weights.sum()), 0, 1, PARAMS).say()
+    Machine({"weights": weights}, lambda step: float(weights.sum()), 0, 1, LEARNING).say()
     assert torch.equal(weights, before)
 
 
@@ -102,7 +102,7 @@ def learn(number: int, target: Path, other: Connection, result: Connection) -> N
         return [byte, theirs[0]] if number == 0 else [theirs[0], byte]
 
     trained = gains(model)
-    one = Machine(trained, loss, number, 2, Params(learning_rate=0.1))
+    one = Machine(trained, loss, number, 2, Learning(learning_rate=0.1))
     with torch.no_grad():
         first = loss(0)
         one.learn(30, exchange)
@@ -130,9 +130,9 @@ def test_two_processes_that_send_a_byte_a_step_have_one_model_and_it_learns(tiny
 
 def test_what_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted tensors to train, got none"):
-        Machine({}, lambda step: 0.0, 0, 1, PARAMS)
+        Machine({}, lambda step: 0.0, 0, 1, LEARNING)
     with pytest.raises(ValueError, match="from 0 to 1, got 2"):
-        Machine({"weights": torch.zeros(1)}, lambda step: 0.0, 2, 2, PARAMS)
+        Machine({"weights": torch.zeros(1)}, lambda step: 0.0, 2, 2, LEARNING)
     one, weights = machine(0)
     with pytest.raises(ValueError, match=r"a byte of each of 3 machines, got \[1, 2\]"):
         one.hear([1, 2])
@@ -140,4 +140,4 @@ def test_what_can_not_be_is_refused() -> None:
         one.hear([1, 2, 256])
     assert not weights.any() and one.step == 0
     with pytest.raises(FloatingPointError, match="machine 0, step 0"):
-        Machine({"weights": torch.zeros(1)}, lambda step: float("nan"), 0, 1, PARAMS).say()
+        Machine({"weights": torch.zeros(1)}, lambda step: float("nan"), 0, 1, LEARNING).say()

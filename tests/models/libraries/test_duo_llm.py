@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import duo_llm, training
-from models.duo_llm import Duo, RandomRouting
+from models import training
+from models.libraries import duo_llm
+from models.libraries.duo_llm import Duo, RandomRouting
 from models.params import TrainingParams
 
 NUM_LAYERS = 2
