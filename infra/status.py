@@ -107,6 +107,10 @@ class ServiceStatus(_Told):
     pace: Pace | None = Field(description="how steps are drafted; null before one was planned")
     speed: dict[str, Speed] = Field(description="how fast requests are decoded, by domain, against no speculation")
     mode: str = Field(description="whether the engine is compiled or eager, and why")
+    unplanned: str | None = Field(
+        description="why each step drafts the same number of tokens and nothing is looked up; null where steps are "
+        "planned, or nothing is drafted"
+    )
     fallback: str | None = Field(description="why speculation must be off; null while it may be on")
     fault: str | None = Field(description="what the canary prompts showed of a broken draft or engine; null if nothing")
     replacement: str | None = Field(description="why another replica must take over; null while none must")

@@ -149,6 +149,7 @@ class Service:
             pace=None if (pace := self.engine.pace) is None else Pace(**pace._asdict()),
             speed={domain: Speed(**speed._asdict()) for domain, speed in sorted(self.engine.speeds.items())},
             mode=str(self.engine.mode),
+            unplanned=self.engine.unplanned or None,
             fallback=state.fallback,
             fault=state.fault,
             replacement=state.replacement,

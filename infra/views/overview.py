@@ -97,6 +97,8 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     speculation = "on" if service.speculating else f"off ({service.fallback or 'switched off by an operator'})"
     out.print(f"service: {service.url}/v1, {draft}, speculation {speculation}", soft_wrap=True)
     out.print(f"  engine {service.mode}", markup=False)
+    if service.unplanned is not None:
+        out.print(f"  steps are not planned: {service.unplanned}", markup=False)
     if service.speculating and (pace := service.pace) is not None and pace.plain_tokens_per_s:
         gain = pace.tokens_per_s / pace.plain_tokens_per_s
         out.print(f"  drafts {pace.num_draft_tokens} tokens a step ({pace.why}): {gain:.2f}× the tokens without drafts")

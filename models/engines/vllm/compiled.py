@@ -3,18 +3,35 @@
 vLLM 0.32 saves what it compiled ahead of time, but on a CPU never loads it again: it calls `finalize_loading` on what
 is a plain function there, takes the AttributeError for a torn file and compiles anew, which takes minutes. A function
 has nothing to finalize.
+
+It also names what it compiled by the folders of the models, so that a start with another draft compiles anew. Graphs
+take weights as inputs and follow from the configs alone: here two folders with the same config.json share them.
 """
 
+import copy
+import hashlib
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 
 NAME = "finalize_loading"
+# What of a model's configuration tells where it lies.
+CONFIGS = ("hf_config", "hf_text_config")
 
 
 def install() -> None:
-    """Let torch hand out loaded functions that vLLM can finalize; called before a model is loaded."""
+    """Let torch hand out loaded functions that vLLM can finalize, and vLLM name graphs by what they compute.
+
+    Called before a model is loaded.
+    """
+    _load_finalizable()
+    _name_by_config()
+
+
+def _load_finalizable() -> None:
     load = torch.compiler.load_compiled_function
     if hasattr(load, "__wrapped__"):
         return
@@ -28,3 +45,33 @@ def install() -> None:
         return loaded
 
     torch.compiler.load_compiled_function = load_finalizable
+
+
+def _name_by_config() -> None:
+    own = ModelConfig.compute_hash
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def compute_hash(self: Any) -> str:
+        file = Path(self.model, "config.json")
+        if not file.is_file():  # a hub's name
+            return own(self)
+        placeless = copy.copy(self)
+        placeless.model = hashlib.sha256(file.read_bytes()).hexdigest()
+        for name in CONFIGS:
+            setattr(placeless, name, _Placeless(getattr(self, name), self.model))
+        return own(placeless)
+
+    ModelConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+
+
+class _Placeless:
+    """A model's config that says of its folder nothing, as far as vLLM asks it for its name."""
+
+    def __init__(self, config: Any, folder: str) -> None:
+        self._config, self._folder = config, folder
+
+    def to_json_string(self) -> str:
+        text: str = self._config.to_json_string()
+        return text.replace(self._folder, "")

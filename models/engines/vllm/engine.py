@@ -1,7 +1,6 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
-import hashlib
 import logging
 import os
 import time
@@ -31,7 +30,7 @@ from models.engines.vllm.interrupts import interruptible
 from models.engines.vllm.mode import Mode, Times, mode_of
 from models.engines.vllm.parent import WithParent
 from models.engines.vllm.planning import Setup, measured_for
-from models.engines.vllm.proposer import METHODS
+from models.engines.vllm.speculation import Speculation
 from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
 from models.precision import fast_dtype
 from models.speeds import Speed
@@ -57,9 +56,12 @@ class VllmEngine:
         frontend_args: what those handlers are configured by.
         draft: directory of the draft that is loaded, or None.
         setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
+        unplanned: why that is so; "" where steps are planned or nothing is drafted.
         mode: whether it was compiled.
         times: what plain steps took in each mode.
     """
+
+    unplanned: str = ""
 
     def __init__(
         self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None, setup: Setup | None, mode: Mode, times: Times
@@ -101,33 +103,32 @@ class VllmEngine:
         holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
-        speculative: dict[str, Any] = {}
-        setup: Setup | None = None
-        if draft is not None and params.num_draft_tokens > 0:
-            own = family_of(draft).vllm_config(draft)
-            if (k := own.get("num_speculative_tokens", params.num_draft_tokens)) != params.num_draft_tokens:
-                raise ValueError(
-                    f"draft {draft.name} drafts {k} tokens in every step of vLLM, no other number; "
-                    f"got num_draft_tokens {params.num_draft_tokens}"
-                )
-            drafting = {
-                **own,
-                "num_speculative_tokens": params.num_draft_tokens,
-                "draft_sample_method": params.draft_sample_method,
-            }
-            if drafting["method"] in METHODS and not drafting.get("parallel_drafting"):
-                facts = measured_for(target, draft, dtype, mode.eager, vllm.__version__)
-                file = None if costs is None else costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-                setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts)
-                drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
-                drafting["disable_padded_drafter_batch"] = True  # the proposer gets the accepted tokens alone
-            speculative["speculative_config"] = drafting
-            speculative["per_request_spec_decode_metrics"] = "summary"  # of an answer: metrics.speculative_decoding
+        wanted = Speculation(target, draft, params, dtype, mode.eager, costs)
+        engine = await cls._launch(wanted, served_name, draft_version, mode, times)
+        if engine.setup is None:
+            return engine
+        try:
+            await engine._call("follow_plans")
+        except ValueError as error:
+            log.warning("each step drafts %d tokens and nothing is looked up: %s", params.num_draft_tokens, error)
+            await engine.close()
+            engine = await cls._launch(wanted._replace(unplanned=str(error)), served_name, draft_version, mode, times)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @classmethod
+    async def _launch(
+        cls, wanted: Speculation, served_name: str, draft_version: str, mode: Mode, times: Times
+    ) -> "VllmEngine":
+        """Start the processes; what is to follow plans does not yet."""
+        params, (speculative, setup) = wanted.params, wanted.arguments()
         args = AsyncEngineArgs(
             **{
-                "model": str(target),
+                "model": str(wanted.target),
                 "served_model_name": [served_name],
-                "dtype": dtype,
+                "dtype": wanted.dtype,
                 "max_model_len": params.max_model_len,
                 "max_num_seqs": params.max_num_seqs,
                 "enforce_eager": mode.eager,
@@ -150,11 +151,10 @@ class VllmEngine:
             llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
         llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
         llm.rules = params.rules
-        engine = cls(llm, args, draft, setup, mode, times)
+        engine = cls(llm, args, wanted.draft, setup, mode, times)
+        engine.unplanned = wanted.why_unplanned() if setup is None else ""
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
-            if setup is not None:
-                await engine._call("follow_plans")
         except BaseException:
             await engine.close()
             raise
@@ -280,7 +280,7 @@ class VllmEngine:
             ValueError: those of the target's last layer can't be had, or nothing is planned.
         """
         if self.setup is None:
-            raise ValueError("vLLM's own proposer drafts here, and it is handed rejected tokens too")
+            raise ValueError(f"vLLM's own proposer is handed rejected tokens too, and {self.unplanned}")
         width: int = await self._call("capture_states", max_bytes)
         return width
 

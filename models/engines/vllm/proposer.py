@@ -21,8 +21,6 @@ from models.engines.vllm.capture import Ring
 from models.engines.vllm.drafting import FILL, NOTHING, PASSES, Drafting, Row, Wishes
 from models.lookup import Library
 
-# The methods, by vLLM's names, whose proposers take accepted tokens alone; others keep a fixed K.
-METHODS = ("eagle", "eagle3")
 # What the proposer reads of vLLM's runner and proposer.
 READS = ("input_batch", "requests", "max_model_len", "propose_draft_token_ids")
 
@@ -136,7 +134,7 @@ class Proposer(SpecDecodeBaseProposer):
 
 
 def install(runner: Any, library: Library) -> None:
-    """Put the subclass in place of a runner's proposer, which is of METHODS.
+    """Put the subclass in place of a runner's proposer, which is of `speculation.METHODS`.
 
     Raises:
         ValueError: vLLM's proposer has another layout than the one this was written for.

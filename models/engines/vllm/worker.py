@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.engines.vllm import compiled, derived, kernels, linear_kernels, proposer
+from models.engines.vllm import compiled, derived, kernels, linear_kernels
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.derived import relative
 from models.lookup import Library
@@ -76,6 +76,10 @@ class DraftWorker:
     @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
+        try:
+            from models.engines.vllm import proposer
+        except ImportError as error:
+            raise ValueError(f"{error}; another release of vLLM is installed than wanted") from error
         lookup = self.vllm_config.additional_config.lookup
         proposer.install(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
 

@@ -155,6 +155,13 @@ def test_a_home_without_a_draft_says_how_to_get_one() -> None:
     assert shown(drafts=(), last_refresh=None)[0] == "no drafts yet; run: redraft build"
 
 
+def test_a_service_whose_steps_are_not_planned_says_why() -> None:
+    told = "vLLM's runner has no requests; another release is installed than wanted"
+    lines = shown(service=SERVICE.model_copy(update={"unplanned": told}))
+    assert f"  steps are not planned: {told}" in lines
+    assert not any("not planned" in line for line in shown(service=SERVICE))
+
+
 def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
     assert shown(service=SERVICE)[-6:] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",

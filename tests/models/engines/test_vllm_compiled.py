@@ -1,10 +1,14 @@
-"""What was compiled is loaded again: the function that torch hands out must be one that vLLM can finalize."""
+"""What was compiled is loaded again: named by the models' shapes, as a function that vLLM can finalize."""
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 
 from models.engines.vllm import compiled
 
@@ -39,3 +43,28 @@ def test_a_second_worker_in_the_process_puts_nothing_around_it(monkeypatch: pyte
     once = torch.compiler.load_compiled_function
     compiled.install()
     assert torch.compiler.load_compiled_function is once
+
+
+def graph_of(directory: Path) -> str:
+    """Return what vLLM names a model's graph by."""
+    return ModelConfig(model=str(directory), max_model_len=64, dtype="float32").compute_hash()
+
+
+def test_models_of_one_shape_share_their_graph_wherever_they_lie(tiny_target: Path, tmp_path: Path) -> None:
+    unpatched = getattr(ModelConfig.compute_hash, "__wrapped__", ModelConfig.compute_hash)
+    compiled.install()
+    again = shutil.copytree(tiny_target, tmp_path / "again")
+    (again / "model.safetensors").write_bytes(b"other weights")
+    assert graph_of(again) == graph_of(tiny_target)
+    with pytest.MonkeyPatch.context() as patch:  # else it would not be this patch that makes them equal
+        patch.setattr(ModelConfig, "compute_hash", unpatched)
+        assert graph_of(again) != graph_of(tiny_target)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"rms_norm_eps": 0.5}, {"redraft": {"family": "other"}}])
+def test_another_shape_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    compiled.install()
+    other = shutil.copytree(tiny_target, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **change}))
+    assert graph_of(other) != graph_of(tiny_target)

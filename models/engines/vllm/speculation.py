@@ -1,0 +1,75 @@
+"""What vLLM is told of how it drafts: by the plan of each step where its proposer can, a fixed number else."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import vllm
+
+from models.draft_families import family_of
+from models.engines.vllm import Params
+from models.engines.vllm.planning import Setup, measured_for
+
+# The methods, by vLLM's names, whose proposers take accepted tokens alone (see models/engines/vllm/proposer.py).
+METHODS = ("eagle", "eagle3")
+
+
+class Speculation(NamedTuple):
+    """How an engine is to draft.
+
+    Attributes:
+        target, draft: directories; None drafts nothing.
+        params: how the engine runs.
+        dtype: what it computes in.
+        eager: whether it is compiled.
+        costs: folder that keeps what steps take; None keeps it in memory.
+        unplanned: why no step is planned; "" plans them where that is possible.
+    """
+
+    target: Path
+    draft: Path | None
+    params: Params
+    dtype: str
+    eager: bool
+    costs: Path | None
+    unplanned: str = ""
+
+    def arguments(self) -> tuple[dict[str, Any], Setup | None]:
+        """Return vLLM's arguments, and what its scheduler plans by; none where nothing is drafted or planned.
+
+        Raises:
+            ValueError: vLLM drafts only another number of tokens with this draft.
+        """
+        params = self.params
+        if self.draft is None or params.num_draft_tokens == 0:
+            return {}, None
+        own = family_of(self.draft).vllm_config(self.draft)
+        if (k := own.get("num_speculative_tokens", params.num_draft_tokens)) != params.num_draft_tokens:
+            raise ValueError(
+                f"draft {self.draft.name} drafts {k} tokens in every step of vLLM, no other number; "
+                f"got num_draft_tokens {params.num_draft_tokens}"
+            )
+        drafting = {
+            **own,
+            "num_speculative_tokens": params.num_draft_tokens,
+            "draft_sample_method": params.draft_sample_method,
+        }
+        setup: Setup | None = None
+        if not self.why_unplanned():
+            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__)
+            name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+            file = None if self.costs is None else self.costs / name
+            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts)
+            drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
+            drafting["disable_padded_drafter_batch"] = True  # the proposer gets the accepted tokens alone
+        # Metrics of an answer: metrics.speculative_decoding.
+        return {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}, setup
+
+    def why_unplanned(self) -> str:
+        """Return why each step drafts the same number of tokens; "" where steps are planned or nothing is drafted."""
+        if self.draft is None or self.params.num_draft_tokens == 0:
+            return ""
+        own = family_of(self.draft).vllm_config(self.draft)
+        if own["method"] not in METHODS or own.get("parallel_drafting"):
+            return f"a draft of this kind ({own['method']}) drafts the same number of tokens in each step"
+        return self.unplanned
