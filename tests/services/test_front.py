@@ -2,6 +2,8 @@
 
 import http.client
 import os
+import re
+import resource
 import signal
 import socket
 import sys
@@ -238,16 +240,55 @@ def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for
         Front.find(by_name["haproxy"], tmp_path)
 
 
-def test_an_address_holds_half_of_the_connections(scene: Scene) -> None:
-    text = (scene.front.socket.parent / "haproxy.cfg").read_text()
-    [most] = [int(line.rpartition(" gt ")[2].split()[0]) for line in text.splitlines() if "sc0_conn_cur" in line]
+def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None) -> None:
+    _, most = _limits(scene)
     with ExitStack() as stack:
-        held = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", scene.port), timeout=5)) for _ in range(most)
-        ]
+        held = [stack.enter_context(_connected(scene.port)) for _ in range(most)]
         assert _is_turned_away(scene.port)
     wait_until(lambda: scene.get("/v1/caller").status_code in (200, 503), 5, None, "room again")
     assert len(held) == most
+
+
+def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits_for_room(
+    scene: Scene, many_files: None
+) -> None:
+    connections, of_address = _limits(scene)
+    asked, late = b"GET /v1/caller HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", "127.0.0.9"
+    with ExitStack() as stack:
+        for number in range(connections - 1):
+            stack.enter_context(_connected(scene.port, f"127.0.0.{2 + number // of_address}"))
+        with _connected(scene.port, late) as last:
+            last.sendall(asked)
+            assert last.recv(100).startswith(b"HTTP/1.1 ")
+        with _connected(scene.port) as held, _connected(scene.port, late) as waits:
+            waits.sendall(asked)
+            waits.settimeout(1.0)
+            with pytest.raises(TimeoutError):
+                waits.recv(100)
+            held.close()
+            waits.settimeout(5.0)
+            assert waits.recv(100).startswith(b"HTTP/1.1 ")
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """As many open files as this process may ask for: each connection is one here too."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _limits(scene: Scene) -> tuple[int, int]:
+    """Return how many connections there may be, and how many of one address."""
+    text = (scene.front.socket.parent / "haproxy.cfg").read_text()
+    found = (re.search(r"^    maxconn (\d+)$", text, re.MULTILINE), re.search(r"sc0_conn_cur gt (\d+) ", text))
+    connections, of_address = (int(one[1]) for one in found if one is not None)
+    return connections, of_address
+
+
+def _connected(port: int, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(source, 0))
 
 
 def test_a_connection_cant_be_made_one_of_http_2_which_holds_many_requests(scene: Scene) -> None:
