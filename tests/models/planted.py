@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from models.engines import Sampling
 from models.hidden import Sample
 from models.targets import random
-from tests.models.drafts.answered import answer_all
+from tests.models.drafts.answered import answer_each
 
 FIRST, NUM = 3, 63
 LIKELY, UNLIKELY = 12.0, 11.0  # logits of 2v and of 2v + 1
@@ -39,9 +39,11 @@ def answers(target: Path, count: int, temperature: float, seed: int) -> list[Sam
     """Return answers of the target to prompts that a seed draws."""
     rng = torch.Generator().manual_seed(seed)
     asked = [torch.randint(FIRST, FIRST + NUM, (4,), generator=rng).tolist() for _ in range(count)]
-    found = []
-    for number, prompt in enumerate(asked):
-        sampling = Sampling(max_tokens=24, ignore_eos=True, temperature=temperature, seed=1000 * seed + number)
-        (answer,) = answer_all(target, None, [prompt], sampling)
-        found.append(Sample(f"{temperature}-{seed}-{number}", "d", prompt, list(answer.token_ids), temperature))
-    return found
+    samplings = [
+        Sampling(max_tokens=24, ignore_eos=True, temperature=temperature, seed=1000 * seed + number)
+        for number in range(count)
+    ]
+    return [
+        Sample(f"{temperature}-{seed}-{number}", "d", prompt, list(answer.token_ids), temperature)
+        for number, (prompt, answer) in enumerate(zip(asked, answer_each(target, None, asked, samplings), strict=True))
+    ]

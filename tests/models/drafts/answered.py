@@ -1,6 +1,7 @@
 """Answers of the reference engine that drafts in some way, for tests of what one draft proposes."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,17 @@ def answer_all(
     target: Path, draft: Draft | None, asked: list[list[int]], sampling: Sampling = GREEDY, **changes: object
 ) -> list[Completion]:
     """Answer prompts one after the other in one engine, in float32."""
+    return answer_each(target, draft, asked, [sampling] * len(asked), **changes)
+
+
+def answer_each(
+    target: Path, draft: Draft | None, asked: list[list[int]], samplings: Sequence[Sampling], **changes: object
+) -> list[Completion]:
+    """Answer prompts one after the other in one engine, in float32, each in its own way."""
 
     async def inside() -> list[Completion]:
         engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
-        return [await engine.generate(prompt, sampling, str(number)) for number, prompt in enumerate(asked)]
+        each = enumerate(zip(asked, samplings, strict=True))
+        return [await engine.generate(prompt, sampling, str(number)) for number, (prompt, sampling) in each]
 
     return asyncio.run(inside())

@@ -57,10 +57,14 @@ def held_out(target: Path) -> dict[float, list[Sample]]:
 @pytest.fixture(scope="module")
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Draft, Draft]]:
     """Family to a new draft and a trained one."""
-    found = {}
+    found, (most_sampled, most_greedy, _) = {}, MANY
+    sampled, greedy = (
+        planted.answers(target, most_sampled, 1.0, seed=0),
+        planted.answers(target, most_greedy, 0.0, seed=2),
+    )
     for name in NAMES:
         num_sampled, num_greedy, num_epochs = MORE.get(name, ANSWERS)
-        samples = planted.answers(target, num_sampled, 1.0, seed=0) + planted.answers(target, num_greedy, 0.0, seed=2)
+        samples = sampled[:num_sampled] + greedy[:num_greedy]
         params = distill.Params(num_epochs=num_epochs, batch_tokens=512, learning_rate=4e-3, num_threads=1)
         family = family_named(name.partition("+")[0])
         new, draft = (family.create(family.Params(**SHAPES[name]), target, np.ones(259)) for _ in range(2))
