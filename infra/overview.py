@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra.home import FORMAT_FILE
-from infra.probes import ProbeSets
+from infra.probes import ProbeSet, ProbeSets
 from infra.querylog import LogStats, QueryLog
 from infra.registry import open_registry
 from infra.service_process import last_status
@@ -55,7 +55,7 @@ class Overview(BaseModel):
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
         waiting: what the loop waits for.
-        probe_sets: domain to the logged conversations in its set.
+        probe_sets: domain to its set of logged conversations.
         watch: of the champion against the draft before it; None without one.
     """
 
@@ -67,7 +67,7 @@ class Overview(BaseModel):
     service: RunningService | None
     programs: tuple[Running, ...]
     waiting: Waiting
-    probe_sets: dict[str, int] = {}
+    probe_sets: dict[str, ProbeSet] = {}
     watch: Watch | None = None
 
 
@@ -93,7 +93,7 @@ def overview(settings: Settings) -> Overview:
         waiting=waiting_for(
             champion, versions, queue, TriggerFile(settings.querylog).snapshot(), _made_ms(settings.home)
         ),
-        probe_sets=ProbeSets(settings.querylog).sizes(),
+        probe_sets=ProbeSets(settings.querylog).by_domain(),
         watch=None if champion is None else Watches(settings).of_draft(champion.number),
     )
 

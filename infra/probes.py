@@ -39,6 +39,13 @@ class Conversation(NamedTuple):
     alike: str
 
 
+class ProbeSet(NamedTuple):
+    """How many conversations a set has, and when the last of them was served, in Unix time."""
+
+    size: int
+    newest_ms: int
+
+
 class Change(NamedTuple):
     """What a window does to the probe sets: rows that come in, and rows that leave."""
 
@@ -53,10 +60,12 @@ class ProbeSets(LogFile):
         """Return the members of all sets, by seq."""
         return [seq for (seq,) in self.connection().execute("SELECT seq FROM probes ORDER BY seq")]
 
-    def sizes(self) -> dict[str, int]:
-        """Return domain to the number of its members."""
-        query = "SELECT domain, count(*) FROM probes JOIN rows USING (seq) GROUP BY domain ORDER BY domain"
-        return dict(self.connection().execute(query).fetchall())
+    def by_domain(self) -> dict[str, ProbeSet]:
+        """Return domain to its set; one without members has none."""
+        query = (
+            "SELECT domain, count(*), max(time_ms) FROM probes JOIN rows USING (seq) GROUP BY domain ORDER BY domain"
+        )
+        return {domain: ProbeSet(*found) for domain, *found in self.connection().execute(query)}
 
     def apply(self, change: Change) -> None:
         """Write a change in one transaction; rows that were erased meanwhile are left out."""

@@ -32,7 +32,7 @@ class Waiting(Value):
 
     def line(self, at_ms: int) -> str:
         """Return words and duration."""
-        return f"{self.words}; for {duration(max(0, at_ms - self.since_ms) / 1000)}"
+        return f"{self.words}; for {since(self.since_ms, at_ms)}"
 
 
 class Queue(Value):
@@ -112,6 +112,11 @@ def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | No
         if judged_here and not draft.was_champion and is_usable(draft):
             return draft
     return None
+
+
+def since(from_ms: int, at_ms: int) -> str:
+    """Return the time span between two moments, none where the clock was put back."""
+    return duration(max(0, at_ms - from_ms) / 1000)
 
 
 def duration(seconds: float) -> str:

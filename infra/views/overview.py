@@ -12,6 +12,7 @@ from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
 from infra.triggerfile import now_ms
+from infra.waiting import since
 from infra.watches import WATCHING, Watch
 from infra.windows import MAX_ATTEMPTS
 
@@ -37,10 +38,14 @@ def show_overview(seen: Overview, out: Console) -> None:
         f"{seen.log.depth} waiting for a refresh, {seen.log.dropped} dropped"
     )
     _show_windows(seen.log, out)
-    if small := {domain: size for domain, size in seen.probe_sets.items() if size < SIZE}:
-        told = f"probe sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {counts(small)}"
+    at_ms = now_ms()
+    if small := {domain: found for domain, found in seen.probe_sets.items() if found.size < SIZE}:
+        sets = ", ".join(
+            f"{domain}: {found.size} for {since(found.newest_ms, at_ms)}" for domain, found in small.items()
+        )
+        told = f"probe sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {sets}"
         out.print(told, soft_wrap=True, markup=False)
-    out.print(f"waits for {seen.waiting.line(now_ms())}", soft_wrap=True, markup=False)
+    out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
     for program in seen.programs:
         restarts = f", restarted {program.restarts} times" if program.restarts else ""

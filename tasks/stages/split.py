@@ -1,8 +1,9 @@
 """Which conversations of a window are trained on, which test what was trained, and which are never trained on.
 
 The unit is a cluster (`models.clusters`): what resembles each other, and what a client says belongs together. In each
-window a cluster is put on a side by a keyed hash, so that no client can choose it; what was held out in one window is
-trained on in the next. What is alike to a member of a probe set (`infra.probes`) is on neither side.
+window a cluster is put on a side by a keyed hash, so that no client can choose it; a large one is held out in the first
+window that has it. What was held out in one window is trained on in the next. What is alike to a member of a probe set
+(`infra.probes`) is on neither side.
 """
 
 import hmac
@@ -24,6 +25,7 @@ from models.tokens import first_turn, turn_marks
 Side = Literal["train", "held_out"]
 BATCH_ROWS = 1000
 MOST_OF_GROUP = 4  # rows; more say little that these don't, and each has to be scored
+SCORED_FIRST = 0.5  # of a domain's rows; where new large clusters have more, the others are split like small ones
 
 
 class Clustered(NamedTuple):
@@ -105,7 +107,7 @@ def held_out_by(
         held_out_fraction: share of the clusters.
         trained: clusters that something was trained on outside of the log.
     """
-    side_of, large = sides(secret, window, held_out_fraction), unseen_and_large(rows, window, trained)
+    side_of, large = sides(secret, window, held_out_fraction), unseen_and_large(rows, window, trained, drawn_by(secret))
     return lambda cluster: cluster in large or side_of(cluster) == "held_out"
 
 
@@ -114,23 +116,32 @@ def drawn_by(secret: bytes) -> Callable[[str], bytes]:
     return lambda name: hmac.digest(secret, b"draw " + name.encode(), "sha256")
 
 
-def unseen_and_large(rows: Sequence[Conversation], window: Window, trained: Collection[str]) -> set[str]:
-    """Return the clusters that are scored before they train: above 5% of a domain in their first window is alike.
+def unseen_and_large(
+    rows: Sequence[Conversation], window: Window, trained: Collection[str], draw: Callable[[str], bytes]
+) -> set[str]:
+    """Return the clusters that are scored before they train: those above 5% of a domain in their first window.
+
+    They are too large to be probes, so that nothing else would ever say how a draft does on what it has not seen of
+    them. A domain that has little else would give its first window nothing to train on: of its large clusters only as
+    many wait, in the order of the draw, as reach half of its rows; the others are split like small ones.
 
     Args:
         rows: the log's, up to the window's last one.
         window: at hand.
         trained: clusters that something was trained on outside of the log.
+        draw: see `drawn_by`.
     """
     seen = {row.cluster for row in rows if row.seq < window.first_seq} | set(trained)
     new = [row for row in rows if row.seq >= window.first_seq]
-    sizes, alike = Counter(row.domain for row in new), Counter((row.domain, row.alike) for row in new)
-    return {
-        row.cluster
-        for row in new
-        if row.cluster not in seen
-        and alike[row.domain, row.alike] > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[row.domain])
-    }
+    sizes, in_cluster = Counter(row.domain for row in new), Counter((row.domain, row.cluster) for row in new)
+    found, waiting = set[str](), Counter[str]()
+    for domain, cluster in sorted(in_cluster, key=lambda pair: draw(f"large {pair[1]}")):
+        number = in_cluster[domain, cluster]
+        is_large = number > max(MIN_CLUSTER, MAX_CLUSTER_SHARE * sizes[domain])
+        if is_large and cluster not in seen and waiting[domain] < SCORED_FIRST * sizes[domain]:
+            waiting[domain] += number
+            found.add(cluster)
+    return found
 
 
 def counted(

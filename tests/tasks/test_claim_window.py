@@ -25,6 +25,7 @@ from tasks.stages.samples import probe_versions, read_samples, write_samples
 from tasks.stages.split import MOST_OF_GROUP
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
+NO_REPLAY = REFRESH.model_copy(update={"replay_per_domain": 0})
 
 
 @pytest.fixture
@@ -206,24 +207,24 @@ def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window
 
 
 def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_samples, pair):
-    refresh = REFRESH.model_copy(update={"replay_per_domain": 0})
-    first = held(log, pair, first_samples, [row(n) for n in range(100)], refresh)
-    second = held(log, pair, first_samples, [row(n) for n in range(100, 200)], refresh)
+    first = held(log, pair, first_samples, [row(n) for n in range(100)], NO_REPLAY)
+    second = held(log, pair, first_samples, [row(n) for n in range(100, 200)], NO_REPLAY)
     assert len(first["held_out"]) > 8
     assert {one.id for one in first["held_out"]} <= {one.id for one in second["train"]}
     assert not {one.id for one in first["train"]} & {one.id for one in second["train"]}
 
 
-def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_samples, pair):
-    refresh = REFRESH.model_copy(update={"replay_per_domain": 0})
+@pytest.mark.parametrize("named", [False, True], ids=["near copies", "a group of different ones"])
+def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_samples, pair, named):
     rows = [row(n, prompt_ids=words(n)) for n in range(60)]
-    rows += [row(100 + n, prompt_ids=[*words(1000)[:-1], n]) for n in range(30)]
-    copies = {one.id for one in rows[60:]}
-    first = held(log, pair, first_samples, rows, refresh)
-    assert {one.id for one in first["held_out"]} >= copies
-    second = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(200, 300)], refresh)
-    assert {one.id for one in second["train"]} >= copies
-    assert not copies & {one.id for one in first["probe"] + second["probe"]}
+    turns = [words(n) if named else [*words(1000)[:-1], n] for n in range(100, 120)]
+    rows += [row(100 + n, key="k", group="9" * 64 if named else "", prompt_ids=ids) for n, ids in enumerate(turns)]
+    members = {one.id for one in rows[60:]}
+    first = held(log, pair, first_samples, rows, NO_REPLAY)
+    assert len(members & {one.id for one in first["held_out"]}) == (MOST_OF_GROUP if named else 20)
+    assert not members & {one.id for one in first["train"] + first["probe"]}
+    second = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(200, 300)], NO_REPLAY)
+    assert {one.id for one in second["train"]} >= members
 
 
 def test_a_client_can_not_choose_the_side_of_its_prompts(tmp_path, monkeypatch, first_samples, pair):

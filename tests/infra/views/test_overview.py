@@ -6,9 +6,11 @@ import pytest
 from rich.console import Console
 
 from infra.overview import DraftOverview, Overview
+from infra.probes import ProbeSet
 from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
+from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
 from infra.watches import Found, Watch
@@ -189,7 +191,8 @@ def test_counts_stand_by_their_names() -> None:
     assert counts({"ok": 1000, "http 503": 2}) == "ok: 1,000, http 503: 2"
 
 
-def test_probe_sets_that_are_not_full_are_told_and_that_they_stop_nothing() -> None:
-    told = "probe sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26"
-    assert told in shown(probe_sets={"chat": 100, "code": 26})
-    assert not any("probe sets" in line for line in shown(probe_sets={"chat": 100}))
+def test_probe_sets_that_are_not_full_are_told_with_since_when_and_that_they_stop_nothing() -> None:
+    full, filling = ProbeSet(100, now_ms()), ProbeSet(26, now_ms() - 2 * 24 * 3600 * 1000)
+    told = "probe sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26 for 2 d"
+    assert told in shown(probe_sets={"chat": full, "code": filling})
+    assert not any("probe sets" in line for line in shown(probe_sets={"chat": full}))

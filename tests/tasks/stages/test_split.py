@@ -119,15 +119,29 @@ def test_a_group_of_two_domains_stands_for_the_requests_of_each() -> None:
     assert sorted(weight for seq, weight in found.items() if seq >= 8) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("wording", "large"), [("", {"ten"}), ("c{}", set())])
-def test_what_is_alike_in_too_many_rows_is_scored_first_and_a_large_group_of_different_ones_is_not(
-    wording: str, large: set[str]
-) -> None:
+@pytest.mark.parametrize("wording", ["", "c{}"], ids=["near copies", "a group of different ones"])
+def test_what_is_too_large_for_a_probe_is_scored_in_its_first_window(wording: str) -> None:
     rows = [Conversation(seq, "code", "k", 0, f"c{seq}", f"c{seq}") for seq in range(90)]
     rows += [Conversation(seq, "code", "k", 0, "ten", wording.format(seq)) for seq in range(90, 100)]
     window = Window(first_seq=0, last_seq=99, num_rows=100, sha256="", owner="")
-    assert unseen_and_large(rows, window, ()) == large
-    assert unseen_and_large(rows, window, {"ten"}) == set()
+    for secret in (bytes(32), b"s" * 32):
+        assert unseen_and_large(rows, window, (), drawn_by(secret)) == {"ten"}
+        assert unseen_and_large(rows, window, {"ten"}, drawn_by(secret)) == set()
+        assert held_out_by(secret, rows, window, 0.01, ())("ten")
+    rows += [row._replace(seq=row.seq + 100) for row in rows]
+    second = Window(first_seq=100, last_seq=199, num_rows=100, sha256="", owner="")
+    assert unseen_and_large(rows, second, (), drawn_by(bytes(32))) == set()
+
+
+def test_a_domain_of_nothing_but_large_groups_has_half_of_them_to_train_on_and_a_secret_draws_which() -> None:
+    rows = [Conversation(seq, "code", "k", 0, f"g{seq // 10}", f"c{seq}") for seq in range(100)]
+    rows += [Conversation(seq, "chat", "k", 0, f"c{seq}", f"c{seq}") for seq in range(100, 200)]
+    rows += [Conversation(seq, "chat", "k", 0, "copies", "copies") for seq in range(200, 230)]
+    window = Window(first_seq=0, last_seq=229, num_rows=230, sha256="", owner="")
+    drawn = [unseen_and_large(rows, window, (), drawn_by(bytes([number] * 32))) for number in range(20)]
+    assert all("copies" in large and len(large) == 6 for large in drawn)
+    assert len(set().union(*drawn)) == 11
+    assert unseen_and_large(rows[:10], window, (), drawn_by(bytes(32))) == {"g0"}
 
 
 def test_what_the_first_samples_were_said_to_belong_to_is_one_cluster(asked: Callable[[bool], Asked]) -> None:
