@@ -262,18 +262,35 @@ def specbench(
     output: Output = None,
     configurations: Annotated[
         Path | None,
-        typer.Option(help="TOML file, a table for each way of drafting; by default what needs no training."),
+        typer.Option(
+            help="TOML file, a table for each way of drafting; by default every family with --train, else what needs "
+            "no training."
+        ),
     ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            "--train",
+            min=0.0,
+            help="Make drafts first, each trained for so many minutes at most on what the first draft learnt; 0 for "
+            "none.",
+        ),
+    ] = 0.0,
+    temperatures: Annotated[
+        list[float], typer.Option("--temperature", min=0.0, help="0 is greedy; give it once for each.")
+    ] = [0.0],  # noqa: B006 - typer copies defaults
     per_task: Annotated[int, typer.Option(min=0, help="Questions of each task, 0 for all.")] = 0,
     per_cell: Annotated[int, typer.Option(min=1, help="Questions that are measured and kept as a whole.")] = 10,
     max_tokens: Annotated[int, typer.Option(min=4, help="Tokens of an answer, at most.")] = 128,
 ) -> None:
     """Spec-Bench: ways of drafting in the reference engine, compared with plain decoding, task by task.
 
-    Example: redraft bench specbench --data spec_bench.jsonl --per-task 10
+    Example: redraft bench specbench --data spec_bench.jsonl --train 5 --temperature 0 --temperature 1 --per-task 10
     """
     files = {"data": str(data.absolute()), "configurations": str(configurations.absolute()) if configurations else None}
-    run_benchmark("specbench", recipe, output, **files, per_task=per_task, per_cell=per_cell, max_tokens=max_tokens)
+    options: dict[str, Any] = {"per_task": per_task, "per_cell": per_cell, "max_tokens": max_tokens}
+    options |= {"temperatures": sorted(set(temperatures)), "minutes": minutes}
+    run_benchmark("specbench", recipe, output, **files, **options)
 
 
 def advise(

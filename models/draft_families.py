@@ -28,10 +28,15 @@ def name_of(family: Family) -> str:
     return str(cast("Any", family).__name__).rpartition(".")[2]
 
 
+def class_of(family: Family) -> type[Draft]:
+    """Return the class of a family's drafts."""
+    kinds = [one for one in vars(family).values() if isinstance(one, type) and issubclass(one, Draft)]
+    return max(kinds, key=lambda kind: len(kind.__mro__))  # the family's own stands on the others
+
+
 def procedure_of(family: Family) -> Procedure:
     """Return how a family's drafts are trained; see `Draft.procedure`."""
-    kinds = [one for one in vars(family).values() if isinstance(one, type) and issubclass(one, Draft)]
-    return max(kinds, key=lambda kind: len(kind.__mro__)).procedure  # the family's own stands on the others
+    return class_of(family).procedure
 
 
 def family_of(directory: Path) -> Family:

@@ -4,6 +4,11 @@
     draft = { name = "suffix" }   # or "served", or a draft's directory
     num_draft_tokens = 8
 
+    [medusa-4]                    # where drafts are made first (`tasks.measure.families`)
+    draft = { name = "medusa" }
+    num_draft_tokens = 4
+    distill = { learning_rate = 1e-3 }
+
 Without a file they are the served draft, and each family that needs neither training nor a store, as it comes.
 """
 
@@ -17,14 +22,16 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from models import catalog
-from models.draft_families import family_named, open_draft
+from models import catalog, distill
+from models.draft_families import class_of, family_named, open_draft
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.layers.decoder import Decoder
 from models.params import BaseParams, Frozen, validate
+from models.self_draft import TargetRunner
 from models.targets import describe
+from models.weightless import Weightless
 from tasks.measure.peers import engine_dtype
 from tasks.measure.run import Run
 from tasks.promote import open_champions
@@ -39,12 +46,15 @@ class Configuration(Frozen):
     """One way of drafting.
 
     Attributes:
-        draft: the served one, a new one of a family without weights, or a directory.
+        draft: the served one, a new one of a family without weights, or a directory; where drafts are made first, a
+            new one of any family.
         engine: keys of the reference engine but for what all configurations share.
+        distill: keys of a recipe's [distill] that are others for a draft that is made first.
     """
 
     draft: Annotated[BaseParams, catalog.Method("drafts")] | str
     engine: dict[str, Any] = Field(default_factory=dict)
+    distill: dict[str, Any] = Field(default_factory=dict)
 
 
 class Target(NamedTuple):
@@ -99,12 +109,13 @@ def open_target(run: Run) -> Target:
     return Target(directory, Decoder.load(directory, getattr(torch, dtype), device), pair.draft_files.path, shared)
 
 
-def read_configurations(file: Path | None, served_k: int) -> dict[str, Configuration]:
+def read_configurations(file: Path | None, served_k: int, makes: bool = False) -> dict[str, Configuration]:
     """Return name to configuration.
 
     Args:
         file: TOML; None for what there is without training.
         served_k: K of the served draft.
+        makes: whether new drafts of families that are trained may be named, because they are made first.
 
     Raises:
         ValueError: the file can't be read, or a configuration is wrong; names it.
@@ -115,7 +126,7 @@ def read_configurations(file: Path | None, served_k: int) -> dict[str, Configura
             family = family_named(name)
             if not family.TRAINED and not hasattr(family, "collect"):
                 draft = catalog.parse("drafts", {"name": name})
-                found[name] = Configuration(draft=draft, engine={"num_draft_tokens": NUM_DRAFT_TOKENS})
+                found[name] = Configuration(draft=draft, engine={"num_draft_tokens": usual_k(name, served_k)})
         return found
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -123,10 +134,16 @@ def read_configurations(file: Path | None, served_k: int) -> dict[str, Configura
         raise ValueError(f"{file} can't be read as TOML: {error}") from error
     if not tables:
         raise ValueError(f"{file} has no table; wanted one for each configuration")
-    return {name: _configuration(table, f"{file.name}: [{name}]") for name, table in tables.items()}
+    return {name: _configuration(table, f"{file.name}: [{name}]", makes) for name, table in tables.items()}
 
 
-def _configuration(table: object, where: str) -> Configuration:
+def usual_k(name: str, served_k: int) -> int:
+    """Return how many tokens a family drafts where nobody says it: many where they cost no pass of a model."""
+    kind = class_of(family_named(name))
+    return NUM_DRAFT_TOKENS if issubclass(kind, Weightless) and not issubclass(kind, TargetRunner) else served_k
+
+
+def _configuration(table: object, where: str, makes: bool) -> Configuration:
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: wanted a table, got {table!r}")
     keys = dict(table)
@@ -135,12 +152,20 @@ def _configuration(table: object, where: str) -> Configuration:
     draft = keys.pop("draft")
     if shared := sorted(keys.keys() & set(SHARED)):
         raise ValueError(f'{where}: key "{shared[0]}" is the recipe\'s, the same for all configurations')
+    taught = keys.pop("distill", {})
     try:
         if isinstance(draft, Mapping):
             draft = catalog.parse("drafts", draft)
-            if family_named(draft.name).TRAINED:
-                raise ValueError(f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory')
+            if family_named(draft.name).TRAINED and not makes:
+                raise ValueError(
+                    f'a draft of family {draft.name} has to be trained; wanted "{SERVED}" or a directory, or bench '
+                    "specbench --train, which makes it"
+                )
+        if taught and (isinstance(draft, str) or not family_named(draft.name).TRAINED):
+            raise ValueError('key "distill" is for new drafts that are trained')
         catalog.parse("engines", {"name": "torch", **keys})
-        return validate(Configuration, {"draft": draft, "engine": keys}, "configuration")
+        found = validate(Configuration, {"draft": draft, "engine": keys, "distill": taught}, "configuration")
+        validate(distill.Params, found.distill, "distill")
+        return found
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

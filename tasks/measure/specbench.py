@@ -1,18 +1,23 @@
 """Spec-Bench: how much faster configurations of the reference engine answer than the same engine without a draft.
 
-All of them share one process, one copy of the target's weights and the same prompts, one stream, greedily. Prompt by
-prompt plain decoding and the configurations take turns, in an order that is turned round each time, and ratios are
-paired by prompt. A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench.
-The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
+All of them share one process, one copy of the target's weights and the same prompts, one stream. Prompt by prompt plain
+decoding and the configurations take turns, in an order that is turned round each time, and ratios are paired by prompt.
+A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench. The second turn of
+a chat goes on from what plain decoding answered, so that all are asked the same.
 
-A cell is a few prompts of a task. What a draft remembers of earlier requests is forgotten between cells, so that an
-interrupted run goes on with the same figures.
+Greedy outputs are held to plain decoding's. Above temperature 0 each way draws an answer of its own, so there is
+nothing to hold them to: that a rule keeps the target's distribution is tested elsewhere, and one that doesn't is named.
+
+A cell is a few prompts of a task at one temperature. What a draft remembers of earlier requests is forgotten between
+cells, so that an interrupted run goes on with the same figures. Drafts that have to be made are made before the first
+(`tasks.measure.families`).
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +25,65 @@ from transformers import AutoTokenizer
 
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval
+from models import catalog
 from models.acceptance import Trace, summarise
 from models.engines import Sampling
 from models.engines.torch import TorchEngine
 from models.tokens import encode_chat
+from models.verify import rejection
 from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
+from tasks.measure.families import every_family, make_drafts
 from tasks.measure.latency import Decoded, compare_speed, spread
 from tasks.measure.questions import Question, chat_before, fingerprint, read_questions
 from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
+from tasks.register import first_samples
 
 TITLE, QUESTION = "Spec-Bench", "which way of drafting is the fastest, task by task?"
 PLAIN, ALL = "plain decoding", "all tasks"
+VERDICTS = ("equal", "near-tie", "different")
+TOLD_APART = "equal / near tie / different"
 WARM_TOKENS = 8
 
 Row = dict[str, Any]
 
 
-def measure(run: Run, data: str, configurations: str | None, per_task: int, per_cell: int, max_tokens: int) -> Report:
-    """Answer every question in every configuration.
+def measure(
+    run: Run,
+    data: str,
+    configurations: str | None,
+    per_task: int,
+    per_cell: int,
+    max_tokens: int,
+    temperatures: Sequence[float],
+    minutes: float,
+) -> Report:
+    """Answer every question in every configuration at every temperature.
 
     Args:
         run: the benchmark.
         data: file of the questions.
-        configurations: file of the configurations; None for what there is without training.
+        configurations: file of the configurations; None for every family where drafts are made, else for what there is
+            without that.
         per_task: questions of each task, 0 for all.
         per_cell: questions that are measured and kept together.
         max_tokens: of an answer.
+        temperatures: from 0, which is greedy.
+        minutes: of training, of each draft that is trained first; 0 makes none.
 
     Raises:
-        ValueError: a file is wrong, nothing was built, or the cells are of other questions or configurations.
+        ValueError: a file is wrong, nothing was built, a temperature is below 0, or the cells are of other questions or
+            configurations.
     """
+    if below := [one for one in temperatures if one < 0]:
+        raise ValueError(f"a temperature is 0 or more; got {below[0]:g}")
     run.served()
-    tasks = read_questions(Path(data), per_task)
-    ways = read_configurations(Path(configurations) if configurations else None, run.recipe.num_draft_tokens)
+    tasks, k = read_questions(Path(data), per_task), run.recipe.num_draft_tokens
+    if configurations is None and minutes:
+        ways = every_family(run.recipe)
+    else:
+        ways = read_configurations(Path(configurations) if configurations else None, k, makes=minutes > 0)
     if PLAIN in ways:
         raise ValueError(f'a configuration is called "{PLAIN}", which is the baseline\'s name')
     asked = {
@@ -65,19 +94,29 @@ def measure(run: Run, data: str, configurations: str | None, per_task: int, per_
         raise ValueError(
             f"{run.folder} holds cells of other questions or configurations; remove it, or choose another with --output"
         )
+    pair = open_champions.fn()
     target: Target | None = None
-    rows: list[Row] = []
-    for task, questions in tasks.items():
+    rows: dict[float, list[Row]] = {one: [] for one in temperatures}
+    for temperature, task in product(rows, tasks):
+        questions, at = tasks[task], f"-at-{temperature:g}" if temperature else ""
         for start in range(0, len(questions), per_cell):
-            cell, share = f"{task}-{start}".replace("/", "_"), questions[start : start + per_cell]
+            cell, share = f"{task}-{start}{at}".replace("/", "_"), questions[start : start + per_cell]
             if not run.cells.has(cell):
-                target = target or _warm(open_target(run), ways)
+                if target is None:
+                    if minutes:
+                        ways = make_drafts(run.recipe, pair.target_files, first_samples(pair.draft), ways, minutes)
+                    target = _warm(open_target(run), ways)
                 total = (1 + len(ways)) * sum(question.num_turns for question in share)
-                with run.bar(f"{task}, {start + 1} to {start + len(share)} of {len(questions)}", total) as bar:
-                    content = _answer(target, ways, share, max_tokens, bar)
+                told = f"{task}{_at(temperature)}, {start + 1} to {start + len(share)} of {len(questions)}"
+                with run.bar(told, total) as bar:
+                    content = _answer(target, ways, share, max_tokens, bar, temperature, run.recipe.seed)
                 run.cells.keep(cell, lambda: content)  # noqa: B023
-            rows += run.cells.read(cell)
-    return make_report(rows, [*ways], open_champions.fn().target_files.path, run.folder, run.recipe.seed)
+            rows[temperature] += run.cells.read(cell)
+    return make_report(rows, ways, pair.target_files.path, run.folder, run.recipe.seed)
+
+
+def _at(temperature: float) -> str:
+    return f", temperature {temperature:g}" if temperature else ""
 
 
 def _warm(target: Target, ways: Mapping[str, Configuration]) -> Target:
@@ -89,7 +128,13 @@ def _warm(target: Target, ways: Mapping[str, Configuration]) -> Target:
 
 
 def _answer(
-    target: Target, ways: Mapping[str, Configuration], questions: Sequence[Question], max_tokens: int, bar: Bar
+    target: Target,
+    ways: Mapping[str, Configuration],
+    questions: Sequence[Question],
+    max_tokens: int,
+    bar: Bar,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[Row]:
     """Return a row for each turn and side; a turn that does not fit the context has none, nor those after it."""
     tokenizer = AutoTokenizer.from_pretrained(target.directory)
@@ -106,10 +151,12 @@ def _answer(
             if not fits:
                 rows.append(about)
                 break
+            # All sides tell the gaps, which greedy outputs are judged by.
+            sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed + len(rows), num_logprobs=2)
             sides = [(PLAIN, plain), *engines.items()]
             found = {}
             for name, engine in sides[::-1] if turned else sides:
-                found[name] = {"side": name, **about, **_timed(engine, prompt_ids, max_tokens)}
+                found[name] = {"side": name, **about, **_timed(engine, prompt_ids, sampling)}
                 bar.advance()
             turned = not turned
             rows += [found[name] for name, _ in sides]
@@ -117,8 +164,7 @@ def _answer(
     return rows
 
 
-def _timed(engine: TorchEngine, prompt_ids: list[int], max_tokens: int) -> Row:
-    sampling = Sampling(max_tokens=max_tokens, num_logprobs=2)  # all sides tell the gaps, which outputs are judged by
+def _timed(engine: TorchEngine, prompt_ids: list[int], sampling: Sampling) -> Row:
     started_s = time.perf_counter()
     answer = asyncio.run(engine.generate(prompt_ids, sampling, "question"))
     return {
@@ -130,12 +176,14 @@ def _timed(engine: TorchEngine, prompt_ids: list[int], max_tokens: int) -> Row:
     }
 
 
-def make_report(rows: Sequence[Row], ways: Sequence[str], target_dir: Path, folder: Path, seed: int) -> Report:
+def make_report(
+    rows: Mapping[float, Sequence[Row]], ways: Mapping[str, Configuration], target_dir: Path, folder: Path, seed: int
+) -> Report:
     """Put together what was measured.
 
     Args:
-        rows: of all cells.
-        ways: the configurations' names, in order.
+        rows: temperature to the rows of all its cells.
+        ways: the configurations, in order.
         target_dir: of the target, which says when a near tie may go either way.
         folder: for the picture.
         seed: of the intervals.
@@ -143,43 +191,66 @@ def make_report(rows: Sequence[Row], ways: Sequence[str], target_dir: Path, fold
     Raises:
         ValueError: no question fits the context.
     """
-    told = [row for row in rows if row["fits"]]
-    if not told:
-        raise ValueError(f"none of the {len(rows)} questions fits the context; raise [engine] max_model_len")
-    tasks = [*dict.fromkeys(row["domain"] for row in told)]
-    figures: dict[str, dict[str, Row]] = {}
-    for task in (*tasks, ALL):
-        of = {
-            side: [row for row in told if row["side"] == side and task in (row["domain"], ALL)]
-            for side in (PLAIN, *ways)
-        }
-        figures[task] = {side: _figures(of[PLAIN], of[side], target_dir, seed) for side in of}
+    told = {at: [row for row in of if row["fits"]] for at, of in rows.items()}
+    num_rows, num_told = (sum(map(len, of.values())) for of in (rows, told))
+    if not num_told:
+        raise ValueError(f"none of the {num_rows} questions fits the context; raise [engine] max_model_len")
+    found = {at: _by_task(of, [*ways], at == 0, target_dir, seed) for at, of in told.items()}
+    over_all = {at: tasks[ALL] for at, tasks in found.items()}
     failures = [
-        f"{way}: {number} of {figures[ALL][way]['num_prompts']} outputs differ from plain decoding"
-        for way in ways
-        if (number := figures[ALL][way]["outputs"].get("different"))
+        f"{way}: {number} of {over_all[0][way]['num_prompts']} outputs differ from plain decoding"
+        for way in (ways if 0 in over_all else ())
+        if (number := over_all[0][way]["outputs"].get("different"))
     ]
     notes = [
-        "One stream, greedy; seconds of a whole request, its prompt included. In brackets 95% intervals over prompts.",
+        "One stream; seconds of a whole request, its prompt included. In brackets 95% intervals over prompts.",
         "Speeds are only of prompts whose output passed. Drafts forget earlier requests after each cell.",
         "Of a tree, acceptance by place is the share of steps that accepted so many tokens.",
     ]
-    if left_out := len(rows) - len(told):
+    if any(over_all) and (lossy := [name for name, way in ways.items() if not _is_lossless(way)]):
+        notes.append(f"Above temperature 0 these draw from another distribution than the target: {', '.join(lossy)}.")
+    if left_out := num_rows - num_told:
         notes.append(f"{left_out} turns did not fit the context, and no later turn of their chats was asked.")
-    speeds = {task: {way: _bar(found[way]) for way in ways if found[way]["speedup"]} for task, found in figures.items()}
+    speeds = {
+        f"{task}{_at(at)}": {way: _bar(of[way]) for way in ways if of[way]["speedup"]}
+        for at, tasks in found.items()
+        for task, of in tasks.items()
+    }
+    verdicts = [
+        f"At temperature {at:g}: {judge(of, [*ways])}" if at else judge(of, [*ways]) for at, of in over_all.items()
+    ]
     return Report(
-        figures={"tasks": figures},
-        grids=_grids(figures, ways),
+        figures={"temperatures": {f"{at:g}": {"tasks": tasks} for at, tasks in found.items()}},
+        grids=[*(_speeds(tasks, ways, at) for at, tasks in found.items()), *_over_all(over_all, ways)],
         notes=notes,
-        verdict=judge(figures[ALL], ways),
+        verdict=" ".join(verdicts),
         failures=failures,
         picture=draw_speeds(speeds, "× plain decoding", folder / "specbench.png"),
     )
 
 
-def _figures(plain: Sequence[Row], rows: Sequence[Row], target_dir: Path, seed: int) -> Row:
-    verdicts = judge_outputs(plain, rows, target_dir)
-    passed = {row["prompt_id"] for row in rows if verdicts[row["prompt_id"]] != "different"}
+def _is_lossless(way: Configuration) -> bool:
+    rule = way.engine.get("verify", {"name": rejection.Params().name})
+    return bool(catalog.load("verify", rule["name"]).LOSSLESS)
+
+
+def _by_task(
+    rows: Sequence[Row], ways: Sequence[str], greedy: bool, target_dir: Path, seed: int
+) -> dict[str, dict[str, Row]]:
+    """Return task to side to figures, the last task being all of them."""
+    figures: dict[str, dict[str, Row]] = {}
+    for task in (*dict.fromkeys(row["domain"] for row in rows), ALL):
+        of = {
+            side: [row for row in rows if row["side"] == side and task in (row["domain"], ALL)]
+            for side in (PLAIN, *ways)
+        }
+        figures[task] = {side: _figures(of[PLAIN], of[side], greedy, target_dir, seed) for side in of}
+    return figures
+
+
+def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir: Path, seed: int) -> Row:
+    verdicts = judge_outputs(plain, rows, target_dir) if greedy else {}
+    passed = {row["prompt_id"] for row in rows if verdicts.get(row["prompt_id"]) != "different"}
     here, there = (
         {row["prompt_id"]: Decoded(len(row["token_ids"]), row["seconds"]) for row in side if row["prompt_id"] in passed}
         for side in (rows, plain)
@@ -215,25 +286,42 @@ def _bar(found: Row) -> tuple[float, float, float]:
     return prompts["median"], prompts["p10"], prompts["p90"]
 
 
-def _grids(figures: Mapping[str, Mapping[str, Row]], ways: Sequence[str]) -> list[Grid]:
-    speedups = {way: [found[way]["speedup"] for found in figures.values()] for way in ways}
-    speed = [[way, *(interval(one["overall"]) if one else "–" for one in found)] for way, found in speedups.items()]
-    rows = []
-    for side in (PLAIN, *ways):
-        found = figures[ALL][side]
-        outputs = found["outputs"]
-        rows.append(
+def _speeds(tasks: Mapping[str, Mapping[str, Row]], ways: Iterable[str], at: float) -> Grid:
+    rows = [[way, *(_ratio(found[way]) for found in tasks.values())] for way in ways]
+    return Grid(f"times plain decoding{_at(at)}", ["way", *tasks], rows)
+
+
+def _over_all(over_all: Mapping[float, Mapping[str, Row]], ways: Iterable[str]) -> Iterator[Grid]:
+    """Yield the figures over all tasks, and where there are several temperatures first a table of all of them."""
+    sides = (PLAIN, *ways)
+    if len(over_all) > 1:
+        columns = [name for at in over_all for name in (f"×{_at(at) or ', greedy'}", f"τ{_at(at) or ', greedy'}")]
+        rows = [
+            [side, *(cell for of in over_all.values() for cell in (_ratio(of[side]), _tau(of[side])))] for side in sides
+        ]
+        yield Grid("over all tasks, by temperature", ["way", *columns], rows)
+    for at, of in over_all.items():
+        rows = [
             [
                 side,
-                f"{found['tokens_per_s']['median']:.1f}" if found["tokens_per_s"] else "–",
-                f"{found['tau']['value']:.2f}" if found["tau"] else "–",
-                f"{found['tau_without_loops']['value']:.2f}" if found["tau_without_loops"] else "–",
-                " ".join(f"{place:.2f}" for place in found["acceptance_by_place"]) or "–",
-                f"{outputs.get('equal', 0)} / {outputs.get('near-tie', 0)} / {outputs.get('different', 0)}",
+                f"{of[side]['tokens_per_s']['median']:.1f}" if of[side]["tokens_per_s"] else "–",
+                _tau(of[side]),
+                f"{of[side]['tau_without_loops']['value']:.2f}" if of[side]["tau_without_loops"] else "–",
+                " ".join(f"{place:.2f}" for place in of[side]["acceptance_by_place"]) or "–",
+                *([] if at else [" / ".join(str(of[side]["outputs"].get(one, 0)) for one in VERDICTS)]),
             ]
-        )
-    columns = ["way", "tokens/s", "τ", "τ without loops", "acceptance by place", "equal / near tie / different"]
-    return [Grid("times plain decoding", ["way", *figures], speed), Grid("over all tasks", columns, rows)]
+            for side in sides
+        ]
+        columns = ["way", "tokens/s", "τ", "τ without loops", "acceptance by place", *([] if at else [TOLD_APART])]
+        yield Grid(f"over all tasks{_at(at)}", columns, rows)
+
+
+def _ratio(figures: Row) -> str:
+    return interval(figures["speedup"]["overall"]) if figures["speedup"] else "–"
+
+
+def _tau(figures: Row) -> str:
+    return f"{figures['tau']['value']:.2f}" if figures["tau"] else "–"
 
 
 def judge(found: Mapping[str, Row], ways: Sequence[str]) -> str:

@@ -242,9 +242,16 @@ def test_ways_of_drafting_are_held_to_plain_decoding_task_by_task(built, tmp_pat
     ]
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    options = ("--data", str(data), "--per-task", "2", "--per-cell", "1", "--max-tokens", "8")
+    options = ("--data", str(data), "--per-task", "2", "--per-cell", "1", "--max-tokens", "8", "--temperature", "0")
+    ways = tmp_path / "ways.toml"
+    ways.write_text('[lm]\ndraft = { name = "lm", num_layers = 1 }\n[suffix]\ndraft = { name = "suffix" }\n')
+    options = (*options, "--temperature", "1", "--train", "0.05", "--configurations", str(ways))
     found = run(built[0], "specbench", tmp_path / "specbench", *options)
-    assert list(found["tasks"]) == ["qa", "math", "all tasks"]
-    assert found["tasks"]["all tasks"]["suffix"]["num_prompts"] == 4
+    for tasks in (found["temperatures"][at]["tasks"] for at in ("0", "1")):
+        assert list(tasks) == ["qa", "math", "all tasks"]
+        assert {way: of["num_prompts"] for way, of in tasks["all tasks"].items() if way != "plain decoding"} == {
+            "lm": 4,
+            "suffix": 4,
+        }
     assert found["failures"] == []
     assert (tmp_path / "specbench" / "specbench.png").is_file()

@@ -46,6 +46,7 @@ def test_a_table_says_the_draft_and_how_the_engine_runs_it(tiny_target: Path, ti
         ('[a]\ndraft = { name = "sufix" }', r'\[a\]: no method "sufix" in drafts \(did you mean "suffix"\?\)'),
         ('[a]\ndraft = { name = "lm" }', r"\[a\]: a draft of family lm has to be trained"),
         ("[a]\ndraft = 5", r"\[a\]: "),
+        ('[a]\ndraft = "served"\ndistill = { num_epochs = 1 }', r'\[a\]: key "distill" is for new drafts'),
     ],
 )
 def test_a_configuration_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,7 @@ from rich.progress import Progress
 from models.golden import save_golden
 from models.layers.decoder import Decoder
 from models.sources import Message
-from tasks.measure.configurations import Target, read_configurations
+from tasks.measure.configurations import SERVED, Configuration, Target, read_configurations
 from tasks.measure.questions import Question
 from tasks.measure.run import Bar
 from tasks.measure.specbench import ALL, PLAIN, Row, _answer, make_report
@@ -48,9 +48,8 @@ def test_every_turn_is_answered_in_every_way_from_the_same_chat(measured: list[R
 
 
 def test_the_report_tells_each_task_and_all_of_them(measured: list[Row], judged_by: Path, tmp_path: Path) -> None:
-    ways = [*read_configurations(None, 3)]
-    report = make_report(measured, ways, judged_by, tmp_path, seed=0)
-    figures = report.figures["tasks"]
+    report = make_report({0: measured}, read_configurations(None, 3), judged_by, tmp_path, seed=0)
+    figures = report.figures["temperatures"]["0"]["tasks"]
     assert list(figures) == ["mt", "qa", ALL]
     assert figures[ALL]["suffix"]["num_prompts"] == 3
     assert figures["qa"]["suffix"]["num_prompts"] == 1
@@ -59,6 +58,10 @@ def test_the_report_tells_each_task_and_all_of_them(measured: list[Row], judged_
     assert report.failures == []
     assert "1 turns did not fit the context" in report.notes[-1]
     assert report.picture is not None and report.picture.is_file()
+
+
+def ways(*names: str, **engine: object) -> dict[str, Configuration]:
+    return {name: Configuration(draft=SERVED, engine=engine) for name in names}
 
 
 def rows(side: str, seconds: float, token_ids: list[int], accepted: tuple[int, ...]) -> list[Row]:
@@ -73,8 +76,8 @@ def test_figures_are_worked_by_hand_and_the_fastest_is_named(judged_by: Path, tm
         *rows("fast", 0.5, [1, 2, 3, 4, 5], (2, 0)),
         *rows("slow", 4.0, [1, 2, 3, 4, 5], (0, 2)),
     ]
-    report = make_report(told, ["fast", "slow"], judged_by, tmp_path, seed=0)
-    found = report.figures["tasks"][ALL]
+    report = make_report({0: told}, ways("fast", "slow"), judged_by, tmp_path, seed=0)
+    found = report.figures["temperatures"]["0"]["tasks"][ALL]
     assert found["fast"]["speedup"]["overall"]["value"] == 4.0
     assert found["slow"]["speedup"]["overall"]["value"] == 0.5
     assert found["fast"]["tau"]["value"] == 2.0
@@ -84,18 +87,37 @@ def test_figures_are_worked_by_hand_and_the_fastest_is_named(judged_by: Path, tm
 
 def test_where_no_way_pays_none_is_called_the_fastest(judged_by: Path, tmp_path: Path) -> None:
     told = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("slow", 4.0, [1, 2, 3], (1,))]
-    report = make_report(told, ["slow"], judged_by, tmp_path, seed=0)
+    report = make_report({0: told}, ways("slow"), judged_by, tmp_path, seed=0)
     assert report.verdict.startswith("No way is faster than plain decoding; least is lost with slow: 0.50")
 
 
 def test_another_output_fails_the_benchmark_and_has_no_speed(judged_by: Path, tmp_path: Path) -> None:
     told = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("wrong", 0.1, [1, 9, 3], (2,))]
-    report = make_report(told, ["wrong"], judged_by, tmp_path, seed=0)
+    report = make_report({0: told}, ways("wrong"), judged_by, tmp_path, seed=0)
     assert report.failures == ["wrong: 3 of 3 outputs differ from plain decoding"]
-    assert report.figures["tasks"][ALL]["wrong"]["speedup"] is None
+    assert report.figures["temperatures"]["0"]["tasks"][ALL]["wrong"]["speedup"] is None
     assert report.verdict == "No configuration has an output that passed."
+
+
+def test_temperatures_stand_side_by_side_and_drawn_outputs_are_held_to_nothing(judged_by: Path, tmp_path: Path) -> None:
+    greedy = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("way", 1.0, [1, 2, 3], (1,))]
+    drawn = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("way", 0.5, [9, 9, 9], (1,))]
+    report = make_report({0: greedy, 1: drawn}, ways("way"), judged_by, tmp_path, seed=0)
+    assert report.failures == []
+    both = next(grid for grid in report.grids if grid.title == "over all tasks, by temperature")
+    assert both.columns == ["way", "×, greedy", "τ, greedy", "×, temperature 1", "τ, temperature 1"]
+    assert both.rows[1] == ["way", "2.00 (2.00 to 2.00)", "2.00", "4.00 (4.00 to 4.00)", "2.00"]
+    assert "At temperature 1: The fastest is way: 4.00" in report.verdict
+    assert not any("another distribution" in note for note in report.notes)
+
+
+def test_a_rule_that_is_not_lossless_is_named_where_nothing_else_would_tell(judged_by: Path, tmp_path: Path) -> None:
+    drawn = [*rows(PLAIN, 2.0, [1, 2, 3], (0, 0)), *rows("loose", 0.5, [9, 9, 9], (1,))]
+    report = make_report({1: drawn}, ways("loose", verify={"name": "typical"}), judged_by, tmp_path, seed=0)
+    assert any("another distribution than the target: loose" in note for note in report.notes)
 
 
 def test_questions_that_are_all_too_long_are_an_error(judged_by: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the 1 questions fits the context"):
-        make_report([{"prompt_id": "1-0", "domain": "qa", "fits": False}], ["a"], judged_by, tmp_path, seed=0)
+        told = [{"prompt_id": "1-0", "domain": "qa", "fits": False}]
+        make_report({0: told}, ways("a"), judged_by, tmp_path, seed=0)
