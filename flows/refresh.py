@@ -52,6 +52,6 @@ def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
         if judged.gate == "passed":
             return returned
     start = find_challenger(recipe, pair, window)
-    trained = train_challenger(recipe, pair, start, parts.samples)
+    trained = train_challenger(recipe, pair, start, parts.samples, window)
     judged = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
     return register_candidate(recipe, pair, start, trained, window, parts.samples, judged)

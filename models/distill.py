@@ -8,28 +8,29 @@ draft would have said next is never read. The work per token follows the accepta
 import json
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from models import catalog
 from models.answers import Written, require_labels, target, token_counts
-from models.batches import hidden_states, pack
+from models.averaged import Averaged
+from models.batches import hidden_states
 from models.captured import Captures
-from models.drafts import Draft, Procedure, Unrolled
-from models.fitted import WithHeads
+from models.drafts import Draft, Procedure
 from models.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
 from models.resume import load_progress, load_state, save_progress, save_state
 from models.teacher import TeacherParams, Teachers, require_reader, require_teachers
+from models.unrolled_loss import UnrolledLoss
+from models.validation import Validated, Validation, split
 from models.written import Rounds
 
 
-class Params(WithHeads):
+class Params(Validated):
     """Settings of the loop.
 
     Attributes:
@@ -38,9 +39,10 @@ class Params(WithHeads):
         schedule: how the learning rate goes on after that: "cosine" falls to 2% at the end of the run; "constant"
             stays, for runs that others go on from.
         average: share of the steps, the last ones, whose mean the draft's weights are in the end; 0 takes the last.
-            The mean does what a falling learning rate does, and the next run goes on from the weights themselves.
+            The mean does what a falling learning rate does, and the next run goes on from the weights themselves. With
+            `validation` it is the share of each pass.
         weight_decay: of AdamW.
-        num_epochs: passes over the answers.
+        num_epochs: passes over the answers; with `validation` the most there are.
         min_steps: where these are fewer optimizer steps, as with a small window, passes go on until so many are done.
         max_grad_norm: gradients are clipped to this norm.
         num_threads: of the processor; 0 leaves it to torch.
@@ -80,17 +82,24 @@ class Params(WithHeads):
 
 
 class Progress(NamedTuple):
-    """How far a stage is, in tokens, or in answers that are written; `loss` is a running mean of the first unroll's."""
+    """How far a stage is, in tokens, or in answers that are written; `loss` is a running mean of the first unroll's.
+
+    `tau` is that of the last look at the answers kept for validation, in tokens a step; None before there was one.
+    """
 
     stage: Literal["answers", "hidden states", "train"]
     done: int
     total: int
     loss: float | None
     tokens_per_s: float
+    tau: float | None = None
 
 
 class Report(NamedTuple):
-    """What training cost. A token is one of a sequence, prompt included, each epoch anew."""
+    """What training cost. A token is one of a sequence, prompt included, each epoch anew.
+
+    `taus` are (steps done, τ) of the looks at `num_validated` answers kept from it; the draft is as at the best.
+    """
 
     tokens_per_s: float
     hidden_tokens_per_s: float
@@ -99,6 +108,8 @@ class Report(NamedTuple):
     num_steps: int
     losses: list[tuple[int, float]]
     peak_memory_mib: float
+    num_validated: int = 0
+    taus: Sequence[tuple[int, float]] = ()
 
 
 def train(
@@ -115,6 +126,7 @@ def train(
     state_out: Path | None = None,
     captured: Captures | None = None,
     teacher_dirs: Sequence[Path] = (),
+    unseen: Collection[str] | None = None,
 ) -> Report:
     """Train `draft` in place.
 
@@ -132,6 +144,7 @@ def train(
         state_out: file to write this run's end to.
         captured: hidden states that need not be computed.
         teacher_dirs: of each of the settings' teachers.
+        unseen: ids of the samples that the draft has learnt nothing of, which may be kept for validation; None for all.
 
     Raises:
         ValueError: no sample has anything to learn from, K is 0, `state` is of a draft of another shape, or a teacher
@@ -147,6 +160,7 @@ def train(
         torch.set_num_threads(params.num_threads)
     require_teachers(draft, target_dir, params.teachers, teacher_dirs)
     report = on_progress or (lambda progress: None)
+    samples, kept = split(samples, params.validation, seed, unseen)
     learnt: HiddenStates | Rounds
     if isinstance(params.answers, Written):
         learnt = Rounds(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
@@ -154,14 +168,15 @@ def train(
         learnt = hidden_states(
             draft,
             target_dir,
-            samples,
+            samples + kept,
             work_dir,
             lambda d, t, r: report(Progress("hidden states", d, t, None, r)),
             device,
             captured,
         )
+        learnt.samples = samples
     draft.to(device)
-    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs)
+    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept)
     if state is not None:
         loop.go_on_from(state)
     return loop.run(report, state_out)
@@ -178,16 +193,17 @@ class _Loop:
         work_dir: Path,
         seed: int,
         teacher_dirs: Sequence[Path] = (),
+        kept: Sequence[Sample] = (),
     ) -> None:
         self.draft, self.learnt, self.params, self.seed = draft, learnt, params, seed
         self.work_dir = work_dir
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
-        self.loss = catalog.load("losses", self.procedure.loss.name)
-        self.counts = token_counts(learnt.samples, params.answers)
+        counts = token_counts(learnt.samples, params.answers)
         require_reader(params.teachers, self.procedure.loss)
         self.teachers = Teachers(draft, target_dir, self.procedure.loss, params.teachers, teacher_dirs)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
+        self.loss = UnrolledLoss(draft, self.procedure, self.teachers, counts, self.num_unroll, seed)
         self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
@@ -203,8 +219,9 @@ class _Loop:
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self.losses: list[tuple[int, float]] = []
         self.warmup = params.warmup
-        self.mean = {name: torch.zeros_like(p) for name, p in self.trained.items()} if params.average else {}
-        self.num_averaged = 0
+        self.averaged = Averaged(self.trained, params.average > 0)
+        steps = len(self.buckets)
+        self.validation = Validation(draft, target_dir, kept, num_draft_tokens, params.patience, steps, work_dir)
 
     def go_on_from(self, state: Path) -> None:
         """Take weights and moments over; with moments there is nothing to warm up."""
@@ -217,7 +234,7 @@ class _Loop:
             self._read(self.learnt, report)
         saved = shown = time.perf_counter()
         mean = self.losses[-1][1] if self.losses else None
-        while (done := self._done()) < 1.0:
+        while (done := self._done()) < 1.0 and not self.validation.is_over:
             self._begin_round(report)
             started = time.perf_counter()
             order = torch.randperm(
@@ -235,18 +252,19 @@ class _Loop:
             self.seconds += now - started
             if now - shown > 0.5 or self.step == self.total:
                 shown = now
-                report(Progress("train", self.tokens, self.all_tokens, mean, self.tokens / self.seconds))
-            if now - saved > self.params.checkpoint_s:
+                tau = self.validation.taus[-1][1] if self.validation.taus else None
+                report(Progress("train", self.tokens, self.all_tokens, mean, self.tokens / self.seconds, tau))
+            if self.validation.is_due(self.step, at_end=self._done() >= 1.0):
+                self._validate()
+            elif now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()
         if isinstance(self.learnt, Rounds):
             self.learnt.end()
+        self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
         if state_out is not None:
             save_state(state_out, self.trained, self.optimizer)
-        if self.num_averaged:
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(self.mean[name])
+        self.averaged.put()
         self.draft.eval()
         return Report(
             tokens_per_s=self.tokens / max(self.seconds, 1e-9),
@@ -256,6 +274,8 @@ class _Loop:
             num_steps=self.step,
             losses=self.losses,
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            num_validated=len(self.validation.samples),
+            taus=self.validation.taus,
         )
 
     def _begin_round(self, report: Callable[[Progress], None]) -> None:
@@ -288,7 +308,7 @@ class _Loop:
             after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
         for group in self.optimizer.param_groups:
             group["lr"] = self.params.learning_rate * warm * after
-        loss, first = self._loss(batch, done)
+        loss, first = self.loss(batch, self.states, self.step, done)
         if not torch.isfinite(loss):
             value = float(loss.detach())
             raise FloatingPointError(
@@ -300,71 +320,26 @@ class _Loop:
         self.optimizer.step()
         return first
 
-    def _loss(self, batch: list[Sample], done: float) -> tuple[Tensor, float]:
-        """Return the loss to minimise, the mean over the draft and those nested in it, and its first unroll's mean.
-
-        More rows go on as the draft gets better, so only the latter falls.
-        """
-        rows, final, log_sums, lengths = pack(batch, self.states, self.num_unroll, self.draft)
-        # By the step, so that a resumed run draws what the unbroken one would.
-        rng = torch.Generator(final.device).manual_seed(self.seed * 1_000_003 + self.step)
-        rows = rows._replace(rng=rng, done=done)
-        last = lengths[rows.sequence] - 1
-
-        def came(step: int, running: Tensor) -> Tensor:
-            return rows.token_ids[rows.sequence[running], rows.index[running] + 2 + step]
-
-        def keep(step: int, running: Tensor, logits: Tensor) -> Tensor:
-            going = rows.index[running] + 3 + step <= last[running]
-            if self.procedure.follow == "accepted":
-                going &= self._choice(logits) == came(step, running)
-            return going
-
-        counts, word = self._padded_counts(batch, final.device), self.teachers.say(batch, (final, log_sums))
-
-        def of(unrolls: Sequence[Unrolled]) -> tuple[Tensor, float]:
-            total, first = torch.zeros((), device=final.device), 0.0
-            own = torch.ones_like(rows.index, dtype=torch.bool)
-            for step, unrolled in enumerate(unrolls):
-                running = unrolled.running
-                if len(running) == 0:
-                    break
-                sequence, position = rows.sequence[running], rows.index[running] + 1 + step
-                places = sequence, position
-                drafted = self.teachers.drafted(step, unrolled, came(step, running), own[running], word, places)
-                values = self.loss.loss(drafted, self.procedure.loss)
-                if unrolled.added is not None:
-                    values = values + unrolled.added
-                counted = values if counts is None else values * counts[sequence, position + 1]
-                total = total + self.procedure.step_decay**step * counted.sum()
-                if step == 0:
-                    first = float(values.detach().mean())
-                if "on_policy" in self.loss.NEEDS:
-                    own[running] &= self._choice(unrolled.logits) == came(step, running)
-            return total / len(rows.index), first
-
-        parts = [of(unrolls) for unrolls in self.draft.unroll_all(rows, self.num_unroll, keep)]
-        return torch.stack([loss for loss, _ in parts]).mean(), parts[0][1]
-
-    def _padded_counts(self, batch: Sequence[Sample], device: torch.device) -> Tensor | None:
-        """Return [B, T] what each token counts, None where all count the same."""
-        if not self.counts:
-            return None
-        of_batch = [self.counts[sample.id] for sample in batch]
-        return torch.nn.utils.rnn.pad_sequence(of_batch, batch_first=True).to(device)
-
-    def _choice(self, logits: Tensor) -> Tensor:
-        """[n, D] → [n] the target ids that the draft would have proposed."""
-        return self.draft.vocabulary[logits.argmax(-1)]
-
     def _average(self) -> None:
-        """Take the step that was done into the mean, if it is one of the last."""
-        if not self.mean or self._done() < 1 - self.params.average:
+        """Take the step that was done into the mean, if it is one of the last: of the run, or of a validated pass."""
+        if not self.params.average:
             return
-        self.num_averaged += 1
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                self.mean[name] += (parameter - self.mean[name]) / self.num_averaged
+        done = self.validation.place(self.step) if self.validation.samples else self._done()
+        if done >= 1 - self.params.average:
+            self.averaged.add()
+        else:
+            self.averaged.begin()
+
+    def _validate(self) -> None:
+        """Look at the draft as it would be kept, and write what it is before anything says that it is the best."""
+        started = time.perf_counter()
+        with self.averaged.in_place():
+            is_best = self.validation.look(self.step)
+        if is_best:
+            self.validation.keep(self.trained, self.optimizer, self.key, self.averaged)
+        self.seconds += time.perf_counter() - started
+        self._save()
+        self.validation.forget_others()
 
     def _save(self) -> None:
         progress = {
@@ -372,17 +347,19 @@ class _Loop:
             "seconds": self.seconds,
             "tokens": self.tokens,
             "losses": self.losses,
-            "num_averaged": self.num_averaged,
+            "num_averaged": self.averaged.number,
+            "taus": self.validation.taus,
             "key": self.key,
         }
-        save_progress(self.work_dir, self.trained, self.optimizer, progress, self.mean)
+        save_progress(self.work_dir, self.trained, self.optimizer, progress, self.averaged.tensors)
 
     def _resume(self) -> None:
-        progress = load_progress(self.work_dir, self.trained, self.optimizer, self.key, self.mean)
+        progress = load_progress(self.work_dir, self.trained, self.optimizer, self.key, self.averaged.tensors)
         if progress is not None:
             self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
-            self.num_averaged = progress["num_averaged"]
+            self.averaged.number = progress["num_averaged"]
             self.losses = [(step, loss) for step, loss in progress["losses"]]
+            self.validation.taus = [(step, tau) for step, tau in progress["taus"]]
 
     def _key(self) -> str:
         """What must be equal for a checkpoint to be this run's."""

@@ -9,10 +9,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
+from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.versions import Pair
-from infra.views.figures import draw_losses
+from infra.views.figures import draw_losses, draw_validation
+from infra.windows import Window
 from models import distill, fitted
 from models.draft_families import family_named, family_of, name_of
 from models.drafts import Draft
@@ -24,8 +27,9 @@ from tasks.find_challenger import Start
 from tasks.stages import produce, stage_key
 from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
-from tasks.stages.reporting import progress
+from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import read_samples
+from tasks.stages.split import cluster_samples
 from tasks.stages.teachers import prepare_teachers
 
 STATE, STATE_FILE = "state", "state.safetensors"
@@ -53,22 +57,26 @@ def distill_draft(recipe: Recipe, target: Artifact, samples: Artifact) -> Artifa
         samples: the target's answers.
     """
     assert isinstance(recipe.distill, distill.Params)  # which a recipe's fields can't say without importing torch
-    return _train(recipe, recipe.distill, target, samples, None).draft
+    return _train(recipe, recipe.distill, target, samples, None, None).draft
 
 
 @task(cache_policy=NO_CACHE)
-def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact) -> Trained:
+def train_challenger(recipe: Recipe, pair: Pair, start: Start, samples: Artifact, window: Window) -> Trained:
     """Go on training on the samples' training part, with the settings of a refresh.
+
+    Older rows and the first draft's samples are never validated with: of what the challenger learnt before, it would
+    tell how much is forgotten, not how much is learnt.
 
     Args:
         recipe: how it is trained; the family is that of what it starts from.
         pair: the champions.
         start: what to go on from.
         samples: of the window.
+        window: whose rows are new to it.
     """
     params = recipe.refresh_distill()
     assert isinstance(params, distill.Params)
-    return _train(recipe, params, pair.target_files, samples, start)
+    return _train(recipe, params, pair.target_files, samples, start, window)
 
 
 def forget_states(kept: Collection[str]) -> None:
@@ -83,7 +91,14 @@ def forget_states(kept: Collection[str]) -> None:
             shutil.rmtree(directory)
 
 
-def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Artifact, start: Start | None) -> Trained:
+def _train(
+    recipe: Recipe,
+    params: distill.Params,
+    target: Artifact,
+    samples: Artifact,
+    start: Start | None,
+    window: Window | None,
+) -> Trained:
     family = family_named(recipe.draft.name) if start is None else family_of(open_artifact(start.files))
     teachers = prepare_teachers(params)
     inputs = {"target": target, "samples": samples}
@@ -97,6 +112,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
         "num_draft_tokens": recipe.num_draft_tokens,
         "seed": recipe.seed,
     }
+    if params.validation and window is not None:
+        settings["validated"] = [window.first_seq, window.last_seq]
     said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
     source = f"models.answers.{params.answers.name}"
     heads = [f"models.{of}.{method.name}" for of, method in params.heads]
@@ -106,6 +123,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
     def make(directory: Path, work: Path) -> None:
         target_dir = open_artifact(target)
         rows, kept_rows = fitted.share(read_samples(samples, "train"), params.heads)
+        if params.validation and window is None:
+            rows = _clustered(rows, target_dir)
         draft = untrained(recipe.draft, None if start is None else open_artifact(start.files), target_dir, rows)
         if not family.TRAINED:
             if params.heads:
@@ -123,7 +142,8 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
 
             def on_progress(now: distill.Progress) -> None:
                 loss = "" if now.loss is None else f", loss {now.loss:.3f}"
-                show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}")
+                tau = "" if now.tau is None else f", validated at τ {now.tau:.3f}"
+                show(now.done, now.total, f"{now.stage}, {now.tokens_per_s:.0f} tokens/s{loss}{tau}")
 
             report = distill.train(
                 draft,
@@ -139,6 +159,7 @@ def _train(recipe: Recipe, params: distill.Params, target: Artifact, samples: Ar
                 state_out=after,
                 captured=captured,
                 teacher_dirs=[open_artifact(teacher) for teacher in teachers],
+                unseen=None if window is None else _ids_of(window),
             )
         if captured is not None:
             tell(captured, "learn from")
@@ -174,6 +195,18 @@ def untrained(params: BaseParams, start: Path | None, target_dir: Path, samples:
     return family.renew(family.load(start, target_dir), target_dir, counts)
 
 
+def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:
+    """Return a build's samples with clusters, named by their first sample: their own names differ from home to home."""
+    named: dict[str, str] = {}
+    rows = cluster_samples(samples, home_secret(load_settings().home), target_dir)
+    return [one._replace(cluster=named.setdefault(row.cluster, one.id)) for one, row in zip(samples, rows, strict=True)]
+
+
+def _ids_of(window: Window) -> set[str]:
+    """Return the ids of a window's rows."""
+    return {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
+
+
 def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
     """Return [V]: how often each token occurs in the answers; a draft never has to propose another."""
     tokens = [token for sample in samples for token in sample.completion_ids]
@@ -181,7 +214,15 @@ def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
 
 
 def _record(report: distill.Report, captured: Mapping[str, int], params: distill.Params, work: Path) -> None:
-    figure = draw_losses(report.losses, work / "losses.png")
+    figures = [draw_losses(report.losses, work / "losses.png")]
     metrics = {name: float(value) for name, value in report._asdict().items() if isinstance(value, int | float)}
     metrics |= {f"states/{why}": float(number) for why, number in captured.items()}
-    open_registry().store.record_run("distill", params.model_dump(), metrics, [figure])
+    if report.taus:
+        figures.append(draw_validation(report.taus, work / "validation.png"))
+        step, tau = max(report.taus, key=lambda look: look[1])
+        metrics |= {"validation/tau": tau, "validation/best_step": float(step), "validation/looks": len(report.taus)}
+        told = "validated on %d answers: τ %.3f after step %d was the best of %d looks, the last after step %d"
+        run_logger().info(told, report.num_validated, tau, step, len(report.taus), report.num_steps)
+    elif params.validation:
+        run_logger().info("nothing to validate with: no cluster of new answers is as small as the share")
+    open_registry().store.record_run("distill", params.model_dump(), metrics, figures)

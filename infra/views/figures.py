@@ -17,6 +17,11 @@ def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
     return _draw({"loss": losses}, "optimizer step", "loss", file)
 
 
+def draw_validation(taus: Sequence[tuple[int, float]], file: Path) -> Path:
+    """Draw (optimizer step, τ on answers kept from training) into a PNG and return `file`."""
+    return _draw({"validation": taus}, "optimizer step", "τ, mean accepted length", file)
+
+
 def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Path:
     """Draw τ over the versions of a line of champions into a PNG.
 

@@ -84,14 +84,15 @@ def main() -> None:
         for seed in range(chosen.seeds):
             for way in ways if seed % 2 == 0 else ways[::-1]:
                 head = eagle3.create(eagle3.Params(vocab_size=min(4096, vocab_size)), target, counts)
-                report = distill.train(head, target, samples, distill.Params(**length, **parse(way)), 3, work, seed)
+                report = distill.train(head, target, samples, distill.Params(**length | parse(way)), 3, work, seed)
                 hidden_tokens_per_s = max(hidden_tokens_per_s, report.hidden_tokens_per_s)
                 scored = traces(head, target, held_out, work)
                 tau = round(mean_accepted_length(scored), 4)
                 told[way] += [one.model_copy(update={"request_id": f"{seed} {one.request_id}"}) for one in scored]
                 found = {"tokens_per_s": report.tokens_per_s, "seconds": report.seconds, "steps": report.num_steps}
                 runs[way].append({name: round(value, 1) for name, value in found.items()} | {"tau": tau})
-                print(f"seed {seed}, {way}: {runs[way][-1]}", flush=True)
+                looks = "".join(f", {one:.3f}" for _, one in report.taus)
+                print(f"seed {seed}, {way}: {runs[way][-1]}{' looks' if looks else ''}{looks}", flush=True)
     medians = {way: statistics.median(run["tokens_per_s"] for run in found) for way, found in runs.items()}
     gains = {way: difference(told[ways[-1]], told[way]).model_dump() for way in ways[:-1]}
     print(

@@ -11,15 +11,19 @@ from infra.environment import settings_of
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
 from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.settings import load_settings
 from infra.versions import Pair, Version
-from models import fitted
+from infra.windows import Window
+from models import fitted, scoring
 from models.answers import on_policy
 from models.draft_families import family_named, open_draft
-from models.drafts import retrieval, self_skip
+from models.drafts import Draft, retrieval, self_skip
 from models.gate import Evidence
 from models.hidden import Sample
 from models.layers.decoder import Sublayers
 from models.lengths import specdec_pp
+from models.paired import Score
 from models.recipe import parse_recipe, shipped_recipes
 from models.targets import describe
 from models.written import Rounds
@@ -32,6 +36,7 @@ from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
 from tests.models.drafts.tiny import make_tiny
 
+WINDOW = Window(first_seq=1, last_seq=9, num_rows=0, sha256="0" * 64, owner="test")
 SAMPLES = [Sample("1", "code", [3, 4], [5, 6]), Sample("2", "chat", [7], [8, 9])]
 
 
@@ -84,7 +89,7 @@ def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_re
     version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
     pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
     start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
-    once = train_challenger.fn(recipe, pair, start, samples)
+    once = train_challenger.fn(recipe, pair, start, samples, WINDOW)
     heads = [one.path / fitted.FOLDER / specdec_pp.FILE for one in (first, once.draft)]
     assert heads[0].read_bytes() != heads[1].read_bytes()
     tables["draft"] = {"name": "ngram"}
@@ -173,11 +178,58 @@ def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_i
     version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
     pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
     start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
-    once = train_challenger.fn(recipe, pair, start, samples)
+    once = train_challenger.fn(recipe, pair, start, samples, WINDOW)
     twice = train_challenger.fn(
-        recipe, pair, start.model_copy(update={"files": once.draft, "state": once.state}), samples
+        recipe, pair, start.model_copy(update={"files": once.draft, "state": once.state}), samples, WINDOW
     )
     made = [open_draft(one.path, target.path).state_dict() for one in (first, once.draft, twice.draft)]
     learnt = [key for key in made[0] if made[0][key].is_floating_point()]
     assert all(any(not torch.equal(before[key], after[key]) for key in learnt) for before, after in pairwise(made))
     assert once.state is not None and twice.state is not None
+
+
+@pytest.mark.slow
+def test_a_build_and_a_refresh_stop_when_answers_kept_from_them_say_so_and_tell_it(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refresh keeps answers of its own window only, of clusters that have no older answer."""
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    tables["engine"] = {"name": "torch"}
+    tables["distill"] = {"num_epochs": 40, "batch_tokens": 64, "validation": 0.25, "patience": 1}
+    tables["refresh"]["distill"] = {}
+    recipe = parse_recipe({"name": "r", **tables}, "r")
+    with staged(tmp_path / "target") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+    target = publish(tmp_path / "target", "target")
+    answered = answer_all(target.path, None, prompts(9))
+    rows = [Sample(f"row-{n}", "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(answered)]
+    clusters = ["mixed", "mixed", "new", *(f"old {n}" for n in range(6))]
+    with staged(tmp_path / "samples") as directory:
+        named = (row._replace(cluster=name) for row, name in zip(rows, clusters, strict=True))
+        write_samples(directory, "train", named)
+    samples = publish(tmp_path / "samples", "samples")
+    log = QueryLog(load_settings().querylog)
+    log.append([planted_row(n).model_copy(update={"id": f"row-{n + 1}"}) for n in range(2)])
+    window = Window(first_seq=1, last_seq=2, num_rows=2, sha256="0" * 64, owner="test")
+    asked: list[list[str]] = []
+    score = scoring.score
+
+    def noted(draft: Draft, target: Path, kept: list[Sample], *more: object) -> list[Score]:
+        asked.append([one.id for one in kept])
+        return score(draft, target, kept, *more)
+
+    monkeypatch.setattr(scoring, "score", noted)
+    first = distill_draft.fn(recipe, target, samples)
+    assert len(asked[0]) == 2  # a quarter of nine
+    num_looks = len(asked)
+    version = Version(kind="draft", number=1, sha256="0" * 64, tags={}, created_ms=0)
+    pair = Pair(target=version, draft=version, target_files=target, draft_files=first)
+    start = Start(version=version, files=first, state=None, evidence=Evidence.start(2, 1), going_on=False)
+    train_challenger.fn(recipe, pair, start, samples, window)
+    assert asked[num_looks:] and all(ids == ["row-2"] for ids in asked[num_looks:])
+    runs = open_registry().store.client.search_runs([open_registry().store.experiment_id])
+    told = [run.data.metrics for run in runs if "validation/looks" in run.data.metrics]
+    assert [one["num_validated"] for one in told] == [1, 2]  # newest first
+    assert all(one["validation/looks"] <= 40 and one["validation/tau"] >= 1 for one in told)
+    log.close()
