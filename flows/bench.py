@@ -181,7 +181,7 @@ def refreshes(
     num_refreshes: Annotated[int, typer.Option("--refreshes", min=1, help="How many, one after the other.")] = 3,
     num_requests: Annotated[
         int, typer.Option("--requests", min=1, help="Requests of each domain before each refresh.")
-    ] = 80,
+    ] = 140,
     num_prompts: NumPrompts = 60,
     data: Annotated[
         str | None,

@@ -125,6 +125,23 @@ class QueryLog(Erasures):
             counts.setdefault(domain, Counter())[group] = number
         return counts
 
+    def last_seq(self) -> int:
+        """Return the number of the newest row, 0 without one."""
+        (seq,) = self.connection().execute("SELECT coalesce(max(seq), 0) FROM rows").fetchone()
+        return int(seq)
+
+    def waiting_keys(self, max_rows: int) -> tuple[Counter[str | None], int | None]:
+        """Return the hashed API keys of the first rows that wait and may be trained on, and when the first was served.
+
+        Args:
+            max_rows: how many rows are looked at.
+        """
+        query = """SELECT json_extract(body, '$.key'), count(*), min(time_ms) FROM
+            (SELECT body, time_ms FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
+        found = self.connection().execute(query, (self.cursor(), max_rows)).fetchall()
+        served = [served_ms for _, _, served_ms in found]
+        return Counter({key: number for key, number, _ in found}), min(served, default=None)
+
     def stats(self) -> LogStats:
         """Count what the log holds."""
         db = self.connection()

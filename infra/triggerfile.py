@@ -65,6 +65,8 @@ class LastLook(Value):
         short_of_memory: why no refresh is asked for that is wanted; "" if there is room.
         error: why the orchestrator took no wish; "" if it did, or none was due.
         error_since_ms: since when it has been so.
+        within_share: rows within each key's share, where a refresh waits for more of other keys; else None.
+        share_until_ms: until when it does, in Unix time.
     """
 
     at_ms: int
@@ -75,6 +77,8 @@ class LastLook(Value):
     short_of_memory: str = ""
     error: str = ""
     error_since_ms: int | None = None
+    within_share: int | None = None
+    share_until_ms: int = 0
 
     def covers(self, later: "LastLook") -> bool:
         """Whether a look soon afterwards saw the same, so that it needs no writing."""

@@ -141,6 +141,8 @@ def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, a
         if num < wanted:
             what, words = _lacking(num, queue.kept_back(of), wanted, "" if of == OTHER_DOMAINS else f" of {of}")
             return _because(what, words, domain, fall)
+    if look.within_share is not None:
+        return _because("rows", _of_others(look.within_share, look, at_ms), domain, fall)
     left_s = fall.remaining_s(at_ms)
     tries = f"{fall.attempts} refresh{'es' * (fall.attempts != 1)} in vain"
     return _because("time", f"time: the next refresh in {duration(left_s)}, after {tries}", domain, fall)
@@ -157,12 +159,19 @@ def _of_schedule(queue: Queue, look: LastLook, trigger: Snapshot, at_ms: int) ->
         what, words = _lacking(queue.full(), queue.kept_back(), look.min_rows, "")
         idle_ms = max(look.interval_from_ms, 0 if run is None else run.ended_ms or run.started_ms)
         return Waiting(what=what, words=words, since_ms=idle_ms if queue.first_ms is None else queue.first_ms)
+    if look.within_share is not None and queue.first_ms is not None:
+        return Waiting(what="rows", words=_of_others(look.within_share, look, at_ms), since_ms=queue.first_ms)
     if look.interval_s is None:
         return Waiting(what="time", words="acceptance to fall; no refresh is scheduled", since_ms=look.interval_from_ms)
     from_ms = max(look.interval_from_ms, 0 if run is None else run.started_ms)
     left_s = min(look.interval_s, max(0.0, look.interval_s - (at_ms - from_ms) / 1000))
     words = f"time: the next scheduled refresh in {duration(left_s)} at most"
     return Waiting(what="time", words=words, since_ms=from_ms)
+
+
+def _of_others(within: int, look: LastLook, at_ms: int) -> str:
+    left = since(at_ms, look.share_until_ms)
+    return f"rows of other keys: {within:,} of {look.min_rows:,} are within one key's share, {left} more at most"
 
 
 def _lacking(num: int, kept_back: int, wanted: int, place: str) -> tuple[What, str]:

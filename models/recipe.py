@@ -92,8 +92,9 @@ class Refresh(Frozen):
         pool: past champions that are scored on the rows of a domain whose acceptance fell, before anything is trained:
             the best there first, then the newest. 0 looks at none.
         max_share_per_key: share of the rows kept for a refresh that one API key can supply while others ask, all
-            requests without a key counting as one; where that would keep fewer than `min_rows`, keys supply equally
-            more until so many are kept.
+            requests without a key counting as one; where that would keep fewer than `min_rows`, the refresh waits.
+        share_wait_s: seconds after the first waiting row for which it waits for rows of other keys; then keys supply
+            equally more until `min_rows` are kept.
         distill: keys of [distill] that differ in a refresh, in which the learning rate does not fall unless one of them
             says so: its `schedule` is "constant" and its `average` 0.3.
     """
@@ -104,6 +105,7 @@ class Refresh(Frozen):
     replay_per_domain: int = Field(200, ge=0)
     pool: int = Field(3, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
+    share_wait_s: float = Field(3600.0, ge=0, allow_inf_nan=False)
     distill: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

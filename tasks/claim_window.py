@@ -21,7 +21,9 @@ from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.secret import home_secret
 from infra.settings import load_settings
+from infra.triggerfile import now_ms
 from infra.versions import Pair
+from infra.waiting import since
 from infra.windows import Window
 from models.hidden import Sample
 from models.params import Frozen
@@ -29,12 +31,13 @@ from models.recipe import Recipe, Refresh
 from tasks.stages import produce, stage_key
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.shares import rows_of_others
 from tasks.stages.split import Side, cluster_log, counted, drawn_by, held_out_by, stands_for
 
 
 @task(cache_policy=NO_CACHE)
 def claim_window(refresh: Refresh) -> Window | None:
-    """Claim the next rows of the query log, or return None if too few wait.
+    """Claim the next rows of the query log, or return None if too few wait, or too few that are not one key's.
 
     The claim is this process's: if it fails or dies, the next one gets the same window. A window that failed three
     times is set aside, and the rows after it are claimed.
@@ -46,6 +49,12 @@ def claim_window(refresh: Refresh) -> Window | None:
         finish_erasures(load_settings())
     log = QueryLog(load_settings().querylog)
     owner = f"refresh {process_identity(os.getpid())}"
+    others = None if log.stats().attempt else rows_of_others(log, refresh, now_ms())
+    if others is not None:
+        left = since(now_ms(), others.until_ms)
+        told = "nothing to do: %d rows are within one key's share, %d are wanted; rows of other keys are waited for, %s"
+        run_logger().info(told, others.within, refresh.min_rows, left)
+        return None
     window = log.claim(owner, max_rows=refresh.max_rows, min_rows=refresh.min_rows)
     if window is None:
         run_logger().info("nothing to do: %d rows wait, %d are wanted", log.stats().depth, refresh.min_rows)

@@ -1,7 +1,7 @@
 """Questions with the target's answers, as files: what drafts are trained on and held to.
 
 Whoever floods the service must not write the next draft alone: an answer given twice counts once, and one API key gives
-at most its share of what is kept.
+at most its share of what is kept (`tasks.stages.shares`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
 `probe.jsonl`: what drafts are held to and never trained on. Older ones have no probes, and no clusters.
@@ -9,7 +9,6 @@ A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where t
 
 import hashlib
 import json
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
 from models.acceptance import rejected_places
 from models.hidden import Sample
+from tasks.stages.shares import cap_per_key
 
 Part = Literal["train", "held_out", "probe"]
 # A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
@@ -95,35 +95,6 @@ def _within_share(keyed: Sequence[tuple[str | None, Sample]], max_share: float, 
     for ids in of_key.values():
         above.update(sorted(ids, key=_hashed)[cap:])
     return [sample for _, sample in keyed if sample.id not in above]
-
-
-def cap_per_key(sizes: Sequence[int], max_share: float, min_rows: int) -> int:
-    """Return how many rows a key may give: the largest c with c <= max_share * kept(c), kept(c) = sum of min(n_k, c).
-
-    A share of less than one key's equal part, 1 over the number of keys, can't be kept to and means that part. Two keys
-    of 600 and 1 rows would leave 2 at half each: whoever asks once could starve every refresh. So the share
-    gives way to size where both can't be had: the cap is at least what keeps `min_rows`, or all rows if they are fewer.
-    A flood that nearly nobody else dilutes is thus bounded by the smallest refresh, not by its share.
-
-    Args:
-        sizes: rows of each key, n_k >= 1.
-        max_share: of what is kept, in (0, 1].
-        min_rows: below so many kept rows the share does not hold.
-    """
-    if not sizes:
-        return 0
-    caps = range(max(sizes) + 1)
-
-    def kept(cap: int) -> int:
-        return sum(min(size, cap) for size in sizes)
-
-    def is_above(cap: int) -> bool:
-        return cap > max(max_share * kept(cap), kept(cap) / len(sizes))
-
-    # share * kept(c) - c is concave and 0 at 0, so it turns negative once; kept(c) only grows.
-    within_share = bisect_left(caps, True, key=is_above) - 1
-    large_enough = bisect_left(caps, min(min_rows, sum(sizes)), key=kept)
-    return max(within_share, large_enough)
 
 
 def _hashed(id: str, seed: int = 0) -> bytes:

@@ -27,6 +27,7 @@ from models.gate import Evidence
 from models.recipe import Recipe
 from models.watch import enough_rows
 from tasks.find_challenger import known_of_challenger
+from tasks.stages.shares import ForOthers, rows_of_others
 from tasks.trigger.room import short_of_memory
 
 LOOK_S = 3.0
@@ -60,6 +61,8 @@ class Asker:
         self._recipe, self._log, self._trigger, self._orchestrator = recipe, log, trigger, orchestrator
         self._known, self._evidence = known, Evidence.start(recipe.num_draft_tokens)
         self._known_at: object = None
+        self._ends: object = None
+        self._waits: ForOthers | None = None
         self._from_ms = trigger.clock()
         self._paused_ms: int | None = None
 
@@ -75,17 +78,25 @@ class Asker:
     def look(self) -> None:
         """Look once, and ask if a refresh is due."""
         self._trigger.find_lost()
-        before = self._trigger.snapshot()
-        wanted = self._judge(before)
+        before, others = self._trigger.snapshot(), self._others()
+        wanted = self._judge(before, others is not None)
         seen = self._trigger.snapshot()
         short, error = "", ""
         if not seen.running and (seen.waits_for_memory or _is_due(seen)):
             short = short_of_memory(self._recipe, seen)
             if not short and not self._is_paused() and (_is_due(seen) or self._has_waited(seen)):
                 error = self._ask()
-        self._note(before, wanted, short, error)
+        self._note(before, wanted, short, error, others)
 
-    def _judge(self, seen: Snapshot) -> dict[str, int]:
+    def _others(self) -> ForOthers | None:
+        """Return what refreshes wait for from other keys; of rows that were looked at before only the time."""
+        if (ends := (self._log.cursor(), self._log.last_seq())) != self._ends:
+            self._ends, self._waits = ends, rows_of_others(self._log, self._recipe.refresh, self._trigger.clock())
+        if self._waits is not None and self._waits.until_ms <= self._trigger.clock():
+            self._waits = None
+        return self._waits
+
+    def _judge(self, seen: Snapshot, waits: bool) -> dict[str, int]:
         """Let fallen domains become due, and return how many rows of its own each of them wants."""
         queue, refresh = Queue(rows=self._log.waiting()[0] if seen.domains else {}), self._recipe.refresh
         groups = self._log.waiting_groups() if seen.domains else {}
@@ -96,7 +107,7 @@ class Asker:
             if isinstance(state, Fallen | Due):
                 wanted[domain] = self._wanted(domain, state.fall, max(queue.full(), refresh.min_rows), groups)
                 enough = is_enough(domain, queue, wanted[domain], refresh.min_rows, refresh.max_rows)
-                events[domain] = Looked(enough=enough, now_ms=self._trigger.clock())
+                events[domain] = Looked(enough=enough and not waits, now_ms=self._trigger.clock())
         self._trigger.tell(events)
         return wanted
 
@@ -145,7 +156,7 @@ class Asker:
         waited_ms = self._trigger.clock() - (ended_ms or 0)
         return not 0 <= waited_ms < self._recipe.schedule.retry_s * 1000
 
-    def _note(self, before: Snapshot, wanted: dict[str, int], short: str, error: str) -> None:
+    def _note(self, before: Snapshot, wanted: dict[str, int], short: str, error: str, others: ForOthers | None) -> None:
         at_ms, last, schedule = self._trigger.clock(), before.last_look, self._recipe.schedule
         since_ms = last.error_since_ms if last is not None and last.error else at_ms
         if error and since_ms == at_ms:
@@ -159,6 +170,8 @@ class Asker:
             short_of_memory=short,
             error=error,
             error_since_ms=since_ms if error else None,
+            within_share=None if others is None else others.within,
+            share_until_ms=0 if others is None else others.until_ms,
         )
         if last is None or not last.covers(look):
             self._trigger.note(look)

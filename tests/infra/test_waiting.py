@@ -19,6 +19,7 @@ LATER = FALL.model_copy(update={"attempts": 2, "wait_from_ms": NOW_MS - 60_000, 
 LOOK = LastLook(
     at_ms=NOW_MS - 3_000, min_rows=180, wanted={"code": 65}, interval_s=3600, interval_from_ms=NOW_MS - 600_000
 )
+OTHERS = "rows of other keys: 2 of 180 are within one key's share, 30 min more at most"
 FELL = "(code fell to τ 1.05, 1.72 was promised)"
 
 
@@ -119,6 +120,12 @@ def test_where_nobody_looks_it_waits_for_the_orchestrator(look: LastLook | None,
         ),
         (
             rows(240),
+            Fallen(fall=LATER),
+            {"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2},
+            f"rows | {OTHERS} {FELL}; for 1 h",
+        ),
+        (
+            rows(240),
             Due(fall=FALL),
             {"short_of_memory": "0.2 GiB free, 0.5 wanted"},
             f"memory | memory to train in: 0.2 GiB free, 0.5 wanted {FELL}; for 1 h",
@@ -175,6 +182,12 @@ def test_where_a_refresh_went_for_want_of_memory_it_waits_for_that_first(short: 
 )
 def test_while_acceptance_is_good_it_waits_for_the_schedule(queue: Queue, interval_s: float | None, told: str) -> None:
     assert line(queue, look=LOOK.model_copy(update={"interval_s": interval_s})) == told
+
+
+def test_it_says_that_a_scheduled_refresh_waits_for_rows_of_other_keys() -> None:
+    waits = LOOK.model_copy(update={"within_share": 2, "share_until_ms": NOW_MS + HOUR_MS // 2})
+    assert line(rows(240), look=waits) == f"rows | {OTHERS}; for 1 h"
+    assert line(rows(40), look=waits) == "rows | rows: 40 of 180; for 1 h"
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(3, "3 s"), (90, "2 min"), (5400, "2 h"), (200_000, "2 d")])

@@ -1,14 +1,11 @@
 """Samples: which rows are used, and on which side they are."""
 
-import random
 from collections import Counter
-
-import pytest
 
 from infra.artifacts import publish, staged
 from infra.consent import QueryRow
 from models.hidden import Sample
-from tasks.stages.samples import cap_per_key, draw_per_domain, probe_versions, read_samples, usable, write_samples
+from tasks.stages.samples import draw_per_domain, probe_versions, read_samples, usable, write_samples
 
 
 def row(id: str, **values: object) -> QueryRow:
@@ -81,41 +78,6 @@ def test_a_key_that_is_alone_gives_all_and_rows_without_one_are_one_key():
     assert usable([], 1, 0.5, min_rows=1) == ([], {})
     samples, _ = usable(nobodys + alone, 1, 0.5, min_rows=1)
     assert Counter(one.id[0] for one in samples) == {"n": 30, "f": 30}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "max_share", "cap"),
-    [
-        ((500, 100), 0.5, 100),
-        ((600, 50, 40, 30), 0.5, 120),
-        ((600, 300, 100), 0.4, 200),  # 200 of 500
-        ((600, 300, 100), 0.1, 100),  # equal parts
-        ((7,) * 49, 0.01, 7),
-        ((600, 600, 600), 0.5, 600),
-        ((600, 1), 1.0, 600),
-        ((600,), 0.1, 600),
-    ],
-)
-def test_the_cap_is_the_largest_that_keeps_each_key_within_its_share_of_what_is_kept(sizes, max_share, cap):
-    assert cap_per_key(sizes, max_share, min_rows=1) == cap
-
-
-def test_no_larger_cap_would_keep_the_share():
-    rng = random.Random(0)
-    for _ in range(300):
-        sizes = [rng.randint(1, 60) for _ in range(rng.randint(2, 8))]
-        share = rng.choice([0.125, 0.25, 0.5, 0.75])
-        wanted = max(share, 1 / len(sizes))
-        allowed = [cap for cap in range(1, max(sizes) + 1) if cap <= wanted * sum(min(n, cap) for n in sizes) + 1e-9]
-        assert cap_per_key(sizes, share, min_rows=1) == max(allowed), (sizes, share)
-
-
-@pytest.mark.parametrize("sizes", [(600, 1), (600, 600, 1), (600, 89, 1)])
-def test_a_key_with_one_row_starves_no_refresh_and_lets_a_flood_fill_up_only_the_smallest(sizes):
-    cap = cap_per_key(sizes, 0.4, min_rows=180)
-    kept = sum(min(size, cap) for size in sizes)
-    assert 180 <= kept < 180 + len(sizes)
-    assert cap_per_key((100, 1), 0.5, min_rows=180) == 100
 
 
 def test_drawing_takes_up_to_so_many_of_each_domain_and_keeps_the_order():

@@ -57,9 +57,10 @@ class Home:
         self.firsts.append(first_seq)
         return self.evidence
 
-    def serve(self, number: int, domain: str = "code", served: float = 1.05) -> None:
+    def serve(self, number: int, domain: str = "code", served: float = 1.05, key: str | None = None) -> None:
+        said = {"key": key} if key is None else {"key": key, "time_ms": self.now_ms}
         names = (f"{domain}-{self.num_rows + one}" for one in range(number))
-        self.log.append([row(name, domain) for name in names])
+        self.log.append([row(name, domain).model_copy(update=said) for name in names])
         self.num_rows += number
         self.trigger.tell({domain: Fell(draft=1, promised=1.72, served=served, now_ms=self.now_ms)})
 
@@ -98,6 +99,28 @@ def test_84_of_180_rows_wait_and_later_240_start_it(home: Home) -> None:
     assert home.asked == 1  # the same run, until it starts or ends
     home.refresh(PROMOTED)
     home.pass_minutes(60, each=10)
+    assert home.asked == 1
+
+
+def test_a_flood_of_one_key_waits_for_rows_of_others_but_not_for_ever(home: Home) -> None:
+    home.serve(1, key="b" * 64)
+    home.serve(400, key="a" * 64)
+    home.pass_minutes(50, each=10)
+    look = home.trigger.snapshot().last_look
+    assert look is not None
+    assert (home.asked, look.within_share, look.share_until_ms) == (0, 2, 1_700_000_000_000 + 60 * MINUTE_MS)
+    home.pass_minutes(10, each=10)
+    look = home.trigger.snapshot().last_look
+    assert look is not None
+    assert (home.asked, look.within_share) == (1, None)
+
+
+def test_rows_of_others_end_the_wait_for_them(home: Home) -> None:
+    home.serve(1, key="b" * 64)
+    home.serve(400, key="a" * 64)
+    home.pass_minutes(1)
+    home.serve(99, key="b" * 64)
+    home.pass_minutes(1)
     assert home.asked == 1
 
 
