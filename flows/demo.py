@@ -17,7 +17,8 @@ def demo(recipe: Recipe, settings: Settings) -> dict[str, Any]:
 
     Raises:
         ValueError: the recipe has no [demo], or can't be built or served.
-        RuntimeError: a request failed, nothing was promoted, or the service did not take the new draft.
+        RuntimeError: a request failed, nothing was promoted, the service did not take the new draft, or vLLM's own
+            endpoint did not start.
     """
     if recipe.demo is None:
         raise ValueError(f"recipe {recipe.name} has no table [demo], which says what to send")
@@ -39,4 +40,5 @@ def demo(recipe: Recipe, settings: Settings) -> dict[str, Any]:
         run.measure("after")
         run.time_in_turn()
         run.record_reference()
+    run.time_stock()
     return run.report()

@@ -38,8 +38,8 @@ def serve(
     from tasks.configure_service import configure_service
 
     config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
-    with out.status(starting(config, settings)):
-        child, url = start_service(config, settings)
+    with out.status(starting(config, settings)) as shown:
+        child, url = start_service(config, settings, shown.update)
     try:
         out.print(f'serving model "{SERVED_NAME}" on {url}/v1, log in {child.log_path}', soft_wrap=True)
         while child.poll() is None:

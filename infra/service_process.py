@@ -8,7 +8,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +16,7 @@ from typing import IO, Any
 import httpx
 
 from infra.client import Client
+from infra.compiling import Compiling
 from infra.doctor import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
@@ -28,6 +29,7 @@ START_TIMEOUT_S = 900.0
 # What a service takes to end, beyond the time that running requests get.
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 2.0
+TELL_S = 1.0
 # Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
 MAX_RAY_DIR = 40
 MAX_FRONT_DIR = 80
@@ -172,17 +174,34 @@ def health_url(url: str) -> str:
     return f"{url}/healthz"
 
 
-def start_service(config: Mapping[str, Any], settings: Settings) -> tuple[Child, str]:
+def start_service(
+    config: Mapping[str, Any], settings: Settings, tell: Callable[[str], None] | None = None
+) -> tuple[Child, str]:
     """Start the service, wait until it answers, and return it with its URL; see `write_config`.
+
+    Args:
+        config: of the service.
+        settings: where everything lies.
+        tell: is told once a second how far the start is, in words.
 
     Raises:
         ValueError: see `require_startable`.
         RuntimeError: the service ended by itself.
     """
     url = write_config(config, settings)
+    said, compiling = starting(config, settings), Compiling(compiled_folder(settings.cache))
+    told_s = time.monotonic()
+
+    def ready() -> bool:
+        nonlocal told_s
+        if tell is not None and time.monotonic() - told_s >= TELL_S:
+            told_s = time.monotonic()
+            tell(f"{said} ({compiling.told()})")
+        return answers(health_url(url))
+
     child = Child.start(service_argv(settings), openmp_preload(), settings.home / "logs" / "service.log", "the service")
     try:
-        wait_until(lambda: answers(health_url(url)), START_TIMEOUT_S, child, health_url(url))
+        wait_until(ready, START_TIMEOUT_S, child, health_url(url))
     except BaseException:
         child.stop()
         raise

@@ -177,6 +177,8 @@ class Demo(Frozen):
         num_requests: requests of the new domain, which the refresh trains on.
         concurrency: requests in flight.
         held_out_per_domain: held-out prompts on which drafts are compared.
+        stock: whether vLLM's own endpoint, compiled and without a draft, is timed at the end on the same prompts as the
+            service, which takes a minute or two.
     """
 
     first_domain: Domain
@@ -184,6 +186,7 @@ class Demo(Frozen):
     num_requests: int = Field(ge=1)
     concurrency: int = Field(8, ge=1)
     held_out_per_domain: int = Field(ge=1)
+    stock: bool = True
 
 
 class Recipe(Frozen):

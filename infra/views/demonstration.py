@@ -24,12 +24,20 @@ def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
         table.add_row(name, *(cell(compared) for compared in domains.values()))
     for name in ("on", "off"):
         table.add_row(f"tokens/s, speculation {name}", *(str(result["tokens_per_s"][name][d]) for d in domains))
+    if (stock := result.get("stock")) is not None:  # of what an earlier release left there is none
+        table.add_row("tokens/s, vLLM compiled without a draft", *(str(stock["tokens_per_s"][d]) for d in domains))
+        table.add_row("against vLLM compiled without a draft", *(f"{stock['gain'][d]:.2f}×" for d in domains))
     out.print(table)
     outputs = result["outputs"]
     out.print(
         f"outputs of {outputs['num_compared']} prompts after the swap, compared with no speculation: "
         f"{outputs['verdicts']}"
     )
+    if stock is not None:
+        out.print(
+            f"outputs of {stock['outputs']['num_compared']} prompts by vLLM's own endpoint, compared with those: "
+            f"{stock['outputs']['verdicts']}"
+        )
     for name, run in zip(("first", "new"), result["training"], strict=False):
         out.print(f"training of the {name} draft: {run['seconds']:.0f} s, {run['tokens_per_s']:.0f} tokens/s")
     out.print(f"requests: {result['requests']}, swaps: {result['swaps']}, seconds: {result['seconds']}")

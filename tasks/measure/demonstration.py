@@ -33,10 +33,12 @@ from models.sources import Prompt
 from tasks.configure_service import configure_service
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
+from tasks.measure.stock import Stock
 from tasks.select_data import as_chats, choose_more, choose_prompts
 
 NUM_EQUALITY = 50
 NUM_TIMED = 6
+STOCK = "timed-stock"
 PLOT_WINDOW = 20
 # Of the client beside the refresh: the trainer gives way to the service, and starves beside one that hardly pauses.
 PAUSE_S = 25.0
@@ -91,11 +93,11 @@ def demonstrating(
     folder.mkdir(parents=True, exist_ok=True)
     stages.start("serve")
     config = configure_service.fn(recipe)
-    with out.status(starting(config, settings)):
-        service, url = start_service(config, settings)
+    with out.status(starting(config, settings)) as shown:
+        service, url = start_service(config, settings, shown.update)
     try:
         with Client(url, operator_key(settings.home)) as client:
-            yield Demonstration(recipe, demo, settings, folder, client, stages)
+            yield Demonstration(recipe, demo, settings, folder, client, stages, Path(config["target_dir"]))
     except KeyboardInterrupt:
         out.print("stopping; run it again to continue from here")
         raise
@@ -107,10 +109,18 @@ class Demonstration:
     """Asks a service that runs; made by `demonstrating`."""
 
     def __init__(
-        self, recipe: Recipe, demo: Demo, settings: Settings, folder: Path, client: Client, stages: Stages
+        self,
+        recipe: Recipe,
+        demo: Demo,
+        settings: Settings,
+        folder: Path,
+        client: Client,
+        stages: Stages,
+        target_dir: Path,
     ) -> None:
         self._recipe, self._demo, self._settings = recipe, demo, settings
         self._folder, self._client, self._stages = folder, client, stages
+        self._target_dir = target_dir
         self._domains = (demo.first_domain, demo.new_domain)
 
     @property
@@ -191,6 +201,28 @@ class Demonstration:
         self._ask("reference", prompts, concurrency=self._demo.concurrency, gaps=True)
         self._client.speculate(True)
 
+    def time_stock(self) -> None:
+        """Time vLLM's own endpoint, compiled and without a draft, one stream; call it when the service has ended.
+
+        It is asked what the service was in turn.
+
+        Raises:
+            RuntimeError: it does not start, or a request failed.
+        """
+        answered = {row["prompt_id"] for row in self._rows(STOCK)}
+        prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
+        if not self._demo.stock or answered.issuperset(prompt.id for prompt in prompts):
+            return
+        self._stages.start("vLLM compiled, without a draft")
+        out.print("starting vLLM's own endpoint; the first start on a machine compiles its model for a minute or two")
+        with Stock(self._recipe, self._settings, self._target_dir) as stock, self._keeper(STOCK) as keep:
+            stock.ask(prompts[:1])  # the first answer of a server is slow
+            for prompt in track([one for one in prompts if one.id not in answered], "timed", console=out):
+                (answer,) = stock.ask([prompt])
+                if answer.status != "ok":
+                    raise RuntimeError(f"vLLM's own endpoint did not answer prompt {prompt.id}: {answer.status}")
+                keep(answer)
+
     def report(self) -> Row:
         """Show what came of it, and return the figures, which are also the last line.
 
@@ -201,9 +233,6 @@ class Demonstration:
         before, after = self._rows("before"), self._rows("after")
         comparisons = compare_acceptance(before, after)
         registry = open_registry(self._settings)
-        target = registry.champion("target")
-        assert target is not None
-        target_dir = registry.download(target, self._settings.cache)
         sent = [row for name in PHASES for row in self._rows(name)]
         everything = [*sent, *(row for name in ("timed-on", "timed-off", "reference") for row in self._rows(name))]
         swap_at = len([row for row in sent if row["draft_version"] == sent[0]["draft_version"]])
@@ -215,8 +244,9 @@ class Demonstration:
             "commit": git_commit(),
             "device": f"{self._settings.device}, {platform.machine()}",
             "domains": {domain: comparison.model_dump(mode="json") for domain, comparison in comparisons.items()},
-            "outputs": compare_outputs(self._rows("reference"), after, target_dir).model_dump(),
+            "outputs": compare_outputs(self._rows("reference"), after, self._target_dir).model_dump(),
             "tokens_per_s": {name: self._speed(f"timed-{name}") for name in ("on", "off")},
+            "stock": self._against_stock(),
             "requests": dict(Counter(row["status"] for row in everything)),
             "swaps": status["swaps"],
             "training": [
@@ -320,6 +350,20 @@ class Demonstration:
             tokens = sum(row["num_tokens"] - 1 for row in rows)
             speeds[domain] = round(tokens / sum(row["seconds"] - row["first_token_ms"] / 1000 for row in rows), 1)
         return speeds
+
+    def _against_stock(self) -> Row | None:
+        """Return vLLM's own endpoint beside the service, on the same prompts; None where it is not wanted."""
+        if not self._demo.stock:
+            return None
+        answers = self._rows(STOCK)
+        prompts = {row["prompt_id"] for row in answers}
+        references = [row for row in self._rows("reference") if row["prompt_id"] in prompts]
+        on, stock = self._speed("timed-on"), self._speed(STOCK)
+        return {
+            "tokens_per_s": stock,
+            "gain": {domain: round(on[domain] / stock[domain], 2) for domain in self._domains},
+            "outputs": compare_outputs(references, answers, self._target_dir).model_dump(),
+        }
 
 
 def requests_until(window: int, recipe: Recipe, demo: Demo) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from infra import service_process
 from infra.keys import keys_path, operator_key, read_keys, sha256_of
 from infra.processes import Child, free_port, wait_until
 from infra.service_process import (
@@ -23,6 +25,7 @@ from infra.service_process import (
     last_url,
     require_startable,
     serving,
+    start_service,
     starting,
     write_config,
 )
@@ -30,6 +33,20 @@ from infra.settings import Settings
 from infra.status import RunningService
 from tests.infra.rows import ROOT
 from tests.infra.statuses import STATUS
+
+# Compiles one kernel, and answers a second after that, where the file of settings says.
+SLOW_SERVICE = """
+import http.server, json, pathlib, sys, time
+config, folder = (pathlib.Path(argument) for argument in sys.argv[1:])
+folder.mkdir(parents=True)
+(folder / "kernel.so").touch()
+time.sleep(1)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["port"]), Handler).serve_forever()
+"""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -178,3 +195,16 @@ def test_a_start_that_compiles_is_told_before_it_takes_minutes(tmp_path: Path) -
     assert starting({"engine": {"name": "vllm", "enforce_eager": True}}, settings) == "starting the service"
     compiled_folder(settings.cache).mkdir(parents=True)
     assert starting({"engine": {"name": "vllm"}}, settings) == "starting the service"
+
+
+def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = [sys.executable, "-c", SLOW_SERVICE, str(config_path(settings)), str(compiled_folder(settings.cache))]
+    monkeypatch.setattr(service_process, "service_argv", lambda _: argv)
+    monkeypatch.setattr(service_process, "TELL_S", 0.1)
+    told: list[str] = []
+    config = {"engine": {"name": "vllm"}, "host": "127.0.0.1", "port": 0}
+    child, _ = start_service(config, settings, told.append)
+    child.stop()
+    compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"
+    assert re.fullmatch(rf"{compiles} \(\d+ s, 1 kernel\)", told[-1])
+    assert len(told) >= 3

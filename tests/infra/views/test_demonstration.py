@@ -39,3 +39,22 @@ def test_figures_stand_with_their_intervals_in_the_unit_of_their_row() -> None:
     assert "2 and 2" in lines["looping outputs, before and after"]
     assert "120.0" in lines["tokens/s, speculation on"]
     assert "training of the first draft: 12 s, 900 tokens/s" in written.getvalue()
+
+
+def test_vllm_compiled_without_a_draft_stands_beside_where_it_was_timed() -> None:
+    def shown(result: dict[str, object]) -> str:
+        written = io.StringIO()
+        show_demonstration(result, Console(file=written, width=120))
+        return written.getvalue()
+
+    stock = {
+        "tokens_per_s": {"chat": 80.0},
+        "gain": {"chat": 1.5},
+        "outputs": {"num_compared": 6, "verdicts": {"equal": 5, "near-tie": 1}},
+    }
+    lines = shown({**RESULT, "stock": stock}).splitlines()
+    assert any("tokens/s, vLLM compiled without a draft" in line and "80.0" in line for line in lines)
+    assert any("against vLLM compiled without a draft" in line and "1.50×" in line for line in lines)
+    assert "{'equal': 5, 'near-tie': 1}" in shown({**RESULT, "stock": stock})
+    for without in (RESULT, {**RESULT, "stock": None}):
+        assert "vLLM" not in shown(without)

@@ -1,0 +1,30 @@
+"""What is told of compiling while a service starts."""
+
+from pathlib import Path
+
+import pytest
+
+from infra import compiling
+from infra.compiling import Compiling
+
+
+def test_only_what_was_compiled_since_the_start_is_told_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: now_s)
+    folder = tmp_path / "compiled"
+    seen = Compiling(folder)  # the first start makes the folder
+    now_s += 20.4
+    assert seen.told() == "20 s"
+    graph = folder / "torch_compile_cache" / "torch_aot_compile" / "0123"
+    (graph / "inductor_cache" / "ab").mkdir(parents=True)
+    (graph / "inductor_cache" / "ab" / "one.so").touch()
+    (graph / "inductor_cache" / "ab" / "one.cpp").touch()
+    assert seen.told() == "20 s, 1 kernel"
+    (graph / "rank_0_0").mkdir()
+    (graph / "rank_0_0" / "model").touch()
+    (graph / "inductor_cache" / "two.so").touch()
+    now_s += 60
+    assert seen.told() == "80 s, 2 kernels, 1 model"
+    assert Compiling(folder).told() == "0 s"
