@@ -5,7 +5,7 @@ BIN := .venv/bin
 CONSTRAINTS := infra/constraints.txt
 # What takes minutes a test has targets of its own.
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
-FAMILIES := tests/drills/test_families.py
+SWAPS := tests/drills/test_served_swaps.py
 # How long `make soak` lasts; SEED= draws the faults of an earlier one again.
 MINUTES ?= 20
 SEED ?=
@@ -18,7 +18,7 @@ IMPORTED := flows.build, flows.refresh, services.runner, services.service, model
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast test-front drills test-families soak test-bench references tutorial clean
+.PHONY: install demo test test-fast test-front drills test-swaps soak test-bench references tutorial clean
 
 install: $(STAMP)
 
@@ -52,11 +52,11 @@ test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
 
 drills: install
-	$(BIN)/python -m pytest tests/drills --ignore=$(FAMILIES)
+	$(BIN)/python -m pytest tests/drills --ignore=$(SWAPS)
 
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.
-test-families: install
-	$(BIN)/python -m pytest $(FAMILIES)
+test-swaps: install
+	$(BIN)/python -m pytest $(SWAPS)
 
 # The edge again, behind Ray's own proxy: what serves where HAProxy does not run.
 test-front: install
