@@ -13,7 +13,7 @@ import httpx
 
 from models.golden import Golden, equal_output, first_difference, near_tie_threshold
 from models.params import Frozen
-from tests.world import KEY, MODEL, PROMPTS, Served, ask
+from tests.world import KEY, MODEL, PROMPTS, TLS, Served, ask
 
 MAX_TOKENS = 150
 TIMEOUT_S = 120.0
@@ -198,7 +198,7 @@ class Load:
         received, request_id, begun = bytearray(), "", False
         try:
             with (
-                httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
+                httpx.Client(timeout=TIMEOUT_S, verify=TLS, trust_env=False) as client,
                 client.stream("POST", self._url, json=body, headers=headers) as answer,
             ):
                 request_id, begun = answer.headers.get("x-redraft-request", ""), True

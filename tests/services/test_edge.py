@@ -16,7 +16,7 @@ from infra.consent import subject_of
 from infra.keys import sha256_of
 from models.tokens import encode_chat
 from tasks.stages.samples import usable
-from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, World, ask
+from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, TLS, World, ask
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +60,7 @@ def post(
         content=content,
         headers=[*(world.operator if operator else world.headers).items(), ("Content-Type", "application/json"), *sent],
         timeout=60,
+        verify=TLS,
         trust_env=False,
     )
 
