@@ -123,7 +123,7 @@ def compiled_folder(cache: Path) -> Path:
 
 
 def ray_folder(home: Path) -> Path:
-    """Return Ray's folder, whose parent other users can't enter: each process of Ray opens it to everybody again.
+    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts.
 
     Raises:
         ValueError: the home's path is too long, and the folder that stands in for it is somebody else's.

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+from infra.home import close_to_others
 from infra.memory import SERVICE_ENDS_AT
 from infra.processes import children_named, process_identity
 from infra.secret import home_secret
@@ -23,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
 PR_SET_PDEATHSIG = 1
 NODE = ("gcs_server", "raylet")  # Ray's own processes, without which nothing is served
-LOOK_S = 2.0  # between two looks at these
+LOOK_S = 2.0  # between two looks at these, and at Ray's folder
 FLUSH_S = 5.0  # for the last bytes of answers that the replica has given, on their way to slow readers
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -91,6 +92,7 @@ def run(config: ServiceConfig, home: Path) -> int:
         by = "Ray's proxy" if front is None else "HAProxy"
         print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
         while not ended.wait(LOOK_S):
+            close_to_others(ray_dir)  # each process of Ray that starts opens it to everybody
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
                 raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")
         left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from infra.captured import CapturedFiles
 from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
 from infra.querylog import QueryLog
+from infra.service_process import ray_folder
 from models.captured import read
 from models.targets import describe
 from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
@@ -66,6 +68,19 @@ def test_a_chat_that_two_models_answer_in_turn_says_so_and_is_in_no_log(client: 
     [row] = world.wait_for_rows("in-turn", 1)
     assert PROMPTS[1] in row.prompt
     assert world.status()["acceptance"]["in-turn"]["requests"] == 1
+
+
+def test_rays_own_folder_which_it_opens_to_everybody_is_closed_again(world: World) -> None:
+    folder = ray_folder(world.home)
+    assert any(path.is_dir() for path in folder.iterdir())
+
+    def is_closed() -> bool:
+        found = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+        with suppress(FileNotFoundError):  # Ray removes what it no longer needs
+            return not any(path.lstat().st_mode & 0o077 for path in found)
+        return False
+
+    wait_until(is_closed, 10, None, "the end of what others may do with it")
 
 
 def test_an_erasure_reaches_the_recent_answers_in_the_services_memory(client: openai.OpenAI, world: World) -> None:
