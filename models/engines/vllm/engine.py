@@ -80,6 +80,7 @@ class VllmEngine:
         draft_version: str = "",
         costs: Path | None = None,
         serves: bool = False,
+        captures: bool = False,
     ) -> "VllmEngine":
         """Start the engine's processes and load both models.
 
@@ -91,6 +92,7 @@ class VllmEngine:
             draft_version: what the draft is called in outputs.
             costs: folder that keeps what steps take over restarts; without it nothing is kept.
             serves: whether it is to run on, rather than to answer a batch; see `mode_of`.
+            captures: whether `capture_states` will be called.
 
         Raises:
             ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
@@ -103,7 +105,7 @@ class VllmEngine:
         holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
-        wanted = Speculation(target, draft, params, dtype, mode.eager, costs)
+        wanted = Speculation(target, draft, params, dtype, mode.eager, costs, captures)
         engine = await cls._launch(wanted, served_name, draft_version, mode, times)
         if engine.setup is None:
             return engine
@@ -277,7 +279,8 @@ class VllmEngine:
             How many values a token has.
 
         Raises:
-            ValueError: those of the target's last layer can't be had, or nothing is planned.
+            ValueError: those of the target's last layer can't be had, as where the engine was started without
+                `captures`, or nothing is planned.
         """
         if self.setup is None:
             raise ValueError(f"vLLM's own proposer is handed rejected tokens too, and {self.unplanned}")

@@ -60,6 +60,7 @@ class Setup:
         lengths: the policy.
         costs: where the table of what steps take is kept; None keeps it in memory.
         measured_for: what its times hold for.
+        captures: whether the target's last residual stream is to be had for a `capture.Ring`; see `last_tap`.
         guard: ends the engine's process with its parent.
     """
 
@@ -68,11 +69,12 @@ class Setup:
     lengths: BaseParams
     costs: Path | None = None
     measured_for: str = ""
+    captures: bool = False
     guard: WithParent = field(default_factory=WithParent)
 
     def compute_hash(self) -> str:
-        """Return what vLLM names compiled code by: nothing of this is compiled."""
-        return ""
+        """Return what vLLM names compiled code by: which streams the target hands out is compiled."""
+        return "captures" if self.captures else ""
 
     def known_cost(self, choice: Choice = "greedy") -> Cost | None:
         """Return the table that an earlier engine left; None if there is none that holds for this one."""

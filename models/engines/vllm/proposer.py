@@ -19,6 +19,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from models.engines.vllm.capture import Ring
 from models.engines.vllm.drafting import FILL, NOTHING, PASSES, Drafting, Row, Wishes
+from models.engines.vllm.last_tap import NUM_READ
 from models.lookup import Library
 
 # What the proposer reads of vLLM's runner and proposer.
@@ -26,11 +27,19 @@ READS = ("input_batch", "requests", "max_model_len", "propose_draft_token_ids")
 
 
 class Proposer(SpecDecodeBaseProposer):
-    """Mixed in before a proposer's own class by `install`; it has no constructor."""
+    """Mixed in before a proposer's own class by `install`; it has no constructor.
+
+    Attributes:
+        runner: vLLM's, whose proposer it is.
+        library: what is looked up.
+        ring: holds states of requests that want it; None captures nothing.
+        num_read: residual streams that the draft reads, where the target hands out its last one too; else None.
+    """
 
     runner: Any
     library: Library
     ring: Ring | None
+    num_read: int | None
     _last_draft_probs: Tensor | None
 
     def propose(self, num_speculative_tokens: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,10 +52,13 @@ class Proposer(SpecDecodeBaseProposer):
         Returns:
             a packed `Row` for each sequence; for a number, what the base returns.
         """
+        if self.ring is not None and isinstance(num_speculative_tokens, Drafting):
+            self._capture(self.ring, kwargs)
+        if self.num_read is not None:  # the last one is there to be captured
+            states = kwargs["target_hidden_states"].unflatten(-1, (self.num_read + 1, -1))
+            kwargs["target_hidden_states"] = states[:, :-1].flatten(1)
         if not isinstance(num_speculative_tokens, Drafting):
             return super().propose(num_speculative_tokens, *args, **kwargs)
-        if self.ring is not None:
-            self._capture(self.ring, kwargs)
         step, requests, rows = num_speculative_tokens, self.runner.requests, self.look_up(num_speculative_tokens)
         wanted = [
             0 if row.looked_up else self._wanted(requests[name], step)
@@ -152,6 +164,7 @@ def install(runner: Any, library: Library) -> None:
     drafter.__class__ = type(f"Planned{own.__name__}", (Proposer, own), {})
     planned = cast("Proposer", drafter)
     planned.runner, planned.library, planned.ring = runner, library, None
+    planned.num_read = getattr(runner, NUM_READ, None)
     propose = runner.propose_draft_token_ids
 
     def propose_unless_it_rests(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

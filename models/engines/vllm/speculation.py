@@ -23,6 +23,7 @@ class Speculation(NamedTuple):
         dtype: what it computes in.
         eager: whether it is compiled.
         costs: folder that keeps what steps take; None keeps it in memory.
+        captures: whether hidden states are to be had of what is served.
         unplanned: why no step is planned; "" plans them where that is possible.
     """
 
@@ -32,6 +33,7 @@ class Speculation(NamedTuple):
     dtype: str
     eager: bool
     costs: Path | None
+    captures: bool = False
     unplanned: str = ""
 
     def arguments(self) -> tuple[dict[str, Any], Setup | None]:
@@ -59,7 +61,7 @@ class Speculation(NamedTuple):
             facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__)
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
-            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts)
+            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures)
             drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
             drafting["disable_padded_drafter_batch"] = True  # the proposer gets the accepted tokens alone
         # Metrics of an answer: metrics.speculative_decoding.

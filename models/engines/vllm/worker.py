@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.engines.vllm import compiled, derived, kernels, linear_kernels
+from models.engines.vllm import compiled, derived, kernels, last_tap, linear_kernels
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.derived import relative
 from models.lookup import Library
@@ -33,6 +33,7 @@ Parameters = dict[str, tuple[str, ...]]
 
 compiled.install()
 kernels.install()
+last_tap.install()
 linear_kernels.install()
 
 
@@ -96,10 +97,10 @@ class DraftWorker:
         Raises:
             ValueError: those of the target's last layer are not at hand.
         """
-        layers = sorted(getattr(getattr(self.get_model(), "model", None), "aux_hidden_state_layers", ()))
+        layers = last_tap.tapped_layers(self.get_model())
         last = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         if last not in layers:
-            raise ValueError(f"the draft reads layers {layers} of the target and not its last, {last}")
+            raise ValueError(f"the target hands out its layers {layers} to the draft and not its last, {last}")
         if self.rank == 0:  # every rank has them all
             self.model_runner.drafter.ring = Ring(layers, max_bytes)
         return len(layers) * int(self.vllm_config.model_config.get_hidden_size())
