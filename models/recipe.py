@@ -247,7 +247,7 @@ class Recipe(Frozen):
 
         family = family_named(self.draft.name)
         loss = params.over(procedure_of(family)).loss
-        require_source(params.answers, loss, family.TRAINED, of_log)
+        require_source(params.answers, loss, family.TRAINED, of_log, self.first_domains)
         if params.teachers and not family.TRAINED:
             raise ValueError("teachers are for drafts that are trained, and this one has no weights")
         require_reader(params.teachers, loss)

@@ -6,13 +6,15 @@ In all of them the label is what the target says after the text before, so that 
 - `WRITES`: whether tokens may be the draft's own. Then its `Params` are `Written`, and
   `by_draft(lengths, params, rng) -> list[list[bool] | None]` says of answers of these lengths who writes which token;
   None keeps the target's answer as it is;
-- `LOGGED`: whether it reads what drafts did in served requests. Then
-  `weigh(samples, params) -> list[list[float]]` says how much each token of each answer counts.
+- `LOGGED`: whether it reads what drafts did in served requests;
+- `weigh(samples, params) -> list[list[float]]`: in those that are `LOGGED`, and in others where tokens do not count
+  the same: how much each token of each answer counts;
+- `require_domains(params, domains)`: where it reads of which domains the answers are; ValueError if these won't do.
 
 The first token of an answer is the target's in any case: no draft is asked for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from pydantic import Field
@@ -38,7 +40,7 @@ class Written(BaseParams):
 def token_counts(samples: Sequence[Sample], answers: BaseParams) -> dict[str, Tensor]:
     """Return id to [T] how much each token of prompt and answer counts; empty where all count the same."""
     source = catalog.load("answers", answers.name)
-    if not source.LOGGED:
+    if not hasattr(source, "weigh"):
         return {}
     weights = source.weigh(samples, answers)
     return {
@@ -56,7 +58,9 @@ def require_labels(answers: BaseParams, loss: BaseParams) -> None:
         )
 
 
-def require_source(answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool) -> None:
+def require_source(
+    answers: BaseParams, loss: BaseParams, is_trained: bool, of_log: bool, domains: Collection[str]
+) -> None:
     """Raise ValueError if a draft can't learn from such answers.
 
     Args:
@@ -64,13 +68,16 @@ def require_source(answers: BaseParams, loss: BaseParams, is_trained: bool, of_l
         loss: what the draft is trained with.
         is_trained: whether it has weights to learn.
         of_log: whether the answers come from the query log.
+        domains: that a first draft is trained on; later ones keep answers of theirs.
     """
     source = catalog.load("answers", answers.name)
-    if (source.WRITES or source.LOGGED) and not is_trained:
+    if (source.WRITES or hasattr(source, "weigh")) and not is_trained:
         raise ValueError(f'answers "{answers.name}" are for drafts that are trained, and this one has no weights')
     if source.LOGGED and not of_log:
         raise ValueError(
             f'answers "{answers.name}" are those of the query log, which a first draft does not have; say so for '
             f'refreshes alone: [refresh] distill = {{ answers = {{ name = "{answers.name}" }} }}'
         )
+    if hasattr(source, "require_domains"):
+        source.require_domains(answers, domains)
     require_labels(answers, loss)
