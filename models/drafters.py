@@ -70,6 +70,18 @@ class SelfDrafter(Protocol):
         """
 
 
+@runtime_checkable
+class Nested(Protocol):
+    """A drafter of a draft in which others are nested; see `models.drafts.Draft.nested`."""
+
+    def take_from(self, sure: float) -> None:
+        """Let the smallest draft say each token, and larger ones go on from it as long as one is not sure enough.
+
+        Args:
+            sure: `models.drafts.confidence` from which a draft's word is taken; from 0 to 1. The whole draft's always.
+        """
+
+
 class Beside(NamedTuple):
     """What the target reads in a pass beside the tokens.
 

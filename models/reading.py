@@ -56,8 +56,7 @@ class Reader(ABC):
         proposed: list[int] = []
         drawn_from: list[Tensor | None] = []
         while True:
-            states, _ = decoder.forward(torch.tensor(unread, device=decoder.device), cache)
-            logits = decoder.logits(states[-1:])[0]
+            logits = self._read(torch.tensor(unread, device=decoder.device), cache)
             token, q = draw(logits)
             unread = [token]
             proposed.append(token)
@@ -66,6 +65,12 @@ class Reader(ABC):
                 break
         self._held = self.known + proposed[:-1]
         return Proposal.chain(proposed, drawn_from, decoder.device)
+
+    def _read(self, token_ids: Tensor, cache: Cache) -> Tensor:
+        """Take [n] tokens into the cache, and return the logits [V] of what follows the last."""
+        decoder = self.decoder()
+        states, _ = decoder.forward(token_ids, cache)
+        return decoder.logits(states[-1:])[0]
 
     def _cut_back(self) -> Cache:
         """Return the cache with what it holds of the certain tokens but the last."""

@@ -125,6 +125,11 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def vocabulary(self) -> Tensor: ...
 
+    @property
+    def nested(self) -> tuple[int, ...]:
+        """How many of its first layers are a draft of their own each, ascending; none in most families."""
+        return ()
+
     def num_unrolled(self, num_draft_tokens: int) -> int:
         """Return how many steps training unrolls where `num_draft_tokens` are served: as many that differ."""
         return min(num_draft_tokens, self.max_unroll or num_draft_tokens)

@@ -8,7 +8,8 @@ read: one unroll trains all of them.
 
 Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
 trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
-a cheaper draft too, or another target of the same vocabulary.
+a cheaper draft too, or another target of the same vocabulary; and in decoding each token may be said by the smallest
+that is sure of it (`models.nested`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_b
 from models.layers.decoder import Decoder
 from models.layers.reshape import spread_layers, take_layers
 from models.loading import load_floats
+from models.nested import NestedReader
 from models.params import BaseParams
 from models.reading import Reader
 from models.targets import TargetCard, describe
@@ -82,7 +84,7 @@ class Lm(Draft):
 
     @property
     def nested(self) -> tuple[int, ...]:
-        """How many of the first layers are a draft of their own each, ascending."""
+        """See the base."""
         return tuple(getattr(self.config, "redraft", {}).get(NESTED, ()))
 
     @property
@@ -118,9 +120,9 @@ class Lm(Draft):
 
         return step_by_step(torch.arange(len(rows.index), device=rows.index.device), num_steps, keep, say)
 
-    def drafter(self, max_len: int) -> "_Drafter":
+    def drafter(self, max_len: int) -> Reader:
         """See `models.drafts.Draft`."""
-        return _Drafter(self, max_len)
+        return NestedReader(self, max_len) if self.nested else _Drafter(self, max_len)
 
     def decoder(self) -> Decoder:
         """Return the forward pass that drafts, of the weights as they are now."""
@@ -248,8 +250,14 @@ def load(directory: Path, target_dir: Path) -> Lm:
 def check(directory: Path, like: Path | None, target: TargetCard) -> None:
     """See `models.drafts.Family`."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
-    check_config(config, directory, None if like is None else read_config(like, FAMILY, ARCHITECTURES), target)
-    _nested_in(config, directory)
+    served = None if like is None else read_config(like, FAMILY, ARCHITECTURES)
+    check_config(config, directory, served, target)
+    nested = _nested_in(config, directory)
+    if like is not None and served is not None and nested != (was := _nested_in(served, like)):
+        raise ValueError(
+            f"draft {directory.name} has others nested at {list(nested)}, the served draft at {list(was)}; a swap "
+            "can't change that"
+        )
     require_tensors(read_tensors(directory), expected_shapes(AutoConfig.from_pretrained(directory)))
 
 

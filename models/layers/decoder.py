@@ -187,6 +187,37 @@ class Decoder:
         states, begun = _joined(parts)
         return states, Begun(whole, begun)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[n] int64 → [n, H], what the first layer reads."""
+        return functional.embedding(token_ids, self._embedding)
+
+    def run(self, layers: range, state: Tensor, cache: Cache, start: int) -> Tensor:
+        """Run rows of a chain through some layers; their keys and values enter the cache, whose `length` stays.
+
+        Args:
+            layers: their numbers.
+            state: [n, H] what the first of them reads.
+            cache: of this sequence; the rows before have gone through these layers.
+            start: place of the first row.
+
+        Returns:
+            [n, H], not normed.
+
+        Raises:
+            ValueError: the cache can't hold the rows.
+        """
+        if start + len(state) > cache.max_len:
+            raise ValueError(f"{start} tokens and {len(state)} more; the cache holds {cache.max_len}")
+        parts = []
+        for read in state.split(CHUNK):
+            parts.append(self._through(layers, read, cache, self._chain(start, len(read))))
+            start += len(read)
+        return torch.cat(parts)
+
+    def said(self, state: Tensor) -> Tensor:
+        """[n, H] not normed → [n, V] logits in float32, as if these layers were the last."""
+        return self.logits(self._normed(state, self._norm))
+
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] → [n, V] in float32."""
         return self._head(states).float()
@@ -201,10 +232,10 @@ class Decoder:
             yield embedded, self._tree(cache, parents)
             return
         for read in embedded.split(chunk):
-            yield read, self._chain(cache, len(read))
+            yield read, self._chain(cache.length, len(read))
 
-    def _chain(self, cache: Cache, num_tokens: int) -> "_Rows":
-        start, stop = cache.length, cache.length + num_tokens
+    def _chain(self, start: int, num_tokens: int) -> "_Rows":
+        stop = start + num_tokens
         positions = torch.arange(start, stop, dtype=torch.float32, device=self.device)
         mask = None
         if num_tokens > 1:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models import catalog, fitted
 from models.cost import Cost, Time
@@ -51,6 +51,8 @@ class Params(EngineParams):
         verify_greedy: the rule for temperature 0; it sees logits in place of p, and mostly no q.
         lengths: the length policy.
         trees: what is proposed side by side, by drafts of families that can go on from any node of a tree.
+        nested_confidence: with a draft in which others are nested, the smallest of them says each token of which its
+            likeliest is at least so probable; else the next larger one does. None asks the whole draft alone.
     """
 
     name: Literal["torch"] = "torch"
@@ -60,6 +62,7 @@ class Params(EngineParams):
     verify_greedy: Annotated[BaseParams, catalog.Method("verify")] = greedy.Params()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = fixed.Params()
     trees: Annotated[BaseParams, catalog.Method("trees")] = chain.Params()
+    nested_confidence: float | None = Field(None, ge=0, le=1)
 
     @property
     def rules(self) -> Rules:
@@ -93,6 +96,11 @@ class Params(EngineParams):
                 f"length policy {self.lengths.name} drafts a chain while the target reads; tree {self.trees.name} "
                 "is no chain"
             )
+        if self.nested_confidence is not None and (tree.BRANCHES or hasattr(lengths, "OVERLAPS")):
+            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+            raise ValueError(
+                f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft"
+            )
         return self
 
 
@@ -124,6 +132,11 @@ class TorchEngine:
             )
         if draft is not None and self.trees[0].BRANCHES and not draft.expands:
             raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
+        if draft is not None and params.nested_confidence is not None and not draft.nested:
+            raise ValueError(
+                f"{type(draft).__name__} has no other drafts nested in it, which nested_confidence chooses between; "
+                "leave it out"
+            )
         self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
         if draft is not None and self._answers is Overlapped and not draft.expands:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafters import Asker, Expander, Observer, Remembering, SelfDrafter
+from models.drafters import Asker, Expander, Nested, Observer, Remembering, SelfDrafter
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
 from models.engines.torch.sampling import draw, probabilities
@@ -66,6 +66,8 @@ class Request:
             self._drafter = self._draft.drafter(self._cache.max_len)
             if isinstance(self._drafter, SelfDrafter):
                 self._drafter.share(self._target, self._cache)
+            if self._params.nested_confidence is not None and isinstance(self._drafter, Nested):
+                self._drafter.take_from(self._params.nested_confidence)
             self.use(self._draft, engine.draft_version)
         self._rng = torch.Generator(self._target.device)
         if sampling.seed is not None:

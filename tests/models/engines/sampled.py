@@ -26,13 +26,14 @@ def sampled_p_value(
     rule: str = "rejection",
     tree: str = "chain",
     lengths: str = "fixed",
+    **changes: object,
 ) -> float:
     """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
     prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
 
     async def draw() -> list[tuple[int, ...]]:
         ways = {"verify": {"name": rule}, "trees": {"name": tree}, "lengths": {"name": lengths}}
-        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, **ways)
+        params = Params(dtype="float32", num_draft_tokens=num_draft_tokens, **ways, **changes)
         if isinstance(draft, Draft):
             engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, params)
         else:
