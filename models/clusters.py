@@ -7,11 +7,14 @@ them: else who puts everything into one group would leave nothing to hold out, o
 
 First turns are sketched by keyed hashes of their token n-grams, the smallest ones, so that no client can compute where
 a prompt will fall. What more than a twentieth of a domain's conversations share is how the domain words things and
-joins nothing: without this a template would make one cluster of a domain. Turns that have next to nothing else are held
-against each other by all of it, so that copies stay together however many they are. Because what is common changes as a
-log grows, the sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that
-takes a second for ten thousand. `datasketch` makes and looks up one conversation at a time, in an index that is meant
-to be kept, which here would be stale at each window.
+joins nothing: without this a template would make one cluster of a domain. Fillings of such a template may thus be on
+both sides. As long as it is asked for, that overstates no gain: a filling that was held out is as new to a draft as
+the next one that comes, since what fillings share beside the template joins them
+(`tests/tasks/stages/test_templates.py` plants it). Turns that have next to nothing else are held against each other by
+all of it, so that copies stay together however many they are. Because what is common changes as a log grows, the
+sketches are kept and the signatures (MinHash, banded) are made of them anew each time, in numpy; that takes a second
+for ten thousand. `datasketch` makes and looks up one conversation at a time, in an index that is meant to be kept,
+which here would be stale at each window.
 """
 
 import hashlib

@@ -19,6 +19,7 @@ from infra.views.results import Grid, Report
 from models.watch import DOUBT, LATELY, Doubt, Params, doubt, share_alone
 from tasks.measure.run import Run
 
+NUM_PLACES = 3  # K
 WEEK = 7 * 24 * 3600  # requests of a domain, one a second
 FALLS_AT, MOST = 4000, 100_000
 RHO = 0.3
@@ -52,6 +53,7 @@ class Case(NamedTuple):
         cluster_size: requests in a row that share `RHO` of their variance.
         promised: the promise comes from 100 conversations, not from all there are.
         sways: the gain goes up and down by this share, as the mix of prompts does, once in 5,000 requests.
+        behind: drafted places in front of which nothing is lost; what is lost, the later ones lose alone.
         limit: share of the weeks in which a fall may be told.
     """
 
@@ -61,6 +63,7 @@ class Case(NamedTuple):
     cluster_size: int = 1
     promised: bool = False
     sways: float = 0.0
+    behind: int = 0
     limit: float = FEW
 
 
@@ -78,6 +81,7 @@ CASES = {
     "60% lost": Case(lost=0.6),
     "90% lost": Case(lost=0.9),
     "90% lost from the first request, as in a new domain": Case(lost=0.9, begins=0),
+    "30% lost, all of it behind the first place": Case(lost=0.3, behind=1),
 }
 
 
@@ -128,6 +132,8 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
     """
     sample = _requests(traffic, rng.standard_normal(200_000), rng)
     gain = np.full(num_runs, sample[1].sum() / sample[0].sum())
+    of_sample = _share_behind(sample[1] / sample[0], case.behind)
+    lost_there = case.lost * sample[1].sum() / (sample[1] * of_sample).sum()
     promised = gain * (1 + traffic.error * rng.standard_normal(num_runs)) if case.promised else gain
     begins, ends = (case.begins, case.begins + MOST) if case.lost else (0, WEEK)
     after, former = np.full((2, num_runs), np.inf)
@@ -141,7 +147,11 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
         own = rng.standard_normal(num_runs)
         z = math.sqrt(RHO) * shared + math.sqrt(1 - RHO) * own if case.cluster_size > 1 else own
         steps, accepted = _requests(traffic, z, rng)
-        lost = case.lost * np.clip((asked - begins + 1) / case.lost_over, 0, 1)
+        lost = (
+            lost_there
+            * _share_behind(accepted / steps, case.behind)
+            * np.clip((asked - begins + 1) / case.lost_over, 0, 1)
+        )
         accepted = accepted * (1 - lost + case.sways * np.sin(2 * np.pi * (asked / 5000 + phase)))
         seen = doubt(seen, steps, accepted, promised, params)
         last[count % LATELY] = steps, accepted
@@ -158,9 +168,22 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
 
 def _requests(traffic: Traffic, z: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Return steps and accepted tokens of answers of 20 to 40 tokens, for standard normal [N] z."""
-    gain = np.clip(traffic.mean * (1 + traffic.spread * z) ** 2 / (1 + traffic.spread**2), 0, 3)
+    gain = np.clip(traffic.mean * (1 + traffic.spread * z) ** 2 / (1 + traffic.spread**2), 0, NUM_PLACES)
     steps = np.maximum(1.0, np.round(rng.integers(20, 41, z.shape) / (1 + gain)))
     return steps, gain * steps
+
+
+def _share_behind(gain: Floats, place: int) -> Floats:
+    """Return the share of [N] gains that drafted places after the first so many have, where all do as well.
+
+    The n-th place is accepted with the n-th power of a chance, of which the gain is the sum over the places.
+    """
+    if place == 0:
+        return np.ones_like(gain)
+    chances, powers = np.linspace(0, 1, 1001), np.arange(1, NUM_PLACES + 1)[:, None]
+    chance = np.interp(gain, (chances**powers).sum(axis=0), chances)
+    behind: Floats = (chance ** powers[place:]).sum(axis=0) / np.maximum((chance**powers).sum(axis=0), 1e-9)
+    return behind
 
 
 def _cell(told: Told) -> list[list[float | None]]:

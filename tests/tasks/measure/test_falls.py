@@ -7,7 +7,7 @@ import pytest
 
 from models.acceptance import Tally
 from models.watch import Judge, Params
-from tasks.measure.falls import CASES, TRAFFIC, WITHIN, Told, make_report, simulate
+from tasks.measure.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, make_report, simulate
 
 PARAMS = Params()
 
@@ -22,6 +22,23 @@ def test_a_fall_of_30_percent_is_told_within_6000_requests_and_a_new_domains_wit
     print(f"{domain}: median {np.median(after):.0f}, within {WITHIN}: {(after <= WITHIN).mean():.0%}")
     assert (after <= WITHIN).mean() >= 0.9
     assert (told("90% lost from the first request, as in a new domain", domain).after <= 300).mean() >= 0.9
+
+
+@pytest.mark.parametrize("domain", TRAFFIC)
+def test_a_fall_at_the_later_places_alone_is_told_as_soon_as_one_at_all_that_costs_as_much(domain: str) -> None:
+    everywhere, later = (
+        told(name, domain).after for name in ("30% lost", "30% lost, all of it behind the first place")
+    )
+    print(f"{domain}: median {np.median(everywhere):.0f} and {np.median(later):.0f}")
+    assert (later <= WITHIN).mean() >= 0.9
+    assert np.median(later) == pytest.approx(np.median(everywhere), rel=0.3)
+
+
+def test_what_places_give_follows_from_the_gain() -> None:
+    gain = np.array([0.0, 0.5 + 0.25 + 0.125, 3.0])  # a chance of 0, 1/2 and 1
+    assert _share_behind(gain, 0)[1:] == pytest.approx([1, 1])
+    assert _share_behind(gain, 1) == pytest.approx([0, 0.375 / 0.875, 2 / 3])
+    assert _share_behind(gain, 2) == pytest.approx([0, 0.125 / 0.875, 1 / 3])
 
 
 def test_in_a_week_without_a_change_no_fall_is_told_where_the_rule_before_told_one_in_many() -> None:

@@ -1,0 +1,111 @@
+"""Fillings of a template that much of a domain uses: what a window tells of its gain, beside the planted truth.
+
+The draft is one that remembers: it gains by the share of a prompt's 5-grams that it was trained on. What fills the
+template is about something that is asked a few times in a row, in much the same words, and never again. So what a log
+is judged by must be as new to what was trained as the requests after it; the template itself goes on being asked.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from models.acceptance import Estimate
+from models.hidden import Sample
+from models.paired import Score
+from tasks.measure.coverage import judged_by
+from tasks.measure.intervals import estimate, summary
+from tasks.stages.split import cluster_samples
+
+NUM_ROWS, NUM_FRESH, MOST_ASKED = 200, 600, 4
+TEMPLATE, FILLING, NGRAM = 30, 20, 5  # tokens
+K, HELD_OUT, SPREAD, LEARNT = 3, 0.25, 0.25, 0.6
+NUM_LOGS = 50
+
+
+class Window(NamedTuple):
+    """Requests of a log, and of the time after it."""
+
+    logged: list[Sample]
+    fresh: list[Sample]
+
+
+def drawn(share: float, rng: np.random.Generator) -> Window:
+    """Draw requests of which a share fills one template; each thing is asked for 1 to `MOST_ASKED` times."""
+    template = rng.integers(5, 250, TEMPLATE)
+
+    def asked(prefix: str, number: int) -> list[Sample]:
+        samples: list[Sample] = []
+        while len(samples) < number:
+            front = template if rng.random() < share else rng.integers(5, 250, TEMPLATE)
+            thing = rng.integers(5, 250, FILLING)
+            for _ in range(rng.integers(1, MOST_ASKED + 1)):
+                said = thing.copy()
+                said[rng.integers(FILLING)] = rng.integers(5, 250)
+                ids = np.concatenate([front, said]).tolist()
+                samples.append(Sample(f"{prefix}{len(samples)}", "code", ids, [4, 5, 6]))
+        return samples
+
+    return Window(asked("l", NUM_ROWS), asked("f", NUM_FRESH))
+
+
+def grams(sample: Sample) -> set[tuple[int, ...]]:
+    ids = sample.prompt_ids
+    return {tuple(ids[start : start + NGRAM]) for start in range(len(ids) - NGRAM + 1)}
+
+
+def told(window: Window, number: int, target: Path, by_prompt: bool) -> tuple[Estimate, float]:
+    """Return the gain that a log is told to have, and what a draft that learnt from the log has on fresh requests.
+
+    Args:
+        window: the log, and what comes after it.
+        number: of the home whose secret splits it.
+        target: whose tokenizer wrote the prompts.
+        by_prompt: split prompt by prompt, as if none were alike.
+    """
+    rng, name = np.random.default_rng([7, number]), f"home {number}"
+    if by_prompt:
+        inside = rng.random(len(window.logged)) < 0.5
+        judged = {one.id: (one.id, 1.0) for one, held in zip(window.logged, inside, strict=True) if held}
+        kept = set(judged)
+        of_row = [one.id for one in window.logged]
+    else:
+        judged = judged_by(window.logged, name, HELD_OUT, target).judged
+        kept = {cluster for cluster, _ in judged.values()}
+        secret = hashlib.sha256(name.encode()).digest()
+        of_row = [row.cluster for row in cluster_samples(window.logged, secret, target)]
+    trained = [one for one, cluster in zip(window.logged, of_row, strict=True) if cluster not in kept]
+    assert len(trained) > 0.2 * NUM_ROWS
+    known = set().union(*(grams(one) for one in trained))
+
+    def gain(sample: Sample) -> float:
+        own = grams(sample)
+        return LEARNT * len(own & known) / len(own)
+
+    first = {id: Score(id=id, domain="code", steps=20, accepted=20.0) for id in judged}
+    gains = {one.id: gain(one) + SPREAD * rng.standard_normal() for one in window.logged if one.id in judged}
+    later = {id: first[id].model_copy(update={"accepted": 20 * (1 + one)}) for id, one in gains.items()}
+    found = estimate(judged, first, later, {"code": 1.0}, K)
+    return found, float(np.mean([gain(one) for one in window.fresh]))
+
+
+def windows(share: float, target: Path, by_prompt: bool = False) -> dict[str, float]:
+    rng = np.random.default_rng(1)
+    found = summary([told(drawn(share, rng), number, target, by_prompt) for number in range(NUM_LOGS)])
+    print(f"template in {share:.0%}{', by prompt' if by_prompt else ''}: {found}")
+    return found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_a_template_that_much_of_a_domain_uses_does_not_overstate_the_gain(share: float, tiny_target: Path) -> None:
+    found = windows(share, tiny_target)
+    assert abs(found["mean"] - found["truth"]) < 0.015
+    assert found["covered"] >= 0.9 * NUM_LOGS  # of 50 that hold with a chance of 95% each, 19 in 20 times 45 do
+
+
+def test_where_what_fills_it_were_split_prompt_by_prompt_the_gain_would_be_overstated(tiny_target: Path) -> None:
+    found = windows(0.6, tiny_target, by_prompt=True)
+    assert found["mean"] > found["truth"] + 0.05
+    assert found["covered"] < 0.5 * NUM_LOGS
