@@ -128,6 +128,8 @@ class Serving(Frozen):
         drain_s: seconds that running requests get when the service ends.
         front: what clients connect to: "haproxy", which bounds connections and how long headers take; "ray", Ray
             Serve's own proxy, which doesn't; "auto" is HAProxy where it runs.
+        merge_streams: answers that run at once for each further token that an event of a stream waits for, 4 at most:
+            of fewer than so many each step's tokens are sent as they come; 0 never waits.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
         structured: whether clients can name the form of an answer.
@@ -143,6 +145,7 @@ class Serving(Frozen):
     min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
     drain_s: Positive = 30.0
     front: Literal["auto", "haproxy", "ray"] = "auto"
+    merge_streams: int = Field(default=16, ge=0)
     tool_parser: str = ""
     limits: Limits = Limits()
     structured: Structured = Structured()

@@ -75,6 +75,7 @@ class Service:
         self._capture = capture
         settle = capture.settle if capture is not None else no_states
         self.recorder = Recorder(writer, handlers.tokenizer, config.target_version, settle=settle)
+        engine.llm.merge_streams = config.serve.merge_streams
         engine.on_finish, engine.wishes_of = self.recorder.finished, self._wishes_of
         self._alone, self._doubted = Alone(), frozenset[str]()
         self._started_s = time.monotonic()

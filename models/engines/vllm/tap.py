@@ -20,6 +20,9 @@ from models.engines.vllm.scheduler import PACE, SPEED, STEPS
 from models.speeds import Speed
 from models.verify import Rules
 
+# Tokens that an event of a stream waits for, at most: it comes four steps late.
+MOST_MERGED = 4
+
 OnFinish = Callable[[Completion, SamplingParams], None]
 WishesOf = Callable[[str], Wishes]
 
@@ -45,6 +48,8 @@ class TappedLLM(AsyncLLM):
         pace: what the planner expected when a request ended last; None without a planner.
         grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
         speeds: how fast requests are decoded, by domain, as it was when one of the domain ended last.
+        merge_streams: requests that run for each further token that an event of a streamed answer waits for; 0 never
+            waits.
         num_swaps: drafts that were swapped in.
         wishes_of: is asked by a request's id; without it each request is drafted as the engine finds it fastest.
     """
@@ -57,10 +62,12 @@ class TappedLLM(AsyncLLM):
     pace: Pace | None = None
     grammars: Grammars | None = None
     num_swaps: int = 0
+    merge_streams: int = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class."""
         self.speeds: dict[str, Speed] = {}
+        self._num_running = 0
         super().__init__(*args, **options)
 
     def __del__(self) -> None:
@@ -100,8 +107,10 @@ class TappedLLM(AsyncLLM):
             wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id)
         wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
+        self._merge(sampling_params)
         tap = _Tap(request_id, sampling_params, wishes, self)
         several = sampling_params.n > 1  # which share one stream, so there is no single one to tell of
+        self._num_running += 1
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **kwargs):
                 if several:
@@ -118,8 +127,20 @@ class TappedLLM(AsyncLLM):
         except EngineDeadError as error:
             raise EngineEnded from error
         finally:
+            self._num_running -= 1
             if not tap.ended and tap.token_ids:  # the client went away
                 self._tell(tap.completion(), sampling_params)
+
+    def _merge(self, sampling_params: SamplingParams) -> None:
+        """Let a stream that begins beside many others send several tokens at once; its first one goes out as it comes.
+
+        An event takes this process about as long for one token as for four, on cores that the engine's threads share:
+        of 64 streams a token took 0.050 ms of CPU time instead of 0.065, of 16 streams 0.09 either way (two-layer
+        target, AMD EPYC).
+        """
+        if self.merge_streams and sampling_params.output_kind == RequestOutputKind.DELTA:
+            merged = min(1 + self._num_running // self.merge_streams, MOST_MERGED)
+            sampling_params.stream_interval = max(merged, sampling_params.stream_interval or 1)
 
     def _tell(self, completion: Completion, sampling_params: SamplingParams) -> None:
         if self.on_finish is not None:
