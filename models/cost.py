@@ -104,12 +104,14 @@ class Line(NamedTuple):
         rows: ascending.
         ms: of the target, one for each of `rows`, ascending as well.
         pass_ms: of a pass of the draft; None if there was none.
+        one_pass: as of the table.
     """
 
     num_sequences: int
     rows: list[float]
     ms: list[float]
     pass_ms: float | None
+    one_pass: bool = False
 
     def target_ms(self, rows: float) -> float:
         """Return what so many rows take: linear between the known ones, as steep as the last ones beyond them."""
@@ -123,6 +125,8 @@ class Line(NamedTuple):
     def step_ms(self, rows: float, num_passes: float) -> float:
         """Return what a step takes; rows and passes may be means.
 
+        A draft that says all of its tokens in one pass makes one, whatever number it is asked for.
+
         Raises:
             ValueError: no pass was ever measured.
         """
@@ -130,7 +134,7 @@ class Line(NamedTuple):
             return self.target_ms(rows)
         if self.pass_ms is None:
             raise ValueError(f"wanted the time of a step with {num_passes} passes, but none was ever measured")
-        return self.target_ms(rows) + num_passes * self.pass_ms
+        return self.target_ms(rows) + (min(num_passes, 1) if self.one_pass else num_passes) * self.pass_ms
 
     def row_ms(self, rows: float) -> float:
         """Return what one more row takes: the mean over half a row a sequence to either side."""
@@ -151,6 +155,7 @@ class Cost:
         num_steps: that it was refined from.
         grows: it was never measured, so steps outside of it are taken as they come.
         noise: of the measurement: between its first and its second half, as a logarithm; the median over its steps.
+        one_pass: the draft says all of its tokens in one pass (P-EAGLE, DFlash), so it makes 0 or 1.
     """
 
     curves: tuple[Curve, ...] = ()
@@ -160,6 +165,7 @@ class Cost:
     num_steps: int = 0
     grows: bool = True
     noise: float = 0.0
+    one_pass: bool = False
 
     @property
     def doubted(self) -> bool:
@@ -220,7 +226,7 @@ class Cost:
         rows = sorted({number * unit for curve, _, unit in near for number in curve.rows})
         ms = [scale * sum(share * curve.target_ms(number / unit) for curve, share, unit in near) for number in rows]
         passes = [share * point.ms for _, share, point in self._draft(num_sequences)]
-        return Line(num_sequences, rows, ms, scale * sum(passes) if passes else None)
+        return Line(num_sequences, rows, ms, scale * sum(passes) if passes else None, self.one_pass)
 
     def step_ms(self, num_sequences: int, num_rows: float, num_passes: float) -> float | None:
         """Estimate a step; None if nothing was measured that tells."""

@@ -13,7 +13,7 @@ of blocks, here every row is one. New layers start as the target's last ones.
 
 The directory is in the layout of vLLM's DFlash (`dflash_config`), and served. Its block has one place more than tokens
 are drafted (read in vLLM 0.32: v1/spec_decode/dflash.py); as each place sees all others, K must be what a block was
-trained for.
+trained for. Where a plan asks for fewer tokens, the block stays whole and its first ones are taken.
 """
 
 import math

@@ -10,9 +10,8 @@ Trained on the target's distributions, every place on every row that is kept: of
 a share drawn by chance (COD sampling), at least so many of all. The paper's drafts have up to four layers, which these
 don't.
 
-The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`), and served. There the same
-number of places is reserved in every step, so K does not follow a plan (read in vLLM 0.32:
-v1/spec_decode/llm_base_proposer.py, set_inputs_first_pass).
+The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`), and served. There a
+step has as many places as its plan says (models/engines/vllm/proposer.py).
 """
 
 from pathlib import Path

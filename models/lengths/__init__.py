@@ -84,7 +84,8 @@ class Plan:
     """How a step of a batch drafts.
 
     Attributes:
-        num_passes: of the draft, as many as tokens that the head proposes a sequence, from 0 to the limit.
+        num_passes: of the draft, as many as tokens that the head proposes a sequence, from 0 to the limit; a draft that
+            says them all in one pass makes one.
         skip: not even the pass is made that keeps the draft's keys whole, because 0 is expected to last. Sequences that
             run meanwhile lack keys, and accept less when drafting goes on.
         longest: (domain, source, kind, see `models.running.kind_of`) to the most tokens of such a proposal that are

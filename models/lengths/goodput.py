@@ -287,6 +287,8 @@ def _settle(
     if memory.since < DWELL and not _changed(num, acceptance, memory):
         return settled
     best = max(range(len(options)), key=lambda passes: options[passes].goodput)
+    if options[best].goodput == options[settled].goodput:
+        return best  # the fewest; more tokens of one pass than are worth their rows change nothing
     rested = settled == 0 and memory.since > params.rest_after
     needed = (1 + params.margin * (1.5 if rested else 1)) * options[settled].goodput
     if options[best].goodput > needed:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,13 @@ def test_a_row_costs_what_those_next_to_it_do() -> None:
 def test_a_table_of_noise_still_rises_with_the_rows() -> None:
     cost = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 2, 0, 9.0), Time(1, 3, 0, 12.0)])
     assert [cost.step_ms(1, rows, 0) for rows in (1, 2, 3)] == pytest.approx([9.5, 9.5, 12.0])
+
+
+def test_a_draft_that_says_all_in_one_pass_makes_one_at_most() -> None:
+    cost = replace(TABLE, one_pass=True)
+    assert cost.step_ms(1, 4, 3) == pytest.approx(13.0 + 2.0)
+    assert cost.step_ms(1, 4, 0) == pytest.approx(13.0)
+    assert cost.after(Time(1, 4, 1, 15.0)).step_ms(1, 4, 3) == pytest.approx(15.0)
 
 
 def test_nothing_measured_tells_nothing() -> None:

@@ -46,7 +46,7 @@ class Drafting(NamedTuple):
 
     Attributes:
         plan: for the rows that are drafted as is fastest.
-        num_passes: of the draft, over all rows: the plan's, or K if a row is drafted by the head alone.
+        num_passes: of the draft, over all rows: the plan's, or K if a row is drafted by the head alone; see `Plan`.
         num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
     """
 

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -61,6 +61,7 @@ class Setup:
         costs: where the table of what steps take is kept; None keeps it in memory.
         measured_for: what its times hold for.
         captures: whether the target's last residual stream is to be had for a `capture.Ring`; see `last_tap`.
+        one_pass: the draft says all of its tokens in one pass.
         guard: ends the engine's process with its parent.
     """
 
@@ -70,6 +71,7 @@ class Setup:
     costs: Path | None = None
     measured_for: str = ""
     captures: bool = False
+    one_pass: bool = False
     guard: WithParent = field(default_factory=WithParent)
 
     def compute_hash(self) -> str:
@@ -82,7 +84,7 @@ class Setup:
         if file is None or not file.exists():
             return None
         try:
-            return costfile.load(file, self.measured_for)
+            return replace(costfile.load(file, self.measured_for), one_pass=self.one_pass)
         except ValueError as error:
             log.warning("what steps take is measured anew: %s", error)
             return None
@@ -127,7 +129,8 @@ class Planner:
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
-        self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or Cost(measured_for=setup.measured_for)}
+        unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
+        self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
     @property
     def drafted(self) -> bool:
@@ -188,10 +191,10 @@ class Planner:
         """Take a step that read no prompt; `rows` were drafted after it, None where nothing was."""
         num_passes = 0
         if rows is not None and self.drafted:
-            num_passes = max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1)
+            num_passes = self._num_passes(max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1))
         if self._measuring:
             if str(step.num_sequences) == self._num_measured:  # not while the first come or the last have gone
-                num_passes = self._drafting.num_passes  # of which no token need be kept
+                num_passes = self._num_passes(self._drafting.num_passes)  # of which no token need be kept
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
             return
         measured, self._measured = self._measured, []
@@ -205,9 +208,13 @@ class Planner:
         if plain_ms is not None and (rows is not None or self._drafting.rests):  # else speculation is off
             self.speeds.see(step.parts, step.ms, plain_ms)
 
+    def _num_passes(self, num_tokens: int) -> int:
+        """Return how many passes the draft made to say so many tokens."""
+        return min(num_tokens, 1) if self._setup.one_pass else num_tokens
+
     def _take(self, times: Sequence[Time]) -> None:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
-        cost = Cost.measured(times, self._setup.measured_for)
+        cost = replace(Cost.measured(times, self._setup.measured_for), one_pass=self._setup.one_pass)
         self._costs = {"greedy": cost}
         if cost.doubted:
             log.warning("what steps take varied by %.0f%%: it is measured anew at the next start", 100 * cost.noise)

@@ -5,9 +5,10 @@ of a fixed K, and rows that are looked up (models/lookup.py) where that is expec
 stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection rule gets that q.
 
 The plan comes with the step from the scheduler (models/engines/vllm/scheduler.py), which is why every rank of a tensor-
-parallel engine makes the same passes. It needs `disable_padded_drafter_batch`: the proposer then runs after the
-accepted tokens are known, and gets only those. vLLM has that for EAGLE heads; its small LMs and DFlash drafts need
-padded batches, and keep a fixed K. Tried with vLLM 0.32.
+parallel engine makes the same passes. `install` sets `disable_padded_drafter_batch`: the proposer then runs after the
+accepted tokens are known, and gets only those. vLLM's small LMs, P-EAGLE and DFlash refuse to be made so, but draft the
+first tokens after a prompt without padding, and after any other step as well. Medusa's heads and its n-grams are
+proposers of other kinds, and keep a fixed K. Tried with vLLM 0.32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from models.engines.vllm.last_tap import NUM_READ
 from models.lookup import Library
 
 # What the proposer reads of vLLM's runner and proposer.
-READS = ("input_batch", "requests", "max_model_len", "propose_draft_token_ids")
+READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")
 
 
 class Proposer(SpecDecodeBaseProposer):
@@ -67,9 +68,9 @@ class Proposer(SpecDecodeBaseProposer):
         self._last_draft_probs = None
         if step.rests:  # and is here for the states alone
             return [row.packed() for row in rows]
-        num_passes = min(step.num_passes, max(wanted, default=0))
-        drafted = super().propose(num_passes, *args, **kwargs)
-        if num_passes:
+        num_tokens = min(step.num_passes, max(wanted, default=0))
+        drafted = self._by_head(num_tokens, *args, **kwargs)
+        if num_tokens:
             rows = [
                 row if row.looked_up else row._replace(token_ids=head[:most])
                 for row, head, most in zip(rows, drafted.tolist(), wanted, strict=True)
@@ -77,6 +78,26 @@ class Proposer(SpecDecodeBaseProposer):
         if self._last_draft_probs is not None:
             self._last_draft_probs = _with_certain_rows(self._last_draft_probs, rows)
         return [row.packed() for row in rows]
+
+    def _by_head(self, num_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return [B, num_tokens] of the draft; for 0 it makes the pass that keeps its keys whole, and no more.
+
+        Masked places of P-EAGLE see those before them alone, so there are as many as are wanted. Those of DFlash all
+        see each other: a block is whole, as in training, and its first tokens are taken.
+        """
+        if not self.parallel_drafting:
+            metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
+            kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())
+        asked = num_tokens
+        if self.method == "dflash":
+            asked = self.draft_model_config.hf_config.block_size - 1 if num_tokens else 0
+        elif self.parallel_drafting:
+            self.extra_slots_per_request = max(num_tokens, 1)
+            self.net_num_new_slots_per_request = self.extra_slots_per_request - 1
+        tokens: Tensor = super().propose(asked, *args, **kwargs)
+        if self._last_draft_probs is not None:
+            self._last_draft_probs = self._last_draft_probs[:, :num_tokens]
+        return tokens[:, :num_tokens]
 
     def look_up(self, step: Drafting) -> list[Row]:
         """Follow the sequences of a step and look them up; a row each, an empty one where that is not to be used."""
@@ -165,6 +186,7 @@ def install(runner: Any, library: Library) -> None:
     planned = cast("Proposer", drafter)
     planned.runner, planned.library, planned.ring = runner, library, None
     planned.num_read = getattr(runner, NUM_READ, None)
+    runner.speculative_config.disable_padded_drafter_batch = True
     propose = runner.propose_draft_token_ids
 
     def propose_unless_it_rests(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ from models.draft_families import family_of
 from models.engines.vllm import Params
 from models.engines.vllm.planning import Setup, measured_for
 
-# The methods, by vLLM's names, whose proposers take accepted tokens alone (see models/engines/vllm/proposer.py).
-METHODS = ("eagle", "eagle3")
+# The methods, by vLLM's names, whose proposers are of its one base class (see models/engines/vllm/proposer.py).
+METHODS = ("eagle", "eagle3", "draft_model", "dflash")
 
 
 class Speculation(NamedTuple):
@@ -61,9 +61,9 @@ class Speculation(NamedTuple):
             facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__)
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
-            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures)
+            one_pass = own["method"] == "dflash" or own.get("parallel_drafting", False)
+            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
             drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
-            drafting["disable_padded_drafter_batch"] = True  # the proposer gets the accepted tokens alone
         # Metrics of an answer: metrics.speculative_decoding.
         return {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}, setup
 
@@ -72,6 +72,6 @@ class Speculation(NamedTuple):
         if self.draft is None or self.params.num_draft_tokens == 0:
             return ""
         own = family_of(self.draft).vllm_config(self.draft)
-        if own["method"] not in METHODS or own.get("parallel_drafting"):
+        if own["method"] not in METHODS:
             return f"a draft of this kind ({own['method']}) drafts the same number of tokens in each step"
         return self.unplanned

@@ -1,5 +1,6 @@
 """The planner: what it is told decides what it plans, without an engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,20 @@ def test_cheap_rows_and_a_good_draft_make_it_draft_and_a_bad_one_does_not() -> N
         measure(planner, row_ms=0.2, pass_ms=0.5)
     assert settled(good, accepted=K).num_passes == K
     assert settled(bad, accepted=0).num_passes == 0
+
+
+def test_a_draft_that_says_all_in_one_pass_is_measured_and_planned_by_one() -> None:
+    """A step with K tokens takes as long as one of K passes would, so a pass is all of it."""
+    planner = Planner(replace(setup(), one_pass=True))
+    for num, num_rows, way, ms in ((1, 1, "off", 10.0), (1, 9, "fill 8", 10.8), (1, 1, PASSES, 11.5)):
+        for _ in range(5):
+            planner.next(asked(Wishes(way, str(num), MEASURED)))
+            planner.took(step(num, num_rows, ms), [NOTHING])
+    planner.next(asked(AUTO))
+    planner.took(step(1, 1, 11.5), [NOTHING])
+    known = planner._costs["greedy"]
+    assert [known.step_ms(1, 1, num) for num in (0, 1, K)] == pytest.approx([10.0, 11.5, 11.5], rel=0.01)
+    assert settled(planner, accepted=K).num_passes == K
 
 
 def test_dear_rows_make_the_same_draft_not_pay() -> None:

@@ -38,9 +38,11 @@ def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(give
 
 def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
     given = runner(bare(), **dict.fromkeys(proposer.READS))
+    given.speculative_config = SimpleNamespace(disable_padded_drafter_batch=False)
     given.drafter._last_draft_probs = None
     proposer.install(given, Library(shortest=3, longest=16, capacity=0))
     assert isinstance(given.drafter, proposer.Proposer)
     assert isinstance(given.drafter, EagleProposer)
     assert given.drafter.runner is given
     assert callable(given.propose_draft_token_ids)
+    assert given.speculative_config.disable_padded_drafter_batch

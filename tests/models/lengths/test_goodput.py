@@ -1,6 +1,7 @@
 """The policy by hand, and in a served batch in which the truth is known (`simulated`)."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def test_the_plan_is_the_one_worked_out_by_hand() -> None:
     plan = goodput.plan(COST, known(code=0.25), [Running("code")], 1, None, STEADY)
     assert (plan.num_passes, plan.why) == (0, "loses")
     assert plan.tokens_per_s == plan.plain_tokens_per_s
+
+
+def test_where_all_tokens_cost_one_pass_more_of_them_pay() -> None:
+    """By tokens 1.6 / 13, 1.96 / 16 and 2.176 / 19; in one pass 1.6 / 13, 1.96 / 14 and 2.176 / 15."""
+    acceptance = Acceptance()
+    acceptance.promise("code", [0.6, 0.36, 0.216])
+    plan = goodput.plan(COST, acceptance, [Running("code")], 3, None, STEADY)
+    assert plan.num_passes == 1
+    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [Running("code")], 3, None, STEADY)
+    assert (plan.num_passes, plan.num_kept("code", "head")) == (3, 3)
+    assert plan.tokens_per_s == pytest.approx(2176 / 15, rel=0.01)
+    acceptance.start({})
+    acceptance.promise("code", [0.6, 0.06, 0.006])
+    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [Running("code")], 3, plan, STEADY)
+    assert (plan.num_passes, plan.settled, plan.num_kept("code", "head")) == (1, 1, 1)
 
 
 def test_a_gain_under_the_margin_changes_nothing() -> None:

@@ -1,0 +1,152 @@
+"""K by step and look-up in drafts of each family that vLLM's one proposer drafts with, beside EAGLE heads.
+
+What is planned is decided by a table of costs that the engine finds at its start. For one sequence the second row is
+cheap and the third dear, for eight all are cheap, and passes cost next to nothing.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import vllm
+from vllm import SamplingParams
+
+from models import costfile
+from models.cost import Cost, Time
+from models.draft_families import family_named
+from models.engines import Completion, Sampling
+from models.engines import torch as reference
+from models.engines.vllm import LookUp, Params
+from models.engines.vllm.drafting import Wishes
+from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.planning import measured_for
+from models.golden import Golden, equal_output
+from models.lengths import goodput
+from models.targets import random
+from tests.models.drafts.tiny import save_tiny
+
+pytestmark = pytest.mark.engine
+
+Loop = asyncio.AbstractEventLoop
+FAMILIES = ("lm", "parallel_eagle", "dflash")
+K, LOOKED_UP = 3, 6
+THRESHOLD = 0.02
+FEW = 8  # tokens of an answer: fewer than a look-up must match, and than the steps after which K may change
+TIMES = (
+    *(Time(1, rows, 0, ms) for rows, ms in ((1, 10.0), (2, 11.0), (3, 17.0), (4, 20.0), (9, 40.0))),
+    *(Time(8, 8 * rows, 0, 10.0 + 0.01 * (rows - 1)) for rows in (1, 4, 9)),
+    *(Time(num, num, 1, 10.5) for num in (1, 8)),
+)
+
+
+class Running(NamedTuple):
+    """An engine, and what it was started with."""
+
+    engine: VllmEngine
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    target, draft, costs = (tmp_path_factory.mktemp(name) for name in ("target", "draft", "costs"))
+    random.build(random.Params(num_layers=3), target)
+    save_tiny(family_named(request.param), target, draft, scale=0.01, served=True)
+    facts = measured_for(target, draft, "float32", True, vllm.__version__)
+    costfile.save(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    params = Params(
+        dtype="float32",  # in bfloat16 near ties of a random model would make drafts differ
+        enforce_eager=True,
+        num_draft_tokens=K,
+        max_model_len=256,
+        max_num_seqs=16,
+        lengths=goodput.Params(explore=0.0, rest_after=4),
+        lookup=LookUp(num_tokens=LOOKED_UP, shortest=12, remembered=0),
+        extra={"block_size": 32},
+    )
+    engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs))
+    assert engine.setup is not None
+    assert engine.setup.known_cost() is not None
+    yield Running(engine, target, draft)
+    loop.run_until_complete(engine.close())
+
+
+def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(3, 67, size=width).tolist() * times for _ in range(count)]
+
+
+def ask(
+    loop: Loop, engine: VllmEngine, wishes: Wishes, asked: Sequence[list[int]], num_tokens: int, concurrency: int
+) -> list[Completion]:
+    engine.wishes_of = lambda _: wishes
+
+    async def run() -> list[Completion]:
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one(number: int, prompt: list[int]) -> Completion:
+            wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, logprobs=2)
+            async with gate:
+                engine.llm.num_swaps += 1  # so that the promise counts, and nothing that was seen before
+                name = f"{wishes.drafting}-{wishes.domain}-{number}"
+                async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, name):
+                    last = output
+            completion: Completion = last.completion
+            return completion
+
+        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(asked))))
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        engine.wishes_of = None
+
+
+def differ(answers: Sequence[Completion], plain: Sequence[Completion]) -> int:
+    golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in plain]
+    verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, answers, strict=True))
+    return verdicts["different"]
+
+
+def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_the_reference_engine(
+    running: Running, loop: Loop
+) -> None:
+    """After steps at 0, in which the draft rests, it drafts as if it had not: what lacks keys is read anew."""
+    engine, target, draft = running
+    asked = prompts(6, width=40)
+    plain = ask(loop, engine, Wishes("off", "plain"), asked, FEW, concurrency=1)
+    for domain, promised, num_tokens in (("none", 1.0, 0), ("one", 2.2, 1), ("all", 3.9, K)):
+        answers = ask(loop, engine, Wishes("auto", domain, "key", promised), asked, FEW, concurrency=1)
+        assert engine.pace is not None
+        assert engine.pace.num_draft_tokens == num_tokens
+        assert {max(one.drafted) for one in answers} == {num_tokens}
+        assert not any(match for one in answers for match in one.matches)
+        assert differ(answers, plain) == 0
+        if num_tokens:
+            params = reference.Params(dtype="float32", num_draft_tokens=num_tokens)
+            other = loop.run_until_complete(reference.TorchEngine.start(target, draft, params))
+            sampling = Sampling(max_tokens=FEW, ignore_eos=True)
+            theirs = [loop.run_until_complete(other.generate(prompt, sampling, "other")) for prompt in asked]
+            same = [(a, b) for a, b in zip(answers, theirs, strict=True) if a.drafted_ids == b.drafted_ids]
+            assert len(same) >= len(asked) - 1  # but for near ties
+            assert all(a.accepted == b.accepted for a, b in same)
+
+
+def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_stays_the_targets(
+    running: Running, loop: Loop
+) -> None:
+    asked = prompts(16, width=16, times=3)
+    plain = ask(loop, running.engine, Wishes("off", "plain"), asked, 48, concurrency=8)
+    answers = ask(loop, running.engine, Wishes("auto", "both", "key", promised=2.0), asked, 48, concurrency=8)
+    assert differ(answers, plain) == 0
+    steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
+    looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match]
+    by_head = [drafted for match, drafted, _ in steps if not match]
+    assert max(drafted for drafted, _ in looked_up) == LOOKED_UP
+    assert sum(accepted for _, accepted in looked_up) > 0
+    assert max(by_head) == K
