@@ -32,8 +32,12 @@ if TYPE_CHECKING:
 if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     _CORES = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_CORES[int(_WORKER) % len(_CORES)]})
-# Folders whose tests share what takes a minute to build or to start: one worker gets all of them.
-DEAR = ("tests/flows/", "tests/services/")
+# Tests that share what takes a minute to build or to start: one worker gets all of a group.
+DEAR = (
+    ("tests/flows/",),
+    ("tests/services/",),
+    tuple(f"tests/drills/test_{name}.py" for name in ("pipeline", "up", "watch", "windows")),
+)
 ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
@@ -43,9 +47,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files of engine tests unread where none is wanted: importing vLLM takes longer than most tests."""
-    if "not engine" in config.getoption("markexpr") and collection_path.suffix == ".py":
-        return "\npytestmark = pytest.mark.engine\n" in collection_path.read_text() or None
+    """Leave files of engine tests unread where none is wanted, as importing vLLM takes longer than most tests, and
+    files of other tests where only those of engines are.
+    """
+    marked, path = config.getoption("markexpr"), collection_path
+    if "not engine" in marked and path.suffix == ".py":
+        return "\npytestmark = pytest.mark.engine\n" in path.read_text() or None
+    if marked == "engine" and path.match("test_*.py"):
+        return "pytest.mark.engine" not in path.read_text() or None
     return None
 
 
@@ -58,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 class _BySharing(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return file if file in ALONE else next((folder for folder in DEAR if file.startswith(folder)), file)
+        return file if file in ALONE else next((group[0] for group in DEAR if file.startswith(group)), file)
 
 
 @pytest.fixture(scope="session", autouse=True)
