@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from infra.lineage import Lineage
 from tests.drills.load import Ended, Load, quiet_answers
 from tests.drills.scene import small_disk
-from tests.soak.checker import RECOVERY_S, Answer, Fault, Record, violations
+from tests.soak.checker import RECOVERY_S, Answer, Fault, Record, promoted, violations
 from tests.soak.faults import Faults
 from tests.soak.stack import MARKS, Stack
 
@@ -41,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description="The whole stack while everything fails.")
     parser.add_argument("--minutes", type=float, default=20.0, help="how long faults happen")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--only", default="", help="deal only what has this in its name")
     options = parser.parse_args()
     print(f"seed {options.seed}: python -m tests.soak --seed {options.seed} --minutes {options.minutes:g}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -50,7 +52,7 @@ def main() -> int:
             if not has_small_disk:
                 print("a full disk is left out: mounting a small one is not allowed here", flush=True)
             try:
-                broken = _soak(folder / "home", options.minutes, options.seed, has_small_disk)
+                broken = _soak(folder / "home", options, has_small_disk)
             finally:
                 if any(broken.values()):
                     shutil.copytree(folder / "home", folder / "kept", symlinks=True, ignore=_sockets)
@@ -61,7 +63,7 @@ def main() -> int:
     return 1 if any(broken.values()) else 0
 
 
-def _soak(home: Path, minutes: float, seed: int, has_small_disk: bool) -> dict[int, list[str]]:
+def _soak(home: Path, options: argparse.Namespace, has_small_disk: bool) -> dict[int, list[str]]:
     answers, lock, answered = list[Answer](), threading.Lock(), Counter[str]()
     consents = {f"a-key-that-logs-{log}": log for log in MARKS}
     faults, began_s = list[Fault](), time.monotonic()
@@ -91,10 +93,10 @@ def _soak(home: Path, minutes: float, seed: int, has_small_disk: bool) -> dict[i
         for asker in stack.askers:
             wanted |= quiet_answers(stack, asker.prompts, asker.key)
         say(f"{len(wanted)} answers of a quiet time")
-        drawn = Faults(stack, answered, random.Random(seed), has_small_disk)
-        pauses = random.Random(seed + 1)
+        drawn = Faults(stack, answered, random.Random(options.seed), has_small_disk, options.only)
+        pauses = random.Random(options.seed + 1)
         with Load(stack.url, wanted, [*stack.askers * CLIENTS_EACH, stack.stroller], note):
-            until_s = time.monotonic() + 60 * minutes
+            until_s = time.monotonic() + 60 * options.minutes
             for what, serves, act in drawn.deck():
                 before = Counter(answered)
                 fault = drawn.do(what, serves, act)
@@ -116,6 +118,7 @@ def _soak(home: Path, minutes: float, seed: int, has_small_disk: bool) -> dict[i
         spoiled=frozenset(stack.spoiled),
         logged=logged,
         dropped=dropped,
+        learned=stack.learned(),
         lines=stack.lines(),
         found=found,
     )
@@ -123,23 +126,30 @@ def _soak(home: Path, minutes: float, seed: int, has_small_disk: bool) -> dict[i
     if not answered["ok"] or not faults:
         broken[0] = ["nothing was answered, or nothing happened"]
     drafts = [one.lineage for one in stack.registry.versions("draft")]
-    num_refreshed = sum(one.window is not None for one in drafts)
     _show(faults, answers, broken)
+    _show_gates(drafts)
     told = {
-        "seed": seed,
+        "seed": options.seed,
         "minutes": round((time.monotonic() - began_s) / 60, 1),
         "faults": Counter(fault.what for fault in faults),
         "outcomes": answered,
         "rows": len(logged),
         "rows_lost": dropped,
         "drafts": len(drafts),
-        "drafts_of_refreshes": num_refreshed,
+        "drafts_of_refreshes": sum(one.window is not None for one in drafts),
+        "drafts_promoted_by_refreshes": len(promoted(record)),
         "drafts_served": len({look.draft for look in stack.looks if look.draft is not None}),
         "full_disk": has_small_disk,
         "violations": {INVARIANTS.get(number, "it ran"): len(found) for number, found in broken.items()},
     }
     print(json.dumps(told))
     return broken
+
+
+def _show_gates(drafts: list[Lineage]) -> None:
+    for lineage in reversed(drafts):
+        if (window := lineage.window) is not None:
+            print(f"refresh of rows {window.first_seq} to {window.last_seq}: {lineage.gate}, {lineage.gate_reasons}")
 
 
 def _sockets(folder: str, names: Iterable[str]) -> list[str]:

@@ -75,6 +75,7 @@ class Record(Frozen):
         spoiled: numbers of the drafts that must never serve.
         logged: id of the request to the consent of its row.
         dropped: rows that the log counted as lost.
+        learned: numbers of the drafts that a refresh trained and the gate passed.
         lines: of each draft, first and last seq of the windows that it and those it goes on from were trained on.
         found: planted text that may not be written, and where it was found.
     """
@@ -85,6 +86,7 @@ class Record(Frozen):
     spoiled: frozenset[int]
     logged: dict[str, str]
     dropped: int
+    learned: frozenset[int]
     lines: tuple[tuple[tuple[int, int], ...], ...]
     found: tuple[str, ...]
 
@@ -99,6 +101,12 @@ def violations(record: Record) -> dict[int, list[str]]:
         5: _unaccounted(record) + _trained_twice(record.lines),
         6: [*record.found, *_too_much(record)],
     }
+
+
+def promoted(record: Record) -> frozenset[int]:
+    """Return the drafts that a refresh trained, the gate passed and the service served as proven."""
+    served = {look.draft for look in record.looks if look.phase == "serving" and look.proven}
+    return record.learned & served
 
 
 def _told(answer: Answer) -> str:

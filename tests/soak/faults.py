@@ -29,6 +29,8 @@ SPREADS_S = 12.0
 # More than the tiny recipe's K allows.
 BOLD_TAU = 2.9
 NUM_SWAPS = 3
+# How long nothing else is done for a refresh to begin, learn and be promoted.
+LEARNS_S = 200.0
 WHY = "the soak says so"
 
 Act = Callable[[], None]
@@ -37,7 +39,9 @@ Act = Callable[[], None]
 class Faults:
     """Draws faults from a deck that is shuffled anew when it is empty, so that each comes before one comes again."""
 
-    def __init__(self, stack: Stack, answered: Counter[str], rng: random.Random, has_small_disk: bool) -> None:
+    def __init__(
+        self, stack: Stack, answered: Counter[str], rng: random.Random, has_small_disk: bool, only: str = ""
+    ) -> None:
         """Make them.
 
         Args:
@@ -45,7 +49,9 @@ class Faults:
             answered: how many requests ended how so far.
             rng: draws.
             has_small_disk: whether the home's disk may be filled.
+            only: what stands in the names of those that are dealt.
         """
+        self._only = only
         self._stack, self._answered, self._rng = stack, answered, rng
         self._has_small_disk = has_small_disk
 
@@ -63,7 +69,10 @@ class Faults:
             spoiled = [("draft with NaN", False, self._push_nan), ("draft that boasts", False, self._push_bold)]
             beside = [("alias flaps", False, self._flap), ("query log locked", False, self._lock)]
             full = [("disk full", False, self._fill)] if self._has_small_disk else []
-            cards = list(chain(kills, swaps, spoiled, beside, full))
+            calm = [("calm until a refresh promotes", False, self._let_learn)]
+            cards = [card for card in chain(kills, swaps, spoiled, beside, full, calm) if self._only in card[0]]
+            if not cards:
+                raise ValueError(f"nothing that is dealt has {self._only!r} in its name")
             self._rng.shuffle(cards)
             yield from (card for card in cards if card[0] not in gone())
 
@@ -120,6 +129,16 @@ class Faults:
         """Whether the champion of now serves: a refresh or the watch may have made another one the champion."""
         champion = self._stack.registry.champion("draft")
         return champion is not None and str(self._told("draft_version")) == str(champion.number)
+
+    def _let_learn(self) -> None:
+        """Wait for the next draft that a refresh promotes: a run that a fault ends learns nothing."""
+        began_s, known = time.monotonic(), {one.number for one in self._stack.registry.versions("draft")}
+        while time.monotonic() < began_s + LEARNS_S:
+            champion = self._stack.registry.champion("draft")
+            if champion is not None and champion.number not in known and champion.lineage.window is not None:
+                self._wait(began_s, self._follows)
+                return
+            time.sleep(POLL_S)
 
     def _told(self, *names: str) -> object:
         try:

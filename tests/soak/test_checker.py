@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.checker import Answer, Fault, Look, Record, violations
+from tests.soak.checker import Answer, Fault, Look, Record, promoted, violations
 
 
 def answer(name: str, at_s: float, outcome: str = "ok", consent: str = "full", prompt: str = "") -> Answer:
@@ -33,6 +33,7 @@ SOUND = Record(
     spoiled=frozenset({9}),
     logged={f"a{number}": "full" for number in range(38)} | {"near": "full", "figures": "metadata"},
     dropped=2,
+    learned=frozenset({1, 2, 3}),
     lines=(((1, 10),), ((11, 20), (1, 10)), ((1, 20),)),
     found=(),
 )
@@ -46,6 +47,11 @@ def with_answers(*more: Answer) -> dict[str, Any]:
 
 def test_a_sound_record_breaks_nothing() -> None:
     assert violations(SOUND) == {number: [] for number in range(1, 7)}
+
+
+def test_a_draft_counts_as_promoted_once_it_served_as_proven() -> None:
+    """Draft 1 did; 2 was not proven, 3 never served, and 9 no refresh trained."""
+    assert promoted(SOUND) == {1}
 
 
 def test_one_prompt_may_part_at_its_tie_as_often_as_it_is_asked() -> None:
