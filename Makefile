@@ -6,6 +6,9 @@ CONSTRAINTS := infra/constraints.txt
 # What takes minutes a test has targets of its own.
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 SWAPS := tests/drills/test_served_swaps.py
+TIMED := tests/drills/test_strangers.py tests/drills/test_tutorial.py
+# What took longest is said at the end, so that it is seen when the tests get slow.
+PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
 # How long `make soak` lasts; SEED= draws the faults of an earlier one again.
 MINUTES ?= 20
 SEED ?=
@@ -45,14 +48,16 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine' -n 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m engine -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine' -n 2
+	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine -n 2 --dist loadscope
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
 
+# Those that measure how long others wait have the machine to themselves; each worker of the rest keeps to one core.
 drills: install
-	$(BIN)/python -m pytest tests/drills --ignore=$(SWAPS)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(TIMED:%=--ignore=%) -n 2 --dist loadscope
+	$(PYTEST) $(TIMED)
 
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.
 test-swaps: install

@@ -1,7 +1,6 @@
 """A running service over a registry that is a server, and what can be done to it from outside."""
 
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,39 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from infra.processes import Child, answers, free_port, wait_until
 from infra.settings import load_settings
-from tests.drills.load import Asker, Load, Wanted
+from tests.drills.load import Asker, Load, Wanted, quiet_answers
+from tests.drills.machine import Clock, Memory, seen_with
 from tests.world import World
 
 LOG_BYTES = 64 << 20
-# Python runs a module of this name in every process that finds it: their wall clock is then off by what a file says.
-CLOCK = """
-import mmap, struct, time
-with open({file!r}, "r+b") as _file:
-    _page = mmap.mmap(_file.fileno(), 8)
-_time, _time_ns = time.time, time.time_ns
-_offset_s = lambda: struct.unpack("<q", _page[:8])[0]
-time.time = lambda: _time() + _offset_s()
-time.time_ns = lambda: _time_ns() + _offset_s() * 10**9
-"""
-
-
-class Clock:
-    """The wall clock of the processes that are started while `path` is in their PYTHONPATH."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self._file = path / "offset"
-        self.jump_to(0)
-        (path / "sitecustomize.py").write_text(CLOCK.format(file=str(self._file)))
-        self.variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))}
-
-    def jump_to(self, offset_s: int) -> None:
-        """Let it be off by so many seconds."""
-        with self._file.open("r+b" if self._file.exists() else "wb") as file:
-            file.write(struct.pack("<q", offset_s))
 
 
 class MlflowServer:
@@ -86,6 +61,7 @@ class Scene:
     has_small_disk: bool
     wanted: dict[str, Wanted]
     clock: Clock
+    memory: Memory
     runner: int = 0
 
     def __post_init__(self) -> None:
@@ -137,6 +113,35 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+@contextmanager
+def running(home: Path) -> Iterator[Scene]:
+    """Run a service over the target in a home, with a registry server, a small disk, and a clock and memory to set."""
+    registry = MlflowServer(home)
+    registry.start()
+    try:
+        with small_disk(home / "log") as has_small_disk, pytest.MonkeyPatch.context() as environment:
+            world = World(
+                home,
+                home / "target",
+                registry.url,
+                orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
+                cache=str(home / "log" / "cache"),
+                serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
+            )
+            (machine := home / "machine").mkdir()
+            clock, memory = Clock(machine / "offset"), Memory(machine / "meminfo")
+            for name, value in seen_with(machine, clock, memory).items():
+                environment.setenv(name, value)
+            scene = Scene(world, registry, world.start(), has_small_disk, {}, clock, memory)
+            try:
+                scene.wanted = quiet_answers(world)
+                yield scene
+            finally:
+                scene.service.stop(grace_s=60)
+    finally:
+        registry.kill()
 
 
 @contextmanager

@@ -69,3 +69,24 @@ EXTRA = tensors_changed(lambda tensors: tensors.update({"extra.weight": torch.ze
 DTYPE = tensors_changed(lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()}))
 SHAPE = tensors_changed(lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, 1:].contiguous()}))
 BEYOND = tensors_changed(lambda tensors: tensors["d2t"].add_(10**6))
+# Name to what spoils it, whether that is before it is registered, tags that differ, and why it is refused.
+BAD: dict[str, tuple[Spoil | None, bool, dict[str, str], str]] = {
+    "F7 truncated": (bytes_changed(lambda content: content[: len(content) // 2]), True, {}, "not a safetensors file"),
+    "F7 truncated later": (bytes_changed(lambda content: content[: len(content) // 2]), False, {}, "the manifest says"),
+    "F7 empty": (bytes_changed(lambda content: b""), True, {}, "not a safetensors file"),
+    "F7 emptied later": (bytes_changed(lambda content: b""), False, {}, "has 0 bytes"),
+    "F7 header": (bytes_changed(with_header), True, {}, "not a safetensors file"),
+    "F8 bit": (bytes_changed(with_flipped_bit), False, {}, "has sha256"),
+    "F9 missing": (MISSING, True, {}, "fc.weight is missing"),
+    "F9 extra": (EXTRA, True, {}, "extra.weight is not one"),
+    "F9 dtype": (DTYPE, True, {}, "fc.weight is torch.float64"),
+    "F9 shape": (SHAPE, True, {}, "fc.weight is torch.bfloat16"),
+    "F10 NaN": (NAN, True, {}, "fc.weight holds NaN"),
+    "F10 infinite": (INFINITE, True, {}, "fc.weight holds NaN or infinite"),
+    "architecture": (config_changed(architectures=["Other"]), True, {}, "architecture"),
+    "F12 vocabulary": (config_changed(vocab_size=32_000), True, {}, "vocab_size 32000"),
+    "F12 map": (BEYOND, True, {}, "d2t must name ascending tokens"),
+    "F12 tag": (None, True, {"vocab_size": "32000"}, "tag vocab_size"),
+    "F13 tag": (None, True, {"tokenizer_sha256": "0" * 64}, "tag tokenizer_sha256"),
+    "F13 config": (config_changed(redraft={"tokenizer_sha256": "0" * 64}), True, {}, "was made for tokenizer_sha256"),
+}

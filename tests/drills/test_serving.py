@@ -18,28 +18,16 @@ from safetensors.torch import save_file
 
 from infra.logfile import BUSY_TIMEOUT_S
 from infra.manifest import write_manifest
-from infra.processes import free_port, wait_until
+from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.registry import CHAMPION
 from infra.triggerfile import TriggerFile
 from infra.triggers import Fallen
 from models.eagle3_heads import WEIGHTS
-from tests.drills.load import Load, quiet_answers
-from tests.drills.scene import Clock, MlflowServer, Scene, filled, small_disk
-from tests.drills.spoiled import (
-    BEYOND,
-    DTYPE,
-    EXTRA,
-    INFINITE,
-    MISSING,
-    NAN,
-    SHAPE,
-    Spoil,
-    bytes_changed,
-    config_changed,
-    with_flipped_bit,
-    with_header,
-)  # fmt: skip
+from tests.drills.load import Load
+from tests.drills.machine import Clock
+from tests.drills.scene import Scene, filled, running
+from tests.drills.spoiled import BAD, Spoil
 from tests.world import World, ask, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -47,6 +35,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 # The engine's own start takes most of it.
 RECOVERY_S = 150.0
 DAY_S = 86_400
+NUM_SWAPS = 20
 BUSY_S = BUSY_TIMEOUT_S + 1.0  # longer than the log's writer waits for a lock
 
 
@@ -54,29 +43,8 @@ BUSY_S = BUSY_TIMEOUT_S + 1.0  # longer than the log's writer waits for a lock
 def scene(tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     home = tmp_path_factory.mktemp("scene")
     make_target(tiny_target, home / "target", engine, loop)
-    registry = MlflowServer(home)
-    registry.start()
-    try:
-        with small_disk(home / "log") as has_small_disk, pytest.MonkeyPatch.context() as environment:
-            world = World(
-                home,
-                home / "target",
-                registry.url,
-                orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
-                cache=str(home / "log" / "cache"),
-                serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
-            )
-            clock = Clock(home / "clock")
-            for name, value in clock.variables.items():
-                environment.setenv(name, value)
-            scene = Scene(world, registry, world.start(), has_small_disk, {}, clock)
-            try:
-                scene.wanted = quiet_answers(world)
-                yield scene
-            finally:
-                scene.service.stop(grace_s=60)
-    finally:
-        registry.kill()
+    with running(home) as scene:
+        yield scene
 
 
 @pytest.fixture
@@ -89,10 +57,13 @@ def world(scene: Scene) -> Iterator[World]:
 
 @pytest.fixture
 def clock(scene: Scene) -> Iterator[Clock]:
-    """The service's clock. Ray Serve asks no replica for its health until a clock that was set back has caught up."""
+    """The service's clock.
+
+    Ray Serve asks no replica for its health until a clock that was set back has caught up, so what needs that comes
+    before or restarts the service, as the drill after this one does.
+    """
     yield scene.clock
     scene.clock.jump_to(0)
-    scene.restart()
 
 
 def test_f16_with_a_full_disk_under_the_query_log_serving_goes_on_and_lost_rows_are_counted(
@@ -166,34 +137,7 @@ def answered_per_s(load: Load) -> float:
     return (load.outcomes.total() - before) / (time.monotonic() - began_s)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "before_it_is_registered", "tags", "reason"),
-    [
-        (bytes_changed(lambda content: content[: len(content) // 2]), True, {}, "not a safetensors file"),
-        (bytes_changed(lambda content: content[: len(content) // 2]), False, {}, "the manifest says"),
-        (bytes_changed(lambda content: b""), True, {}, "not a safetensors file"),
-        (bytes_changed(lambda content: b""), False, {}, "has 0 bytes"),
-        (bytes_changed(with_header), True, {}, "not a safetensors file"),
-        (bytes_changed(with_flipped_bit), False, {}, "has sha256"),
-        (MISSING, True, {}, "fc.weight is missing"),
-        (EXTRA, True, {}, "extra.weight is not one"),
-        (DTYPE, True, {}, "fc.weight is torch.float64"),
-        (SHAPE, True, {}, "fc.weight is torch.bfloat16"),
-        (NAN, True, {}, "fc.weight holds NaN"),
-        (INFINITE, True, {}, "fc.weight holds NaN or infinite"),
-        (config_changed(architectures=["Other"]), True, {}, "architecture"),
-        (config_changed(vocab_size=32_000), True, {}, "vocab_size 32000"),
-        (BEYOND, True, {}, "d2t must name ascending tokens"),
-        (None, True, {"vocab_size": "32000"}, "tag vocab_size"),
-        (None, True, {"tokenizer_sha256": "0" * 64}, "tag tokenizer_sha256"),
-        (config_changed(redraft={"tokenizer_sha256": "0" * 64}), True, {}, "was made for tokenizer_sha256"),
-    ],
-    ids=[
-        "F7 truncated", "F7 truncated later", "F7 empty", "F7 emptied later", "F7 header", "F8 bit",
-        "F9 missing", "F9 extra", "F9 dtype", "F9 shape", "F10 NaN", "F10 infinite", "architecture",
-        "F12 vocabulary", "F12 map", "F12 tag", "F13 tag", "F13 config",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spoil", "before_it_is_registered", "tags", "reason"), BAD.values(), ids=BAD.keys())
 def test_a_bad_draft_is_refused_by_name_and_the_last_good_one_serves_on(
     scene: Scene,
     world: World,
@@ -241,6 +185,19 @@ def test_f15_a_draft_that_promises_what_it_does_not_hold_is_taken_back_and_chang
     assert load.ended_well(), load.outcomes
 
 
+def test_f25_swaps_in_a_row_over_http_fail_cut_and_change_no_request(scene: Scene, world: World) -> None:
+    """A hundred of them are in test_served_swaps.py, which takes minutes."""
+    before = world.status()
+    with scene.load() as load:
+        for number in range(NUM_SWAPS):
+            world.registry.promote("draft", version := world.versions[(number + 1) % 2])
+            world.wait_for_draft(version)
+    after = world.status()
+    assert load.ended_well(), load.outcomes
+    assert after["swaps"] - before["swaps"] == NUM_SWAPS
+    assert (after["refused"], after["speculating"]) == (before["refused"], True)
+
+
 def test_f2_without_its_controller_the_service_answers_as_before_and_follows_drafts(scene: Scene, world: World) -> None:
     [killed], replica = scene.named("ray::ServeController"), scene.replica()
     with scene.load(num_clients=2) as load:
@@ -269,33 +226,6 @@ def test_f2_a_killed_proxy_is_back_in_seconds_and_the_replica_stays(scene: Scene
         assert scene.replica() == replica
     assert load.ended_well("broken", "no answer", "no connection", "503"), load.outcomes
     assert load.outcomes["broken"] + load.outcomes["no answer"] <= load.num_clients, load.outcomes
-
-
-def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
-    scene: Scene, world: World, clock: Clock
-) -> None:
-    first, second = world.versions
-    log = QueryLog(world.querylog)
-    seqs = [log.latest(1)[0].seq or 0]
-    with scene.load() as load:
-        for offset_s, version in ((DAY_S, second), (-DAY_S, first), (0, second)):
-            clock.jump_to(offset_s)
-            before = world.status()
-            world.registry.promote("draft", version)
-            world.wait_for(
-                "the swap and its proof", lambda status, v=version: status["draft_version"] == v and status["proof"], 30
-            )
-            written = before["log"]["written"]
-            world.wait_for("more rows", lambda status, w=written: status["log"]["written"] > w + 4, 30)
-            seqs.append(log.latest(1)[0].seq or 0)
-        canaries = world.status()["reconciler"].get("canaries", 0)
-        after = world.wait_for("a canary", lambda status: status["reconciler"].get("canaries", 0) > canaries, 30)
-    assert load.ended_well(), load.outcomes
-    assert (after["fault"], after["postponed"]) == (None, {})
-    jumps = [[row.time_ms for row in log.rows(low + 1, high)] for low, high in itertools.pairwise(seqs)]
-    log.close()
-    assert seqs == sorted(seqs)
-    assert min(jumps[0][-1], jumps[2][-1]) > jumps[1][-1]  # by the clock the second part came two days before the first
 
 
 def test_f21_what_somebody_set_by_hand_in_the_registry_is_ignored_and_counted(scene: Scene, world: World) -> None:
@@ -361,6 +291,33 @@ def test_f1_f19_a_replica_killed_while_the_registry_is_down_comes_back_with_the_
     assert load.outcomes["error frame"] > 0, load.outcomes
 
 
+def test_f24_after_the_clock_jumped_drafts_are_followed_as_before_and_rows_keep_their_order(
+    scene: Scene, world: World, clock: Clock
+) -> None:
+    first, second = world.versions
+    log = QueryLog(world.querylog)
+    seqs = [log.latest(1)[0].seq or 0]
+    with scene.load() as load:
+        for offset_s, version in ((DAY_S, second), (-DAY_S, first), (0, second)):
+            clock.jump_to(offset_s)
+            before = world.status()
+            world.registry.promote("draft", version)
+            world.wait_for(
+                "the swap and its proof", lambda status, v=version: status["draft_version"] == v and status["proof"], 30
+            )
+            written = before["log"]["written"]
+            world.wait_for("more rows", lambda status, w=written: status["log"]["written"] > w + 4, 30)
+            seqs.append(log.latest(1)[0].seq or 0)
+        canaries = world.status()["reconciler"].get("canaries", 0)
+        after = world.wait_for("a canary", lambda status: status["reconciler"].get("canaries", 0) > canaries, 30)
+    assert load.ended_well(), load.outcomes
+    assert (after["fault"], after["postponed"]) == (None, {})
+    jumps = [[row.time_ms for row in log.rows(low + 1, high)] for low, high in itertools.pairwise(seqs)]
+    log.close()
+    assert seqs == sorted(seqs)
+    assert min(jumps[0][-1], jumps[2][-1]) > jumps[1][-1]  # by the clock the second part came two days before the first
+
+
 def test_f3_f22_streams_drain_before_the_service_ends_and_a_flapping_alias_swaps_seldom(
     scene: Scene, world: World
 ) -> None:
@@ -384,19 +341,28 @@ def test_f3_f22_streams_drain_before_the_service_ends_and_a_flapping_alias_swaps
     scene.world.serve["min_swap_interval_s"] = 0.2
 
 
-def test_f23_a_draft_that_there_is_no_memory_for_is_not_loaded(scene: Scene, world: World) -> None:
+def test_f23_a_draft_that_there_is_no_memory_for_is_loaded_once_there_is(scene: Scene, world: World) -> None:
     first, second = world.versions
-    scene.restart(min_free_memory_gib=1e6)
-    world.wait_for("its proof", lambda status: status["proof"] is not None)
     with scene.load(num_clients=2) as load:
+        before = world.status()["swaps"]
+        scene.memory.use(0.999)
         world.registry.promote("draft", second)
         status = world.wait_for("a wait", lambda status: status["postponed"] != {})
         [(name, told)] = status["postponed"].items()
         assert (name.startswith(f"{second}-"), "GiB of memory are free" in told) == (True, True)
-        assert (status["draft_version"], status["speculating"], status["swaps"]) == (first, True, 0)
+        assert (status["draft_version"], status["speculating"], status["swaps"]) == (first, True, before)
         assert "quarantined" not in world.registry.get("draft", second).tags
+        scene.memory.use(0.5)
+        world.registry.promote("draft", first)  # it comes anew rather than after its wait
+        world.wait_for("the end of the wait", lambda status: status["postponed"] == {})
+        world.registry.promote("draft", second)
+        world.wait_for_draft(second)
     assert load.ended_well(), load.outcomes
-    scene.world.serve["min_free_memory_gib"] = 0.25
+
+
+def test_a_service_that_lost_rays_node_ends_and_leaves_nothing(scene: Scene) -> None:
+    programs = {Path(title.split()[0]).name: pid for pid, title in scene.processes() if title}
+    require_end_without(programs["raylet"], scene)
 
 
 def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it_comes(scene: Scene) -> None:
@@ -422,13 +388,13 @@ def test_f14_after_the_target_was_rolled_speculation_is_off_until_a_draft_for_it
     assert load.ended_well("429", "503"), load.outcomes
 
 
-@pytest.mark.parametrize("part", ["raylet", "runner"])
-def test_a_service_that_lost_what_it_can_not_do_without_ends_and_leaves_nothing(scene: Scene, part: str) -> None:
-    if scene.service.poll() is not None:
-        scene.restart()
+def test_a_service_that_lost_its_runner_ends_and_leaves_nothing(scene: Scene) -> None:
+    require_end_without(scene.runner, scene)
+
+
+def require_end_without(killed: int, scene: Scene) -> None:
+    """Kill what the service can't do without; it must end, and all that it ran."""
     assert any("VLLM" in name for _, name in scene.processes())
-    programs = {Path(title.split()[0]).name: pid for pid, title in scene.processes() if title}
-    killed = scene.runner if part == "runner" else programs[part]
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: scene.service.poll() is not None, 60, None, "the end of the service")
     wait_until(lambda: scene.processes() == [], 30, None, "the end of all that it ran")

@@ -101,6 +101,13 @@ class Strangers:
         yield
         self._service = self.world.start()
 
+    def bring_back_the_first_log(self) -> None:
+        """Let the log's folder be as it was when this was called first; the service is stopped."""
+        folder, kept = self.world.querylog.parent, self.world.home / "kept"
+        if kept.exists():
+            shutil.rmtree(folder)
+        shutil.copytree(*((kept, folder) if kept.exists() else (folder, kept)))
+
     def stop(self) -> None:
         self._service.stop(grace_s=60)
 
@@ -111,11 +118,14 @@ def strangers(
 ) -> Iterator[Strangers]:
     home = tmp_path_factory.mktemp("strangers")
     make_target(tiny_target, home / "target", engine, loop)
-    strangers = Strangers(World(home, home / "target", serve={"structured": {"enabled": True, "timeout_s": COMPILE_S}}))
-    try:
-        yield strangers
-    finally:
-        strangers.stop()
+    serve = {"structured": {"enabled": True, "timeout_s": COMPILE_S}, "front": "auto"}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")  # F40: whatever it says, all of this holds
+        strangers = Strangers(World(home, home / "target", serve=serve))
+        try:
+            yield strangers
+        finally:
+            strangers.stop()
 
 
 def caller(world: World, key: str) -> httpx.Client:
@@ -217,7 +227,8 @@ def test_f28_beside_a_key_that_floods_anothers_first_token_comes_within_twice_it
 def _header_flood(strangers: Strangers, grown: list[int]) -> Iterator[None]:
     """Hold connections without a key that never finish their headers, and send headers by the megabyte.
 
-    What the service's memory grew by is put into `grown`: meanwhile, and once all was sent and is still held.
+    What the service's memory grew by is put into `grown`: meanwhile and, unless an earlier flood told that, once all
+    was sent and is still held.
     """
     world, before = strangers.world, strangers.memory_bytes()
     argv = [*NICE, "tests.drills.headers", str(world.port)]
@@ -225,8 +236,9 @@ def _header_flood(strangers: Strangers, grown: list[int]) -> Iterator[None]:
         wait_until(lambda: "held" in flood.tail(), 60, flood, "half-open connections")
         yield
         grown.append(strangers.memory_bytes() - before)
-        wait_until(lambda: "sent" in flood.tail(), 300, flood, "the flood to have sent all of it")
-        grown.append(strangers.memory_bytes() - before)
+        if len(grown) == 1:
+            wait_until(lambda: "sent" in flood.tail(), 300, flood, "the flood to have sent all of it")
+            grown.append(strangers.memory_bytes() - before)
 
 
 def test_f27_beside_half_open_connections_and_headers_by_the_megabyte_clients_with_keys_hardly_wait(
@@ -265,12 +277,11 @@ def _newer(log: Path) -> str:
 
 @pytest.mark.parametrize("spoil", [_torn, _newer])
 def test_f36_with_a_log_that_is_torn_or_newer_serving_goes_on_and_lost_rows_are_counted(
-    strangers: Strangers, spoil: Callable[[Path], str], tmp_path: Path
+    strangers: Strangers, spoil: Callable[[Path], str]
 ) -> None:
     world = strangers.world
     with strangers.stopped():
-        shutil.move(world.querylog.parent, tmp_path / "log")
-        shutil.copytree(tmp_path / "log", world.querylog.parent)
+        strangers.bring_back_the_first_log()
         said = spoil(world.querylog)
         spoiled = world.querylog.read_bytes()
     with world.client(OTHER_KEY) as client:
@@ -280,9 +291,6 @@ def test_f36_with_a_log_that_is_torn_or_newer_serving_goes_on_and_lost_rows_are_
     assert said in log["last_error"]
     assert said in (world.home / "service.log").read_text()
     assert world.querylog.read_bytes() == spoiled
-    with strangers.stopped():
-        shutil.rmtree(world.querylog.parent)
-        shutil.move(tmp_path / "log", world.querylog.parent)
 
 
 def test_f36_a_log_of_an_older_schema_is_kept_as_it_was_and_brought_up_to_date(
@@ -312,12 +320,12 @@ def test_f36_a_log_of_an_older_schema_is_kept_as_it_was_and_brought_up_to_date(
 
 @pytest.mark.parametrize("front", ["auto", "ray"])
 def test_f40_whatever_the_environment_says_of_serves_haproxy_what_stands_before_the_service_is_ours(
-    strangers: Strangers, front: str, monkeypatch: pytest.MonkeyPatch
+    strangers: Strangers, front: str
 ) -> None:
     world = strangers.world
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    with strangers.stopped():
-        world.serve["front"] = front
+    if world.serve["front"] != front:
+        with strangers.stopped():
+            world.serve["front"] = front
     with httpx.Client(base_url=world.url, trust_env=False, timeout=30) as stranger, caller(world, KEY) as client:
         assert stranger.get("/healthz").json() == {"status": "ok"}
         for path in ("/v1/models", "/metrics", "/redraft/status", "/-/routes", "/-/healthz"):

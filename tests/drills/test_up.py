@@ -30,20 +30,13 @@ from infra.processes import process_identity, wait_until
 from infra.secret import home_secret
 from infra.supervisor import read_state
 from infra.triggerfile import TriggerFile
+from tests.drills.machine import Memory, seen_with
 from tests.flows.conftest import Cli
 
 pytestmark = pytest.mark.engine
 CLIENTS_KEY = "the-key-of-a-client"
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "models" / "recipes" / "tiny.toml"
-# Python runs a module of this name in every process that finds it: what it reads of the machine's memory is a file's.
-MEMINFO = """
-from pathlib import Path
-_read_text = Path.read_text
-def read_text(self, *args, **options):
-    return _read_text(Path({file!r}) if str(self) == "/proc/meminfo" else self, *args, **options)
-Path.read_text = read_text
-"""
 FOREIGN = {"Host": "evil.example", "Origin": "http://evil.example"}
 PATHS = ("/", "/api/jobs/", "/v1/models", "/redraft/status")
 # Prefect's page without what it shows, and Ray's own counters, which it publishes on loopback (SECURITY.md).
@@ -60,8 +53,9 @@ RAY_CALLS = (
 def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple[Cli, str], tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(built[0].home, home)
-    memory = Memory(tmp_path / "memory")
-    cli = Cli(home, REDRAFT_API_KEYS=CLIENTS_KEY, PYTHONPATH=memory.search_path)
+    (machine := tmp_path / "machine").mkdir()
+    memory = Memory(machine / "meminfo")
+    cli = Cli(home, REDRAFT_API_KEYS=CLIENTS_KEY, **seen_with(machine, memory))
     recipe = tmp_path / "online.toml"
     schedule = "\n[schedule]\nrefresh_interval_s = 20\nretry_s = 1.0\n"
     recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + schedule)
@@ -104,7 +98,7 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
         programs = status()["programs"]
         # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
         assert len([address for address, _ in _listening(home) if not address.endswith("127.0.0.1")]) <= 1
-        assert _open_to_others(home) == []
+        wait_until(lambda: _open_to_others(home) == [], 10, None, "all of the home to be closed, Ray's folder too")
         environments = _environments(home)
         assert not [env for env in environments if CLIENTS_KEY in env.values()]
         assert {env["RAY_AUTH_MODE"] for env in environments if "RAY_AUTH_TOKEN" in env} == {"token"}
@@ -123,25 +117,6 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
     with cli.start("down") as again:
         output, _ = again.communicate(timeout=60)
     assert (again.returncode, "not up" in output) == (2, True)
-
-
-class Memory:
-    """The machine's memory as the processes see it that are started with `search_path`: a share of 16 GiB is used."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._file = folder / "meminfo"
-        self.use(0.5)
-        (folder / "sitecustomize.py").write_text(MEMINFO.format(file=str(self._file)))
-        self.search_path = os.pathsep.join([str(folder), str(ROOT)])
-
-    def use(self, share: float) -> None:
-        """Let so much be used."""
-        total = 16 << 20
-        content = f"MemTotal: {total} kB\nMemAvailable: {int(total * (1 - share))} kB\n"
-        temporary = self._file.with_suffix(".new")
-        temporary.write_text(content)
-        temporary.replace(self._file)
 
 
 def _run_short_of_memory_while_it_trains(home: Path, memory: Memory, status: Callable[[], dict]) -> None:
@@ -253,11 +228,9 @@ def _asked(url: str, key: str | None, path: str = "/v1/models") -> int:
 
 
 def _open_to_others(home: Path) -> list[str]:
-    """Return what of a home other users could read or change if they came past its door, Ray's own folder left out."""
+    """Return what of a home other users could read or change if they came past its door."""
     found, door = [], Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
     for path in (home, *home.rglob("*"), *(path for path in (door,) if path.exists())):
-        if path.is_relative_to(home / "ray"):
-            continue
         with suppress(FileNotFoundError):
             mode = path.lstat().st_mode
             if mode & 0o077 and not stat.S_ISLNK(mode):
