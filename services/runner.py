@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from infra.home import close_to_others
@@ -69,6 +70,7 @@ def run(config: ServiceConfig, home: Path) -> int:
 
     ray_dir, front = ray_folder(home), Front.find(config, home)
     ended, is_lost = threading.Event(), False
+    threading.Thread(target=_keep_closed, args=(ray_dir,), name="closes Ray's folder", daemon=True).start()
     ray.init(
         address="local",
         num_cpus=NUM_CPUS,
@@ -92,7 +94,6 @@ def run(config: ServiceConfig, home: Path) -> int:
         by = "Ray's proxy" if front is None else "HAProxy"
         print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
         while not ended.wait(LOOK_S):
-            close_to_others(ray_dir)  # each process of Ray that starts opens it to everybody
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
                 raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")
         left = handle.drain.remote().result(timeout_s=config.serve.drain_s + 10)
@@ -107,6 +108,13 @@ def run(config: ServiceConfig, home: Path) -> int:
             serve.shutdown()
             ray.shutdown()
     return 0
+
+
+def _keep_closed(ray_dir: Path) -> None:
+    """Close Ray's folder to other users, for good: each process of Ray opens it to everybody as it starts."""
+    while True:
+        close_to_others(ray_dir)
+        time.sleep(LOOK_S)
 
 
 def main(path: Path) -> int:
