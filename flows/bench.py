@@ -208,7 +208,8 @@ def learning(
         typer.Option(metavar="DOMAIN=FILE", help="A domain's prompts in place of that, as source dataset reads them."),
     ] = None,
     sizes: Annotated[
-        list[int], typer.Option("--size", min=1, help="Requests that a refresh learns; give it once for each number.")
+        list[int],
+        typer.Option("--size", min=0, help="Requests that a refresh learns; once each, 0 for none."),
     ] = SIZES,
     first_sizes: Annotated[
         list[int],
@@ -218,6 +219,14 @@ def learning(
         int, typer.Option("--seeds", min=1, help="Seeds for each number of requests up to 1,000.")
     ] = 3,
     num_prompts: NumPrompts = 100,
+    lengths: Annotated[
+        list[int],
+        typer.Option(
+            "--max-tokens",
+            min=4,
+            help="Compare answers of at most so many tokens, at equal tokens; once for each length.",
+        ),
+    ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
     """B10: acceptance by place and training seconds after 60 to 4,000 requests, and of first drafts.
 
@@ -225,10 +234,11 @@ def learning(
     """
     options = {
         "domain": domain,
-        "sizes": sorted(set(sizes)),
+        "sizes": sorted(set(sizes) - {0}),
         "first_sizes": sorted(set(first_sizes) - {0}),
         "num_seeds": num_seeds,
         "num_prompts": num_prompts,
+        "lengths": sorted(set(lengths)),
     }
     run_benchmark("learning", recipe, output, **options, data=data)
 

@@ -13,7 +13,9 @@ from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
 from tasks.measure.run import Run
 
 
-def answers(run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str) -> list[Sample]:
+def answers(
+    run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str, max_tokens: int | None = None
+) -> list[Sample]:
     """Let the target answer; an interrupted run asks only for the rest.
 
     Args:
@@ -21,21 +23,22 @@ def answers(run: Run, target: Artifact, prompts: Sequence[Prompt], cell: str) ->
         target: files of the target.
         prompts: chats that wait for an answer.
         cell: where the answers are kept.
+        max_tokens: of each answer; None for the recipe's.
 
     Returns:
         As many samples, in the same order, each of its prompt's domain.
     """
 
     def ask() -> list[dict[str, object]]:
-        found = asyncio.run(_ask(run, target, prompts))
+        found = asyncio.run(_ask(run, target, prompts, max_tokens or run.recipe.generate.max_tokens))
         gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
         return [found[prompt.id]._replace(domain=prompt.domain)._asdict() for prompt in prompts]
 
     return [Sample(**row) for row in run.cells.keep(cell, ask)]
 
 
-async def _ask(run: Run, target: Artifact, prompts: Sequence[Prompt]) -> dict[str, Sample]:
-    directory = open_artifact(target)
+async def _ask(run: Run, target: Artifact, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, Sample]:
+    directory, generate = open_artifact(target), run.recipe.generate.model_copy(update={"max_tokens": max_tokens})
     async with open_engine(directory, run.recipe.engine) as engine:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        return await answer_prompts(engine, tokenizer, prompts, run.recipe.generate, run.folder / ANSWERS)
+        return await answer_prompts(engine, tokenizer, prompts, generate, run.folder / ANSWERS)

@@ -5,6 +5,9 @@ settings of a refresh and its replay. The other is of first drafts, made from so
 first domain. The target answers all of them greedily, as the service logs them, and every draft is held to the same
 prompts, of groups that no draft learns from. A seed draws which requests come, and in which order they are learnt.
 
+Where lengths of answers are compared, there is a curve for each. A draft then learns as many tokens of answers at each
+length, of fewer requests the longer they are, and all are held to answers of the greatest length.
+
 Drafts are trained for the most tokens that they are held to. Nothing is served: acceptance is counted on the target's
 own answers (`models.scoring`).
 """
@@ -35,6 +38,7 @@ from tasks.select_data import choose_more
 from tasks.stages.samples import draw_per_domain, read_samples
 
 TITLE, QUESTION = "B10", "how does τ grow with traffic?"
+REFRESH, FIRST = "refresh", "first draft"
 DRAFTED = (3, 5)  # K that every draft is held to
 SEEDED = 1000  # requests up to which a size is learnt with several seeds
 AIMS = {1000: 2.0, 4000: 2.3}  # requests of `code` to τ at the largest K
@@ -43,7 +47,7 @@ Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """One draft: "refresh" with so many requests, or a "first draft" from so many conversations."""
+    """One draft: a refresh with so many requests, or a first draft from so many conversations."""
 
     kind: str
     size: int
@@ -52,7 +56,7 @@ class Point(NamedTuple):
     @property
     def name(self) -> str:
         """Of its cell."""
-        return f"{self.kind.replace(' ', '-')}-{self.size}-{self.seed}"
+        return f"{self.kind.replace(',', '').replace(' ', '-')}-{self.size}-{self.seed}"
 
 
 def measure(
@@ -63,6 +67,7 @@ def measure(
     num_seeds: int,
     num_prompts: int,
     data: str | None,
+    lengths: Sequence[int] = (),
 ) -> Report:
     """Train and score draft after draft.
 
@@ -74,6 +79,7 @@ def measure(
         num_seeds: of every size up to 1,000; larger ones are learnt once.
         num_prompts: held-out prompts.
         data: a domain and its prompts in place of `domain`, such as "math=prompts.jsonl".
+        lengths: the most tokens of an answer, ascending; empty for the recipe's alone.
 
     Raises:
         ValueError: nothing was built, there is no such domain or file, or it has too few prompts.
@@ -85,16 +91,21 @@ def measure(
     # New drafts have learnt nothing yet, so that the domain can be split anew, most of it to be learnt.
     shares = {"num_train": max(first_sizes, default=0), "num_held_out": 2 * num_prompts, "num_requests": 0}
     first = run.recipe.traffic[first_domain].model_copy(update=shares)
-    kinds = {"refresh": (domain, table, sizes), "first draft": (first_domain, first, first_sizes)}
+    kinds = {REFRESH: (domain, table, sizes), FIRST: (first_domain, first, first_sizes)}
     rows: dict[Point, Row] = {}
+    domains: dict[str, str] = {}
     for kind, (of_domain, traffic, of_kind) in kinds.items():
         if not of_kind:
             continue
-        learnt, held_out = _samples(run, pair, kind, of_domain, traffic, max(of_kind), num_prompts)
-        for point in points(kind, of_kind, num_seeds):
-            drawn = draw(learnt, point.size, run.recipe.seed + point.seed)
-            rows[point] = run.cells.keep(point.name, lambda: _learn(run, pair, point, drawn, held_out))  # noqa: B023
-    domains = {kind: of_domain for kind, (of_domain, *_) in kinds.items()}
+        longest = max(lengths, default=run.recipe.generate.max_tokens)
+        learnt, held_out = _samples(run, pair, kind, of_domain, traffic, max(of_kind), num_prompts, longest)
+        for length in lengths or (longest,):
+            named = f"{kind}, answers of {length}" if lengths else kind
+            domains[named] = of_domain
+            for point in points(named, of_kind, num_seeds):
+                seed = run.recipe.seed + point.seed
+                drawn = draw(learnt, point.size, seed, length, min(lengths, default=length))
+                rows[point] = run.cells.keep(point.name, lambda: _learn(run, pair, point, drawn, held_out))  # noqa: B023
     return make_report(rows, domains, run.folder / "learning.png")
 
 
@@ -105,10 +116,27 @@ def points(kind: str, sizes: Sequence[int], num_seeds: int) -> Iterator[Point]:
             yield Point(kind, size, seed)
 
 
-def draw(samples: Sequence[Sample], size: int, seed: int) -> list[Sample]:
-    """Draw the samples of a seed; a larger size holds the smaller one's."""
+def draw(samples: Sequence[Sample], size: int, seed: int, length: int, shortest: int) -> list[Sample]:
+    """Draw the samples of a seed, each cut after `length` tokens of its answer; a larger size holds the smaller one's.
+
+    A greedy answer's beginning is what would be answered with that limit. Of longer answers only as many are taken as
+    have, together, the tokens that `size` answers of the shortest length have.
+
+    Args:
+        samples: all there are, with answers of the greatest length.
+        size: samples of the shortest length.
+        seed: of the order.
+        length, shortest: the most tokens of an answer.
+    """
     order = np.random.default_rng(seed).permutation(len(samples))
-    return [samples[number] for number in order[:size]]
+    wanted = sum(len(samples[number].completion_ids[:shortest]) for number in order[:size])
+    drawn: list[Sample] = []
+    for number in order[:size]:
+        if wanted <= 0:
+            break
+        drawn.append(samples[number]._replace(completion_ids=samples[number].completion_ids[:length]))
+        wanted -= len(drawn[-1].completion_ids)
+    return drawn
 
 
 def _domain(run: Run, domain: str, data: str | None, most: int, num_prompts: int) -> tuple[str, Traffic]:
@@ -122,13 +150,14 @@ def _domain(run: Run, domain: str, data: str | None, most: int, num_prompts: int
 
 
 def _samples(
-    run: Run, pair: Pair, kind: str, domain: str, traffic: Traffic, most: int, num_prompts: int
+    run: Run, pair: Pair, kind: str, domain: str, traffic: Traffic, most: int, num_prompts: int, max_tokens: int
 ) -> tuple[list[Sample], list[Sample]]:
     """Return what is learnt from and what is held out, answered by the target."""
-    sizes = {"requests" if kind == "refresh" else "train": most, "held_out": num_prompts}
+    sizes = {"requests" if kind == REFRESH else "train": most, "held_out": num_prompts}
     parts = {part: choose_more(domain, traffic, run.recipe.seed, part, size) for part, size in sizes.items()}
     wanted = [prompt for of_part in parts.values() for prompt in of_part]
-    answered = {one.id: one for one in answers(run, pair.target_files, wanted, f"answers-{kind.replace(' ', '-')}")}
+    cell = f"answers-{kind.replace(' ', '-')}"
+    answered = {one.id: one for one in answers(run, pair.target_files, wanted, cell, max_tokens)}
     learnt, held_out = ([answered[prompt.id] for prompt in of_part] for of_part in parts.values())
     return learnt, held_out
 
@@ -137,7 +166,7 @@ def _learn(run: Run, pair: Pair, point: Point, drawn: Sequence[Sample], held_out
     """Train one draft, and hold it to the answers that no draft learns from."""
     recipe, seed, target_dir = run.recipe, run.recipe.seed + point.seed, open_artifact(pair.target_files)
     start, params, samples = None, recipe.distill, list(drawn)
-    if point.kind == "refresh":
+    if point.kind.startswith(REFRESH):
         start, params = open_artifact(pair.draft_files), recipe.refresh_distill()
         older = read_samples(first_samples(pair.draft), "train")
         samples += draw_per_domain(older, recipe.refresh.replay_per_domain, seed)
@@ -189,7 +218,7 @@ def make_report(rows: Mapping[Point, Row], domains: Mapping[str, str], picture: 
                 "the lowest and the highest seed. Accepted at 1, 2, …: share of steps that took so many drafted tokens."
             )
         ],
-        verdict=_verdict(found.get("refresh", []), domains.get("refresh", "")),
+        verdict=_verdict(found.get(REFRESH, []), domains.get(REFRESH, "")),
         picture=draw_learning(curves, picture),
     )
 

@@ -25,9 +25,21 @@ def row(accepted: int) -> dict[str, Any]:
 
 
 def test_a_seed_draws_other_requests_and_a_larger_size_holds_the_smaller_one() -> None:
-    assert draw(SAMPLES, 5, 0) == draw(SAMPLES, 12, 0)[:5]
-    assert {one.id for one in draw(SAMPLES, 5, 0)} != {one.id for one in draw(SAMPLES, 5, 1)}
-    assert sorted(draw(SAMPLES, 20, 3)) == sorted(SAMPLES)
+    assert draw(SAMPLES, 5, 0, 3, 3) == draw(SAMPLES, 12, 0, 3, 3)[:5]
+    assert {one.id for one in draw(SAMPLES, 5, 0, 3, 3)} != {one.id for one in draw(SAMPLES, 5, 1, 3, 3)}
+    assert sorted(draw(SAMPLES, 20, 3, 3, 3)) == sorted(SAMPLES)
+
+
+def test_longer_answers_come_from_fewer_requests_so_that_as_many_tokens_are_learnt() -> None:
+    samples = [Sample(str(number), "chat", [1], [5] * (12 if number % 2 else 4)) for number in range(40)]
+    drawn = {length: draw(samples, 30, 0, length, 4) for length in (4, 8, 12)}
+    assert len(drawn[4]) == 30 and {len(one.completion_ids) for one in drawn[4]} == {4}
+    for length in (8, 12):
+        assert 120 <= sum(len(one.completion_ids) for one in drawn[length]) < 120 + length
+        ids = [one.id for one in drawn[length]]
+        assert ids == [one.id for one in drawn[4]][: len(ids)]
+        assert max(len(one.completion_ids) for one in drawn[length]) == length
+    assert len(drawn[12]) < len(drawn[8]) < 30
 
 
 def test_only_sizes_up_to_a_thousand_are_learnt_with_every_seed() -> None:
@@ -37,6 +49,7 @@ def test_only_sizes_up_to_a_thousand_are_learnt_with_every_seed() -> None:
         (4000, 0),
     ]
     assert Point("first draft", 250, 1).name == "first-draft-250-1"
+    assert Point("first draft, answers of 80", 250, 1).name == "first-draft-answers-of-80-250-1"
 
 
 def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest(tmp_path: Path) -> None:
