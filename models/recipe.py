@@ -80,6 +80,23 @@ class Generate(Frozen):
     num_golden: int = Field(8, ge=1)
 
 
+class Again(Frozen):
+    """How logged prompts are answered again before a refresh trains, while the service does not answer.
+
+    Attributes:
+        max_tokens: of an answer, what was served included.
+        temperature: at which prompts are answered anew, beside what was served. Left out, answers that a request's
+            limit cut off are gone on with, at the temperature that they were served at, and are learnt in their place.
+        per_domain: prompts of each domain, of the window's.
+        max_minutes: it ends then, its waiting for the service included; what was said until then is learnt.
+    """
+
+    max_tokens: int = Field(128, ge=4)
+    temperature: float | None = Field(None, ge=0, le=2)
+    per_domain: int = Field(100, ge=1)
+    max_minutes: float = Field(2.0, gt=0)
+
+
 class Refresh(Frozen):
     """How much of the query log a refresh takes, and what it mixes in.
 
@@ -95,6 +112,7 @@ class Refresh(Frozen):
             requests without a key counting as one; where that would keep fewer than `min_rows`, the refresh waits.
         share_wait_s: seconds after the first waiting row for which it waits for rows of other keys; then keys supply
             equally more until `min_rows` are kept.
+        again: logged prompts are answered again, and that is learnt too; left out, none are.
         distill: keys of [distill] that differ in a refresh, in which the learning rate does not fall unless one of them
             says so: its `schedule` is "constant" and its `average` 0.3.
     """
@@ -106,6 +124,7 @@ class Refresh(Frozen):
     pool: int = Field(3, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     share_wait_s: float = Field(3600.0, ge=0, allow_inf_nan=False)
+    again: Again | None = None
     distill: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -252,6 +271,21 @@ class Recipe(Frozen):
             raise ValueError("teachers are for drafts that are trained, and this one has no weights")
         require_reader(params.teachers, loss)
 
+    def _require_again(self) -> None:
+        """Raise ValueError if prompts are to be answered again and nobody could, or would learn of it."""
+        from models.draft_families import family_named  # torch
+
+        again = self.refresh.again
+        if again is None:
+            return
+        if again.max_tokens >= self.engine.max_model_len:
+            raise ValueError(
+                f"refresh.again.max_tokens is {again.max_tokens}, and a prompt with its answer fits into "
+                f"engine.max_model_len {self.engine.max_model_len}; choose less"
+            )
+        if not family_named(self.draft.name).TRAINED:
+            raise ValueError("refresh.again is for drafts that are trained, and this one has no weights")
+
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
         require_chain(self.text, {name: getattr(self, name) for name in TABLES})
@@ -267,6 +301,7 @@ class Recipe(Frozen):
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
             )
+        self._require_again()
         catalog.load("engines", self.engine.name).require_draft(self.draft, self.num_draft_tokens)
         if self.serve.tool_parser:
             catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)

@@ -28,7 +28,7 @@ from tasks.stages import produce, stage_key
 from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import read_samples
+from tasks.stages.samples import read_samples, row_of
 from tasks.stages.split import cluster_samples
 from tasks.stages.teachers import prepare_teachers
 
@@ -159,7 +159,7 @@ def _train(
                 state_out=after,
                 captured=captured,
                 teacher_dirs=[open_artifact(teacher) for teacher in teachers],
-                unseen=None if window is None else _ids_of(window),
+                unseen=None if window is None else _new_in(window, rows),
             )
         if captured is not None:
             tell(captured, "learn from")
@@ -202,9 +202,10 @@ def _clustered(samples: Sequence[Sample], target_dir: Path) -> list[Sample]:
     return [one._replace(cluster=named.setdefault(row.cluster, one.id)) for one, row in zip(samples, rows, strict=True)]
 
 
-def _ids_of(window: Window) -> set[str]:
-    """Return the ids of a window's rows."""
-    return {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
+def _new_in(window: Window, samples: Sequence[Sample]) -> set[str]:
+    """Return the ids of the samples that were made of a window's rows."""
+    ids = {row.id for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
+    return {sample.id for sample in samples if row_of(sample.id) in ids}
 
 
 def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import itertools
-import json
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ from models.tokens import encode_chat
 from tasks.select_data import read_prompts
 from tasks.stages import produce
 from tasks.stages.reporting import progress
-from tasks.stages.samples import Part, write_samples
+from tasks.stages.samples import Part, append_samples, read_written, write_samples
 
 ANSWERS = "answers.jsonl"
 
@@ -111,33 +110,21 @@ async def answer_prompts(
     engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
 ) -> dict[str, Sample]:
     """Return prompt id to answer; those in `file` are not asked for again, the others are added to it."""
-    answered = _read_answers(file)
+    answered = {sample.id: sample for sample in read_written(file)}
     sampling = Sampling(max_tokens=generate.max_tokens)
     slots = asyncio.Semaphore(generate.concurrency)
-    with progress("answer prompts") as show, file.open("a", encoding="utf-8") as lines:
+    with progress("answer prompts") as show:
 
         async def answer(prompt: Prompt) -> None:
             async with slots:
                 completion = await engine.generate(_encode(tokenizer, prompt), sampling, prompt.id)
             sample = Sample(prompt.id, prompt.domain, list(completion.prompt_ids), list(completion.token_ids))
             answered[prompt.id] = sample
-            lines.write(json.dumps(sample._asdict()) + "\n")
-            lines.flush()
+            append_samples(file, [sample])
             show(len(answered), len(prompts))
 
         await asyncio.gather(*(answer(prompt) for prompt in prompts if prompt.id not in answered))
     return answered
-
-
-def _read_answers(file: Path) -> dict[str, Sample]:
-    """Return prompt id to answer, and cut off a last line that a kill left half-written."""
-    if not file.is_file():
-        return {}
-    whole, _, rest = file.read_bytes().rpartition(b"\n")
-    if rest:
-        os.truncate(file, len(whole) + bool(whole))
-    samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
-    return {sample.id: sample for sample in samples}
 
 
 async def _reference(

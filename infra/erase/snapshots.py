@@ -90,8 +90,9 @@ def _parts_with(directory: Path, ids: frozenset[str]) -> Iterator[tuple[Path, in
 
 
 def _is_of(line: str, ids: frozenset[str]) -> bool:
+    """Return whether a line is of one of the rows; an answer given again has a word behind its row's name."""
     row = json.loads(line)
-    return isinstance(row, dict) and row.get("id") in ids
+    return isinstance(row, dict) and str(row.get("id")).partition(" ")[0] in ids
 
 
 def _rewrite(job: Job, directory: Path, num_rows: int) -> None:

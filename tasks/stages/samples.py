@@ -9,6 +9,7 @@ A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where t
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tasks.stages.shares import cap_per_key
 Part = Literal["train", "held_out", "probe"]
 # A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
 MIN_COMPLETION = 3
+AGAIN = " again"  # behind a row's name, which has no space: another answer to its prompt
 
 
 def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> None:
@@ -39,6 +41,27 @@ def read_samples(artifact: Artifact, part: Part) -> list[Sample]:
         return []
     with path.open(encoding="utf-8") as file:
         return [Sample(**json.loads(line)) for line in file]
+
+
+def append_samples(file: Path, samples: Iterable[Sample]) -> None:
+    """Add samples to a file that lasts over several runs; a kill cuts its last line at most."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write("".join(json.dumps(sample._asdict(), allow_nan=False) + "\n" for sample in samples))
+
+
+def read_written(file: Path) -> list[Sample]:
+    """Return what was added to a file, and cut off a last line that a kill left half-written; [] without the file."""
+    if not file.is_file():
+        return []
+    whole, _, rest = file.read_bytes().rpartition(b"\n")
+    if rest:
+        os.truncate(file, len(whole) + bool(whole))
+    return [Sample(**json.loads(line)) for line in whole.splitlines()]
+
+
+def row_of(sample_id: str) -> str:
+    """Return the name of the row that a sample was made of."""
+    return sample_id.removesuffix(AGAIN)
 
 
 def usable(

@@ -1,26 +1,13 @@
-"""What a kill leaves of the answers, and which prompts become golden."""
-
-import json
+"""Under which names answers are kept, and which prompts become golden."""
 
 from models.hidden import Sample
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
-from tasks.generate_answers import _across_domains, _named, _read_answers
+from tasks.generate_answers import _across_domains, _named
 
 
 def prompt(text: str, domain: str) -> Prompt:
     return Prompt(messages=(Message(role="user", content=text),), domain=domain, group=text)
-
-
-def test_a_line_that_was_cut_short_is_removed_and_asked_for_again(tmp_path):
-    file = tmp_path / "answers.jsonl"
-    whole = json.dumps(Sample("a", "chat", [1], [2, 3, 4])._asdict()) + "\n"
-    file.write_text(whole + '{"id": "b", "dom')
-    assert list(_read_answers(file)) == ["a"]
-    assert file.read_text() == whole
-    file.write_text('{"id": "b", "dom')
-    assert _read_answers(file) == {}
-    assert file.read_text() == ""
 
 
 def test_answers_keep_the_group_of_their_prompt_where_the_recipe_names_it_to_the_service():

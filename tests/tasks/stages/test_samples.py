@@ -1,11 +1,22 @@
 """Samples: which rows are used, and on which side they are."""
 
+import json
 from collections import Counter
 
 from infra.artifacts import publish, staged
 from infra.consent import QueryRow
 from models.hidden import Sample
-from tasks.stages.samples import draw_per_domain, probe_versions, read_samples, usable, write_samples
+from tasks.stages.samples import (
+    AGAIN,
+    append_samples,
+    draw_per_domain,
+    probe_versions,
+    read_samples,
+    read_written,
+    row_of,
+    usable,
+    write_samples,
+)
 
 
 def row(id: str, **values: object) -> QueryRow:
@@ -118,3 +129,20 @@ def test_a_probe_set_has_a_version_of_its_own_which_its_members_and_their_answer
     assert probe_versions(probes[1:])["code"] != versions["code"]
     answered = probe_versions([probes[0]._replace(completion_ids=[9]), *probes[1:]])
     assert answered["code"] != versions["code"]
+
+
+def test_a_line_that_was_cut_short_is_removed_and_asked_for_again(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    whole = json.dumps(Sample("a", "chat", [1], [2, 3, 4])._asdict()) + "\n"
+    file.write_text(whole + '{"id": "b", "dom')
+    assert [one.id for one in read_written(file)] == ["a"]
+    assert file.read_text() == whole
+    append_samples(file, [Sample("c", "chat", [1], [2, 3, 4])])
+    assert [one.id for one in read_written(file)] == ["a", "c"]
+    file.write_text('{"id": "b", "dom')
+    assert read_written(file) == read_written(tmp_path / "none") == []
+    assert file.read_text() == ""
+
+
+def test_an_answer_given_again_is_named_by_its_row() -> None:
+    assert [row_of(name) for name in ("chatcmpl-1", f"chatcmpl-1{AGAIN}")] == ["chatcmpl-1"] * 2

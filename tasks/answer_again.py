@@ -1,0 +1,191 @@
+"""Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, or anew.
+
+What is said so is learnt by the challenger, and by nobody else: the gate judges by what was served. Only prompts of the
+window's training side are asked, which have full consent; an answer that the scrubber would change is thrown away. It
+is named by its row, so that an erasure finds it: the row's own name where it takes the served answer's place, and that
+with a word behind it where it stands beside it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from transformers import AutoTokenizer
+
+from infra import scrub
+from infra.artifacts import Artifact, open_artifact
+from infra.consent import QueryRow
+from infra.querylog import QueryLog
+from infra.registry import open_registry
+from infra.settings import load_settings
+from infra.versions import Pair
+from infra.windows import Window
+from models import answering
+from models.answering import Ask
+from models.hidden import Sample
+from models.loading import load_model, stop_ids
+from models.precision import fast_dtype
+from models.recipe import Again, Recipe
+from models.tokens import rewrite
+from tasks.stages import produce
+from tasks.stages.beside import gently
+from tasks.stages.reporting import progress, run_logger
+from tasks.stages.samples import (
+    AGAIN,
+    MIN_COMPLETION,
+    append_samples,
+    draw_per_domain,
+    read_samples,
+    read_written,
+    write_samples,
+)
+
+BATCH = 16
+FILE = "answers.jsonl"
+CUT = "length"  # how an answer ended that has more to say
+
+
+@task(cache_policy=NO_CACHE)
+def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) -> Artifact:
+    """Return what the challenger learns: the samples' training part, with what was answered again in it.
+
+    It stands still while the service answers, and ends after the recipe's minutes with what it has. Each batch is kept
+    when it is complete, so that a killed run asks only for the rest.
+
+    Args:
+        recipe: whether to answer again, and how; if not, `samples` are returned.
+        pair: whose target answers.
+        window: whose prompts are asked.
+        samples: of the window.
+    """
+    again = recipe.refresh.again
+    if again is None:
+        return samples
+
+    def make(directory: Path, work: Path) -> None:
+        rows = {row.id: row for row in QueryLog(load_settings().querylog).rows(window.first_seq, window.last_seq)}
+        learnt = read_samples(samples, "train")
+        chosen = choose(learnt, rows, again, recipe.seed)
+        answers = _ask(recipe, again, open_artifact(pair.target_files), chosen, work / FILE)
+        write_samples(directory, "train", merge(learnt, answers))
+
+    return produce(
+        stage="answered",
+        kind="samples",
+        params={
+            "again": again.model_dump(mode="json"),
+            "seed": recipe.seed,
+            "max_model_len": recipe.engine.max_model_len,
+            "window": [window.first_seq, window.last_seq],
+        },
+        inputs={"target": pair.target_files, "samples": samples},
+        code=(__name__, "tasks.stages.samples", "models.answering"),
+        make=gently(make),
+    )
+
+
+def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Again, seed: int) -> list[Sample]:
+    """Return whose prompts are asked again: a draw of each domain, of the window's own rows.
+
+    Args:
+        learnt: what a challenger learns.
+        rows: of the window, by id.
+        again: how; where answers are gone on with, those that were cut before so many tokens.
+        seed: of the draw.
+    """
+
+    def has_more(sample: Sample) -> bool:
+        return rows[sample.id].finish_reason == CUT and len(sample.completion_ids) < again.max_tokens
+
+    own = [sample for sample in learnt if sample.id in rows]
+    return draw_per_domain(
+        [sample for sample in own if again.temperature is not None or has_more(sample)], again.per_domain, seed
+    )
+
+
+def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
+    """Return all samples; an answer that goes on with another one of the same name takes its place."""
+    longer = {one.id: one for one in answers}
+    return [longer.pop(one.id, one) for one in learnt] + list(longer.values())
+
+
+def _ask(recipe: Recipe, again: Again, target_dir: Path, chosen: Sequence[Sample], file: Path) -> list[Sample]:
+    """Return answers; those in `file` are not asked for again, the others are added to it."""
+    started, device = time.monotonic(), load_settings().device
+    until_s = started + 60 * again.max_minutes
+    written = {one.id: one for one in read_written(file)}
+    batches = list(enumerate(_batches(chosen, again)))
+    left = [(number, batch) for number, batch in batches if any(_name(one, again) not in written for one in batch)]
+    counts: Counter[str] = Counter()
+    if left:
+        model = load_model(target_dir, fast_dtype(device), device)
+        tokenizer, stops = AutoTokenizer.from_pretrained(target_dir), stop_ids(target_dir)
+    with progress("answer logged prompts again") as show:
+        for number, batch in left:
+            if time.monotonic() >= until_s:
+                counts["not asked in time"] += len(batch)
+                continue
+            rng = torch.Generator(device).manual_seed(recipe.seed * 1_000_003 + number)
+            asks = [_asked(one, again, recipe.engine.max_model_len) for one in batch]
+            said = answering.go_on(model, asks, stops, rng, lambda: time.monotonic() >= until_s)
+            made = [_answer(one, more, again) for one, more in zip(batch, said, strict=True)]
+            kept = [one for one in made if _may_be_kept(one, tokenizer, counts)]
+            append_samples(file, kept)
+            written |= {one.id: one for one in kept}
+            counts["tokens"] += sum(map(len, said))
+            show(number + 1, len(batches), f"{counts['tokens'] / (time.monotonic() - started):.0f} tokens/s")
+    seconds = time.monotonic() - started
+    _tell(again, len(written), counts, seconds)
+    return list(written.values())
+
+
+def _batches(chosen: Sequence[Sample], again: Again) -> Iterator[list[Sample]]:
+    """Yield prompts that want as many tokens, and among those of like length, together."""
+    ordered = sorted(chosen, key=lambda one: (_wanted(one, again), len(one.prompt_ids), one.id))
+    for start in range(0, len(ordered), BATCH):
+        yield ordered[start : start + BATCH]
+
+
+def _wanted(sample: Sample, again: Again) -> int:
+    return again.max_tokens - (len(sample.completion_ids) if again.temperature is None else 0)
+
+
+def _asked(sample: Sample, again: Again, max_model_len: int) -> Ask:
+    text = sample.token_ids if again.temperature is None else sample.prompt_ids
+    temperature = sample.temperature if again.temperature is None else again.temperature
+    return Ask(text, max(1, min(_wanted(sample, again), max_model_len - len(text))), temperature)
+
+
+def _answer(sample: Sample, said: list[int], again: Again) -> Sample:
+    if again.temperature is None:
+        return sample._replace(completion_ids=sample.completion_ids + said)
+    name, temperature = _name(sample, again), again.temperature
+    return sample._replace(id=name, completion_ids=said, temperature=temperature, rejected=None)
+
+
+def _name(sample: Sample, again: Again) -> str:
+    return sample.id if again.temperature is None else f"{sample.id}{AGAIN}"
+
+
+def _may_be_kept(answer: Sample, tokenizer: Any, counts: Counter[str]) -> bool:
+    """Return whether an answer may be learnt: long enough, and nothing in it that a logged one would not hold."""
+    if len(answer.completion_ids) < MIN_COMPLETION:
+        counts["too short"] += 1
+    elif rewrite(tokenizer, answer.completion_ids, scrub.scrub)[0] != answer.completion_ids:
+        counts["not kept by the scrubber"] += 1
+    else:
+        return True
+    return False
+
+
+def _tell(again: Again, num_answers: int, counts: Counter[str], seconds: float) -> None:
+    more = "".join(f", {number} {what}" for what, number in sorted(counts.items()))
+    run_logger().info("answered %d logged prompts again in %.0f s%s", num_answers, seconds, more)
+    metrics = {"answers": float(num_answers), "seconds": seconds}
+    metrics |= {what.replace(" ", "_"): float(number) for what, number in counts.items()}
+    open_registry().store.record_run("answer again", again.model_dump(), metrics, [])
