@@ -1,6 +1,7 @@
-"""Whether what the reference engine samples follows its target: χ² against the library's distribution."""
+"""Whether what an engine samples follows its target: χ² against the library's distribution."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +42,15 @@ def sampled_p_value(
         seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
         return [(await engine.generate(prompt, sampling, "s")).token_ids for sampling in seeded]
 
-    drawn = torch.tensor(asyncio.run(draw()))
+    return p_value(target, prompt, asyncio.run(draw()), settings)
+
+
+def p_value(target: Path, prompt: Sequence[int], answers: Sequence[Sequence[int]], settings: Sampling) -> float:
+    """χ² of all tokens of answers to one prompt after their first ones, which are all of one length."""
+    drawn = torch.tensor(answers)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.inference_mode():
-        token_ids = torch.cat([torch.tensor([prompt]).expand(NUM_DRAWS, -1), drawn], dim=-1)
+        token_ids = torch.cat([torch.tensor([prompt]).expand(len(drawn), -1), drawn], dim=-1)
         logits = model(token_ids).logits[:, len(prompt) : -1].flatten(0, 1)
     expected = probabilities(logits, settings).double().sum(0).numpy()
     counts = np.bincount(drawn[:, 1:].flatten().numpy(), minlength=259)

@@ -17,24 +17,29 @@ import vllm
 from vllm import SamplingParams
 
 from models import costfile
+from models.captured import read
 from models.cost import Cost, Time
-from models.draft_families import family_named
+from models.draft_families import family_named, family_of
 from models.engines import Completion, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import LookUp, Params
+from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.planning import measured_for
 from models.golden import Golden, equal_output
+from models.hidden import HiddenStates, Sample
 from models.lengths import goodput
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
+from tests.models.engines.sampled import NUM_DRAWS, NUM_TOKENS, P_VALUE, p_value
 
 pytestmark = pytest.mark.engine
 
 Loop = asyncio.AbstractEventLoop
 FAMILIES = ("lm", "parallel_eagle", "dflash")
 K, LOOKED_UP = 3, 6
+NUM_LAYERS, HIDDEN = 3, 128
 THRESHOLD = 0.02
 FEW = 8  # tokens of an answer: fewer than a look-up must match, and than the steps after which K may change
 TIMES = (
@@ -55,7 +60,7 @@ class Running(NamedTuple):
 @pytest.fixture(scope="module", params=FAMILIES)
 def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     target, draft, costs = (tmp_path_factory.mktemp(name) for name in ("target", "draft", "costs"))
-    random.build(random.Params(num_layers=3), target)
+    random.build(random.Params(num_layers=NUM_LAYERS), target)
     save_tiny(family_named(request.param), target, draft, scale=0.01, served=True)
     facts = measured_for(target, draft, "float32", True, vllm.__version__)
     costfile.save(Cost.measured(TIMES, facts), costs / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
@@ -69,7 +74,7 @@ def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest
         lookup=LookUp(num_tokens=LOOKED_UP, shortest=12, remembered=0),
         extra={"block_size": 32},
     )
-    engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs))
+    engine = loop.run_until_complete(VllmEngine.start(target, draft, params, costs=costs, captures=True))
     assert engine.setup is not None
     assert engine.setup.known_cost() is not None
     yield Running(engine, target, draft)
@@ -150,3 +155,66 @@ def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_
     assert max(drafted for drafted, _ in looked_up) == LOOKED_UP
     assert sum(accepted for _, accepted in looked_up) > 0
     assert max(by_head) == K
+
+
+def test_sampled_tokens_follow_the_targets_distribution(running: Running, loop: Loop) -> None:
+    """A right engine fails once in 10,000 runs."""
+    engine, target, _ = running
+    prompt, settings = (
+        prompts(1, width=16)[0],
+        Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True),
+    )
+
+    async def draw() -> list[Completion]:
+        seeded = [settings.model_copy(update={"seed": seed}) for seed in range(NUM_DRAWS)]
+        drawn = (engine.generate(prompt, sampling, f"drawn-{sampling.seed}") for sampling in seeded)
+        return list(await asyncio.gather(*drawn))
+
+    answers = loop.run_until_complete(draw())
+    assert max(drafted for one in answers for drafted in one.drafted) == K
+    assert 0 < sum(sum(one.accepted) for one in answers) < sum(sum(one.drafted) for one in answers)
+    assert p_value(target, prompt, [one.token_ids for one in answers], settings) > P_VALUE
+
+
+def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_reads_the_text_alone(
+    running: Running, loop: Loop, tmp_path: Path
+) -> None:
+    engine, target, draft = running
+    taps = family_of(draft).load(draft, target).taps
+    layers = sorted({*taps, NUM_LAYERS})
+    if not taps:
+        with pytest.raises(ValueError, match=r"hands out its layers \[\] to the draft and not its last, 3"):
+            loop.run_until_complete(engine.capture_states(1 << 24))
+        return
+    assert loop.run_until_complete(engine.capture_states(1 << 24)) == len(layers) * HIDDEN
+    done: list[Completion] = []
+
+    async def claim() -> dict[str, int]:
+        claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
+        await engine.settle_states(claims)
+        while (counts := await engine.settle_states([])).get("written", 0) < len(done):
+            await asyncio.sleep(0.01)
+        return counts
+
+    engine.on_finish = lambda completion, _: done.append(completion)
+    try:
+        for number, prompt in enumerate(prompts(4, width=24)):
+            ask(
+                loop,
+                engine,
+                Wishes("head", f"states{number}", "key", capture=f"head-states{number}-0"),
+                [prompt],
+                FEW,
+                1,
+            )
+    finally:
+        engine.on_finish = None
+    assert loop.run_until_complete(claim()) == {"written": 4}
+    assert all(sum(one.drafted) for one in done)
+    samples = [Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids)) for one in done]
+    states = HiddenStates(tmp_path / "hidden", samples, layers, HIDDEN)
+    states.extract(target)
+    for sample in samples:
+        found = read(tmp_path / sample.id, "t", layers, sample.token_ids)
+        wanted = states.read(sample)[0][found.first : -1].float()
+        assert float((found.states.float() - wanted).norm(dim=1).div(wanted.norm(dim=1)).max()) < 0.03
