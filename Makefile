@@ -21,7 +21,7 @@ IMPORTED := flows.build, flows.refresh, services.runner, services.service, model
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-fast test-front drills test-swaps soak test-bench references tutorial clean
+.PHONY: install demo test types test-engines test-fast test-front drills test-swaps soak test-bench references tutorial clean
 
 install: $(STAMP)
 
@@ -44,11 +44,17 @@ endif
 demo: install
 	$(BIN)/redraft demo
 
+# The type checker takes one core for more than a minute, and tests with engines wait more than they compute.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine' -n 2
+	$(MAKE) --no-print-directory -j 2 types test-engines
+
+types: install
+	$(BIN)/mypy
+
+test-engines: install
 	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine -n 2 --dist loadscope
 
 test-fast: install
