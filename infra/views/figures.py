@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE_INCHES = (6.4, 3.6)
+NUM_COLOURS = 10  # of the default cycle, which begins anew after them
 
 
 def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
@@ -283,9 +284,10 @@ def draw_promotions(shares: Mapping[str, Sequence[tuple[float, float]]], limit: 
     figure = Figure((width, height + 1.4), layout="constrained")
     axes = figure.add_subplot(xlabel="windows", ylabel="share of champions replaced", xscale="log", yscale="log")
     axes.axhline(limit, color="black", linestyle="--", label=f"limit without gain: {limit:.0%}")
-    for name, points in shares.items():
+    for number, (name, points) in enumerate(shares.items()):
         windows, replaced = zip(*points, strict=True)
-        axes.step(windows, replaced, where="post", label=name)
+        line = "-" if number < NUM_COLOURS else ":"
+        axes.step(windows, replaced, where="post", label=name, color=f"C{number}", linestyle=line)
     axes.set_ylim(1e-3, 1.5)
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     figure.savefig(file, dpi=150)
