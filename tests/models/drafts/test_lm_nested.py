@@ -42,8 +42,7 @@ def make(target: Path, nested: tuple[int, ...] = NESTED) -> lm.Lm:
 def loss_of(draft: lm.Lm, target: Path, samples: list[Sample], work: Path) -> float:
     states = hidden_states(draft, target, samples, work)
     loop = distill._Loop(draft, target, states, distill.Params(**SETTINGS), 2, work, 0)
-    loop._read(states, lambda progress: None)
-    return float(loop._loss(samples, 0.0)[0].detach())
+    return float(loop.loss(samples, states, 0, 0.0)[0].detach())
 
 
 def test_one_pass_says_what_each_nested_draft_says_by_itself(
