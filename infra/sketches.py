@@ -12,7 +12,7 @@ from infra.logfile import LogFile
 
 
 class SketchedRow(NamedTuple):
-    """A row of full consent, and its sketch as `models.clusters` made it."""
+    """A row of full consent, and its sketch as `models.evaluation.clusters` made it."""
 
     seq: int
     domain: str

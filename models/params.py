@@ -27,7 +27,7 @@ class BaseParams(Frozen):
 
 
 class TrainingParams(Frozen):
-    """Settings of the training loop of language models, `models.training`.
+    """Settings of the training loop of language models, `models.learning.training`.
 
     Attributes:
         learning_rate: of AdamW, at its highest.

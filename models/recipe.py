@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.engines import EngineParams
-from models.gate import Params as GateParams
-from models.lookback import Params as WatchParams
+from models.evaluation.gate import Params as GateParams
+from models.evaluation.lookback import Params as WatchParams
 from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
@@ -34,7 +34,7 @@ Domain = Annotated[str, Field(pattern=DOMAIN)]
 
 
 def _distill_params(table: Mapping[str, Any]) -> BaseParams:
-    from models import distill  # torch
+    from models.learning import distill  # torch
 
     return validate(distill.Params, table, "distill")
 
@@ -261,8 +261,8 @@ class Recipe(Frozen):
     def _require_lessons(self, params: Any, of_log: bool) -> None:
         """Raise ValueError if the draft can't learn of such answers or teachers."""
         from models.answers import require_source  # torch
-        from models.draft_families import family_named, procedure_of
-        from models.teacher import require_reader
+        from models.drafting.draft_families import family_named, procedure_of
+        from models.learning.teacher import require_reader
 
         family = family_named(self.draft.name)
         loss = params.over(procedure_of(family)).loss
@@ -273,7 +273,7 @@ class Recipe(Frozen):
 
     def _require_again(self) -> None:
         """Raise ValueError if prompts are to be answered again and nobody could, or would learn of it."""
-        from models.draft_families import family_named  # torch
+        from models.drafting.draft_families import family_named  # torch
 
         again = self.refresh.again
         if again is None:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from models import catalog
-from models.canary import Params as CanaryParams
+from models.evaluation.canary import Params as CanaryParams
+from models.evaluation.watch import Params as WatchParams
 from models.params import BaseParams, Frozen
 from models.reasoning import spec_reason, speculative_thinking
-from models.watch import Params as WatchParams
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

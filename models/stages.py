@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from models import catalog
+from models.checkpoints.sparsity import Pattern
 from models.params import BaseParams, Frozen, TrainingParams, did_you_mean
-from models.sparsity import Pattern
 
 
 class Text(Frozen):
@@ -71,7 +71,7 @@ class Select(Trained):
 
 
 def _compatible(methods: tuple[BaseParams, ...]) -> tuple[BaseParams, ...]:
-    from models.training import require_compatible  # torch
+    from models.learning.training import require_compatible  # torch
 
     require_compatible(methods)
     return methods
@@ -198,7 +198,7 @@ class Quantize(Trained):
     @model_validator(mode="after")
     def _exceptions_can_be_served_too(self) -> "Quantize":
         if self.exceptions:
-            from models import mixed  # torch
+            from models.checkpoints import mixed  # torch
 
             mixed.require(self.method, self.exceptions)
         return self

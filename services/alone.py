@@ -3,7 +3,7 @@
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read
 those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
-where acceptance seems to have fallen (models/watch.py). Nobody who asks can know which.
+where acceptance seems to have fallen (models/evaluation/watch.py). Nobody who asks can know which.
 
 A step makes the passes of one such request for all of its sequences. That costs little where they are drafted anyway,
 and a fifth of the step where many run and no draft pays. There so few are drawn that a twentieth of the steps has one:
@@ -15,7 +15,7 @@ from collections import Counter
 
 import numpy as np
 
-from models.watch import DOUBTED, FIRST, SHARE, share_alone
+from models.evaluation.watch import DOUBTED, FIRST, SHARE, share_alone
 
 STEPS = 0.05  # that may have such a request where no draft pays
 MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients

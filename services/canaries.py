@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from infra.versions import Version
-from models.canary import Answer, Finding, Params, has_fallen, judge, lost_on_canaries
 from models.engines import Completion, Engine
-from models.golden import Golden, equal_output
+from models.evaluation.canary import Answer, Finding, Params, has_fallen, judge, lost_on_canaries
+from models.evaluation.golden import Golden, equal_output
 from services.probation import answer, answers, differs_itself
 
 # Turn in a full engine: after every request, whose turn is how many sequences their key runs.

@@ -19,7 +19,7 @@ from infra.memory import free_memory_gib
 from infra.registry import Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
-from models.draft_families import UnknownFamily, check_draft
+from models.drafting.draft_families import UnknownFamily, check_draft
 from models.targets import TargetCard
 from services.states import Loaded, Memory, label
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from infra.status import Proof
 from infra.versions import Version
-from models.canary import Answer, Finding
+from models.evaluation.canary import Answer, Finding
 from services.states import DraftState, Loaded
 
 # Events: what the loop saw. Times are on the monotonic clock.

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from infra.status import Proof
 from infra.versions import Version
-from models.acceptance import mean_accepted_length
-from models.canary import Answer
 from models.engines import Completion, Engine, Sampling
-from models.golden import Golden, equal_output, first_difference
+from models.evaluation.acceptance import mean_accepted_length
+from models.evaluation.canary import Answer
+from models.evaluation.golden import Golden, equal_output, first_difference
 from models.serving import Probation
 
 # Turns in a full engine; requests have 0. A probation is short, and until it ends an unproven draft serves.

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from models import catalog
+from models.checkpoints.loading import stop_ids
 from models.engines import Engine, EngineParams, Sampling
 from models.engines.vllm.tap import EngineEnded
-from models.loading import stop_ids
 from models.params import BaseParams, Frozen, did_you_mean
 from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
-from models.acceptance import Tally
-from models.canary import lost_on_traffic
 from models.engines import Engine
-from models.golden import Golden
+from models.evaluation.acceptance import Tally
+from models.evaluation.canary import lost_on_traffic
+from models.evaluation.golden import Golden
 from services import events, transitions
 from services.canaries import look
 from services.config import ServiceConfig

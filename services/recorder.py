@@ -26,7 +26,7 @@ from infra import scrub
 from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
-from models.acceptance import Tally
+from models.evaluation.acceptance import Tally
 from models.params import Frozen
 from models.tokens import rewrite
 from services.questions import Origin

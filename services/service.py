@@ -22,12 +22,12 @@ from infra.settings import COSTS
 from infra.status import Pace, ServiceStatus, Speed
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
-from models import watch
 from models.engines.vllm import Params, VllmEngine
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
-from models.golden import load_golden
+from models.evaluation import watch
+from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.access import Admission, Keys
 from services.alone import Alone

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from infra.status import Phase, Proof
 from infra.versions import Version, is_quarantined
-from models.canary import Answer
+from models.evaluation.canary import Answer
 from models.params import Frozen
 
 KEPT_GOOD = 3

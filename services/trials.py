@@ -10,7 +10,7 @@ from typing import Any
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase
 from infra.versions import Version
-from models.canary import Finding
+from models.evaluation.canary import Finding
 from services.events import (
     CalledOff,
     Checked,

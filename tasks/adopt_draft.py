@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
-from models.draft_families import adopter_of, name_of
+from models.drafting.draft_families import adopter_of, name_of
 from models.params import Frozen
 from tasks.stages import produce
 

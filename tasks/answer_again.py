@@ -25,10 +25,10 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.windows import Window
-from models import answering
-from models.answering import Ask
-from models.hidden import Sample
-from models.loading import load_model, stop_ids
+from models.checkpoints.loading import load_model, stop_ids
+from models.learning import answering
+from models.learning.answering import Ask
+from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Again, Recipe
 from models.tokens import rewrite
@@ -84,7 +84,7 @@ def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) 
             "window": [window.first_seq, window.last_seq],
         },
         inputs={"target": pair.target_files, "samples": samples},
-        code=(__name__, "tasks.stages.samples", "models.answering"),
+        code=(__name__, "tasks.stages.samples", "models.learning.answering"),
         make=gently(make),
     )
 

@@ -25,7 +25,7 @@ from infra.triggerfile import now_ms
 from infra.versions import Pair
 from infra.waiting import since
 from infra.windows import Window
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe, Refresh
 from tasks.stages import produce, stage_key

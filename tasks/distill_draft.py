@@ -16,10 +16,10 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.views.figures import draw_losses, draw_validation
 from infra.windows import Window
-from models import distill, fitted
-from models.draft_families import family_named, family_of, name_of
+from models.drafting.draft_families import family_named, family_of, name_of
 from models.drafts import Draft
-from models.hidden import Sample
+from models.learning import distill, fitted
+from models.learning.hidden import Sample
 from models.params import BaseParams, Frozen
 from models.recipe import Recipe
 from models.targets import describe
@@ -117,7 +117,7 @@ def _train(
     said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
     source = f"models.answers.{params.answers.name}"
     heads = [f"models.{of}.{method.name}" for of, method in params.heads]
-    code = (__name__, "models.distill", f"models.drafts.{name_of(family)}", source, *said, *heads)
+    code = (__name__, "models.learning.distill", f"models.drafts.{name_of(family)}", source, *said, *heads)
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:

@@ -9,7 +9,7 @@ from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.windows import Window
-from models.gate import Evidence
+from models.evaluation.gate import Evidence
 from models.params import Frozen
 from models.recipe import Recipe
 from tasks.stages.reporting import run_logger

@@ -21,9 +21,9 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined
 from infra.views.gate import PASSED
 from infra.windows import Window
-from models.draft_families import check_draft
-from models.hidden import Sample
-from models.paired import clusters, gain
+from models.drafting.draft_families import check_draft
+from models.evaluation.paired import clusters, gain
+from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe
 from models.targets import describe

@@ -11,9 +11,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
-from models import adapters, training
-from models.invariants import Held
-from models.second_task import SecondTask
+from models import adapters
+from models.checkpoints.invariants import Held
+from models.learning import training
+from models.learning.second_task import SecondTask
 from models.stages import Finetune
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 
@@ -22,8 +23,8 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Finetune the target; an artifact of kind "target"."""
     code = (
-        "models.training",
-        "models.second_task",
+        "models.learning.training",
+        "models.learning.second_task",
         f"models.adapters.{table.method.name}",
         *(f"models.regimes.{regime.name}" for regime in table.regimes),
     )

@@ -22,16 +22,16 @@ from infra.versions import Pair, is_usable
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
 from infra.windows import Window
-from models import gate
-from models.acceptance import Estimate
-from models.draft_families import open_draft
+from models.drafting.draft_families import open_draft
 from models.drafts import Draft
-from models.gate import Evidence, Floor, Verdict
-from models.hidden import Sample
-from models.paired import Score
+from models.evaluation import gate
+from models.evaluation.acceptance import Estimate
+from models.evaluation.gate import Evidence, Floor, Verdict
+from models.evaluation.paired import Score
+from models.evaluation.scoring import score
+from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe
-from models.scoring import score
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
 from tasks.stages import produce
@@ -191,7 +191,7 @@ class Scorer:
                 "samples": samples,
             },
             inputs={"target": self.pair.target_files, "draft": draft},
-            code=(__name__, "tasks.measure_draft", "models.scoring", *rule_modules(self.recipe)),
+            code=(__name__, "tasks.measure_draft", "models.evaluation.scoring", *rule_modules(self.recipe)),
             make=gently(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())

@@ -18,8 +18,8 @@ from infra.doctor import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.engines import Completion, Engine, Sampling
-from models.golden import Golden, near_tie_threshold, save_golden
-from models.hidden import Sample
+from models.evaluation.golden import Golden, near_tie_threshold, save_golden
+from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.recipe import Generate, Recipe
 from models.sources import Prompt
@@ -37,7 +37,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     """Answer the training and held-out prompts of the first draft's domains; an artifact of kind "samples".
 
     Each answer is written as it comes, so a killed run asks only for the rest. The target's reference outputs
-    (`models.golden`) are recorded beside the answers, because starting the engine costs more than they do.
+    (`models.evaluation.golden`) are recorded beside the answers, because starting the engine costs more than they do.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -60,7 +60,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
             "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
         },
         inputs={"target": target, "prompts": prompts},
-        code=(__name__, f"models.engines.{recipe.engine.name}", "models.golden"),
+        code=(__name__, f"models.engines.{recipe.engine.name}", "models.evaluation.golden"),
         make=make,
     )
 

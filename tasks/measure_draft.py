@@ -10,15 +10,15 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
-from models.acceptance import CONFIDENCE, Estimate, resample_sums
-from models.draft_families import open_draft
+from models.drafting.draft_families import open_draft
 from models.drafts import Draft
-from models.golden import load_golden
-from models.hidden import Sample
-from models.paired import Score
+from models.evaluation.acceptance import CONFIDENCE, Estimate, resample_sums
+from models.evaluation.golden import load_golden
+from models.evaluation.paired import Score
+from models.evaluation.scoring import STANDARD, score
+from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe
-from models.scoring import STANDARD, score
 from models.verify import Rules
 from tasks.stages import produce
 from tasks.stages.beside import gently
@@ -83,7 +83,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
             "seed": recipe.seed,
         },
         inputs={"target": target, "draft": draft, "samples": samples},
-        code=(__name__, "models.scoring", *rule_modules(recipe)),
+        code=(__name__, "models.evaluation.scoring", *rule_modules(recipe)),
         make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())

@@ -9,7 +9,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from models import catalog
-from models.golden import FILE
+from models.evaluation.golden import FILE
 from models.params import BaseParams
 from tasks.stages import local_content, produce
 

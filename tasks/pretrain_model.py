@@ -6,7 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
-from models import training
+from models.learning import training
 from models.stages import Pretrain
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
 
@@ -14,7 +14,7 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def pretrain_model(table: Pretrain, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Train all of the target's weights; an artifact of kind "target"."""
-    code = ("models.training", *(f"models.regimes.{regime.name}" for regime in table.regimes))
+    code = ("models.learning.training", *(f"models.regimes.{regime.name}" for regime in table.regimes))
     return change_target("pretrain", table, seed, target, text, code, partial(change, table, seed))
 
 

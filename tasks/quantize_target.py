@@ -6,7 +6,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
-from models import catalog, mixed, quantize
+from models import catalog, quantize
+from models.checkpoints import mixed
 from models.params import BaseParams
 from models.stages import Quantize
 from tasks.stages.change_target import Changed, Start, change_target, training_metrics
@@ -15,7 +16,7 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def quantize_target(table: Quantize, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Quantize the target; an artifact of kind "target" in a format that the engine serves."""
-    code = ("models.mixed", *sorted({f"models.quantize.{method.name}" for method in _methods(table)}))
+    code = ("models.checkpoints.mixed", *sorted({f"models.quantize.{method.name}" for method in _methods(table)}))
     return change_target("quantize", table, seed, target, text, code, partial(change, table, seed))
 
 

@@ -17,8 +17,8 @@ from infra.versions import Kind, Pair, Version, same_files
 from infra.views.figures import draw_tau
 from infra.views.gate import GateReport, headline, write_files
 from infra.windows import Window
-from models.acceptance import Estimate
-from models.draft_families import check_draft
+from models.drafting.draft_families import check_draft
+from models.evaluation.acceptance import Estimate
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
 from tasks.adopt_draft import Adopted

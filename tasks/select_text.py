@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
-from models import catalog, select, training
+from models import catalog, select
+from models.checkpoints.loading import load_model
 from models.drafts import lm
-from models.loading import load_model
+from models.learning import training
 from models.stages import Select
 from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents

@@ -19,13 +19,13 @@ from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
-from models import lookback
-from models.clusters import join, join_groups, sketch
-from models.draft_families import open_draft
-from models.hidden import Sample
-from models.paired import Score
+from models.drafting.draft_families import open_draft
+from models.evaluation import lookback
+from models.evaluation.clusters import join, join_groups, sketch
+from models.evaluation.paired import Score
+from models.evaluation.scoring import score
+from models.learning.hidden import Sample
 from models.recipe import Recipe
-from models.scoring import score
 from models.tokens import first_turn, turn_marks
 from tasks.stages.beside import gently
 from tasks.stages.reporting import run_logger

@@ -17,7 +17,7 @@ from infra.views import Interval
 from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
 from infra.views.gate import DATA, GateReport
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
-from models.acceptance import Trace, summarise
+from models.evaluation.acceptance import Trace, summarise
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
 from tasks.stages.task import task
 

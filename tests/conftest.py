@@ -139,8 +139,8 @@ def judge(gains: dict[str, float], challenger: int = 1, unjudged: tuple[str, ...
         challenger: which one of its champion it is.
         unjudged: domains to name as left out.
     """
-    from models.gate import Evidence, Params, decide
-    from models.paired import Score
+    from models.evaluation.gate import Evidence, Params, decide
+    from models.evaluation.paired import Score
     from tasks.gate_draft import Judged, judge_floors
     from tasks.measure_draft import summarise
 

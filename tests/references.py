@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from types import GenericAlias, ModuleType, NoneType
 from typing import Any, get_args, get_origin
 
@@ -27,8 +26,9 @@ from typer.models import ArgumentInfo
 
 from flows import cli
 from infra.status import ServiceStatus
-from models import catalog, distill
+from models import catalog
 from models.catalog import Method
+from models.learning import distill
 from models.params import BaseParams, TrainingParams
 from models.recipe import Recipe
 from services import access, app, metrics, recorder
@@ -176,8 +176,7 @@ REFERENCES: dict[str, Callable[[], str]] = {
 
 def families() -> list[str]:
     """Return the folders of models/ whose files are methods of a recipe."""
-    folders = [module.name for module in iter_modules([str(ROOT / "models")]) if module.ispkg]
-    return [name for name in folders if any(hasattr(method, "Params") for method in _methods(name))]
+    return [name for name in catalog.families() if any(hasattr(method, "Params") for method in _methods(name))]
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:

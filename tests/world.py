@@ -20,9 +20,9 @@ from infra.keys import add_key, bring_keys, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from models.draft_families import family_named, open_draft
+from models.drafting.draft_families import family_named, open_draft
 from models.engines import Sampling
-from models.golden import Golden, save_golden
+from models.evaluation.golden import Golden, save_golden
 from models.targets import describe
 from tasks.measure_draft import measure_probe
 from tests.conftest import make_draft

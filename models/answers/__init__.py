@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.params import BaseParams
 
 

@@ -5,7 +5,7 @@ vocabulary, D draft vocabulary, K drafted tokens a step.
 
 A family's module is a `Family`: what it offers, and all that is its own, is said there. One that reads what others
 publish is an `Adopter` as well, and one whose drafts hold smaller ones has `cut(draft, num_layers)`. Which family a
-directory is of, `models.draft_families` finds.
+directory is of, `models.drafting.draft_families` finds.
 """
 
 from abc import ABC, abstractmethod
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models.drafting.proposal import Proposal
 from models.losses import forward_kl
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.targets import TargetCard
 
 # Logits [D] of the next token → a target id drawn from them, and what it was drawn from: q [V] at the sampling settings
@@ -66,7 +66,7 @@ class Unrolled(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One sequence's drafting, with its cache; what some of them can do besides is in `models.drafters`.
+    """One sequence's drafting, with its cache; what some of them can do besides is in `models.drafting.drafters`.
 
     Attributes:
         draft: whose weights are used; may be set to another of the same shape between two calls.
@@ -108,7 +108,7 @@ class Draft(nn.Module, ABC):
             was read.
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
             afterwards; if it does not, `unroll` raises a ValueError.
-        expands: whether its drafters are `models.drafters.Expander`s, so that trees can be grown.
+        expands: whether its drafters are `models.drafting.drafters.Expander`s, so that trees can be grown.
     """
 
     procedure: ClassVar[Procedure] = Procedure()
@@ -137,7 +137,7 @@ class Draft(nn.Module, ABC):
     def num_vectors(self, num_tokens: int) -> int:
         """Return the most vectors of its own that the target reads beside `num_tokens` drafted tokens.
 
-        None, but in families whose drafters are `models.drafters.Asker`s.
+        None, but in families whose drafters are `models.drafting.drafters.Asker`s.
         """
         return 0
 
@@ -245,7 +245,7 @@ class Family(Protocol):
         """Let a draft follow the traffic's tokens, before it is trained again."""
 
     def save(self, draft: Any, directory: Path) -> None:
-        """Write the draft as the engine loads it, config.json by `models.draft_files.write_config`."""
+        """Write the draft as the engine loads it, config.json by `models.drafting.draft_files.write_config`."""
 
     def load(self, directory: Path, target_dir: Path) -> Draft:
         """Read a draft back, in float32; ValueError as `check`."""

@@ -26,11 +26,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import BorrowingDraft, Format
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.drafting.borrowing import BorrowingDraft, Format
+from models.drafting.features import FeatureDrafter, decoder_layer, linear
+from models.drafting.heads import Block
 from models.drafts import Procedure, Rows
-from models.features import FeatureDrafter, decoder_layer, linear
-from models.heads import Block
 from models.losses import feature_l2
 from models.params import BaseParams
 

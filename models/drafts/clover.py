@@ -25,10 +25,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import BorrowingDraft, Format
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.drafting.borrowing import BorrowingDraft, Format
+from models.drafting.features import Scale, decoder_layer
 from models.drafts import Procedure
-from models.features import Scale, decoder_layer
 from models.losses import feature_regression
 from models.params import BaseParams
 

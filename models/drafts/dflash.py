@@ -25,11 +25,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoint import read_tensor
-from models.draft_files import read_config
+from models.checkpoints.checkpoint import read_tensor
+from models.drafting.draft_files import read_config
+from models.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
+from models.drafting.features import PathDrafter, Scale, decoder_layer
 from models.drafts import EngineWeights, KeepRows, Procedure, Rows, Unrolled, step_by_step
-from models.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
-from models.features import PathDrafter, Scale, decoder_layer
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2602.06036; github.com/vllm-project/speculators, DFlash"

@@ -9,8 +9,8 @@ are not learnt, so which ones they are can follow the traffic. Training is of on
 smooth L1 to the next feature and a tenth of the cross-entropy to its distribution; uniform noise on the features stands
 for the errors that further steps start from.
 
-With FSPAD (`models.fspad`), two options: the embedding gates what the two together become, and the layer makes a vector
-to say tokens from and another that is the feature. Loss and weights are the same.
+With FSPAD (`models.drafting.fspad`), two options: the embedding gates what the two together become, and the layer makes
+a vector to say tokens from and another that is the feature. Loss and weights are the same.
 
 A draft of the target's whole vocabulary is in the layout of vLLM's EAGLE, and served; one of a part of it is not,
 nor one with FSPAD (read in vLLM 0.32: model_executor/models/llama_eagle.py has no map of tokens, and neither part).
@@ -25,13 +25,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import Format
-from models.checkpoint import tensor_names
-from models.draft_files import fused, read_config, require_whole_vocabulary
-from models.draft_format import WEIGHTS
+from models.checkpoints.checkpoint import tensor_names
+from models.drafting.borrowing import Format
+from models.drafting.draft_files import fused, read_config, require_whole_vocabulary
+from models.drafting.draft_format import WEIGHTS
+from models.drafting.features import decoder_layer, linear
+from models.drafting.fspad import OPTIONS, FspadDraft
 from models.drafts import EngineWeights, Procedure
-from models.features import decoder_layer, linear
-from models.fspad import OPTIONS, FspadDraft
 from models.losses import feature_regression
 from models.params import BaseParams
 

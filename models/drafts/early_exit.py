@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor
 from transformers import AutoConfig
 
+from models.drafting.self_draft import SelfDraft, SelfFormat, require_part
 from models.layers.decoder import Cache, Decoder, Sublayers
 from models.params import BaseParams
-from models.self_draft import SelfDraft, SelfFormat, require_part
 
 PAPER = "arXiv:2404.16710, section 4.2"
 FAMILY = "early_exit"

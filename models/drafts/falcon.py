@@ -31,10 +31,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import Format, NormedDraft
-from models.checkpoint import read_tensor
+from models.checkpoints.checkpoint import read_tensor
+from models.drafting.borrowing import Format, NormedDraft
+from models.drafting.features import PathDrafter, decoder_layer
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
-from models.features import PathDrafter, decoder_layer
 from models.losses import feature_regression
 from models.params import BaseParams
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.checkpoint import read_tensor
+from models.checkpoints.checkpoint import read_tensor
+from models.drafting.heads import Format, Heads, HeadsParams
 from models.drafts import Procedure
-from models.heads import Format, Heads, HeadsParams
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2402.05109, section 3"
@@ -36,7 +36,7 @@ class Params(HeadsParams):
 
 
 class Hydra(Heads):
-    """See `models.heads.Heads`. The target's embedding is borrowed too."""
+    """See `models.drafting.heads.Heads`. The target's embedding is borrowed too."""
 
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=1.0)
     embedding: Tensor

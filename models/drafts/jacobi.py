@@ -12,10 +12,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.drafting.proposal import Proposal
+from models.drafting.weightless import Format, TargetDraft
 from models.drafts import Draw, GoOn, confidence
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.weightless import Format, TargetDraft
 
 PAPER = "arXiv:2410.01699, algorithm 1; greedy: arXiv:2305.10427"
 FAMILY = "jacobi"
@@ -47,7 +47,7 @@ class _Drafter:
         self._num_certain = 0  # of its rows
 
     def observe(self, token_ids: Tensor, logits: Tensor) -> None:
-        """See `models.drafters.Observer`."""
+        """See `models.drafting.drafters.Observer`."""
         self._said = logits
 
     def extend(self, token_ids: Tensor, hidden: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 The adapter is an attention with its norm, and a norm before the target's own output matrix: no MLP, no matrix of the
 vocabulary. It reads the states after the first layers: of certain tokens those that the target's pass has made, of
-drafted ones those that it makes itself, which the target's pass then takes up (`models.self_draft`). The paper's second
-exit, from drafting once the draft is unsure, is length policy `confidence`.
+drafted ones those that it makes itself, which the target's pass then takes up (`models.drafting.self_draft`). The
+paper's second exit, from drafting once the draft is unsure, is length policy `confidence`.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, LlamaConfig
 
-from models.checkpoint import output_embedding, read_stored, read_tensor
-from models.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
+from models.checkpoints.checkpoint import output_embedding, read_stored, read_tensor
+from models.drafting.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
+from models.drafting.self_draft import Drafter, TargetPart
 from models.drafts import KeepRows, Rows, Unrolled, step_by_step
 from models.layers.decoder import MODEL_TYPES, Begun, Cache, Decoder, Sublayers, rope_frequencies
 from models.params import BaseParams
-from models.self_draft import Drafter, TargetPart
 from models.targets import TargetCard, describe
 
 PAPER = "arXiv:2404.18911"
@@ -150,7 +150,8 @@ class Kangaroo(TargetPart):
 
 
 class _Drafter(Drafter):
-    """See `models.self_draft.Drafter`; the adapter's keys of drafted tokens are written over by what is certain."""
+    """See `models.drafting.self_draft.Drafter`; what is certain is written over the adapter's keys of drafted
+    tokens."""
 
     draft: Kangaroo
 

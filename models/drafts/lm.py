@@ -9,7 +9,7 @@ read: one unroll trains all of them.
 Drafts may be nested: with the last norm and the output matrix, its first layers are a draft of their own. All are
 trained at once (S2D), at the mean of their losses, and come out of one pass. So one training serves a target that wants
 a cheaper draft too, or another target of the same vocabulary; and in decoding each token may be said by the smallest
-that is sure of it (`models.nested`).
+that is sure of it (`models.drafting.nested`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.checkpoint import read_tensors, tensor_names
-from models.draft_files import (
+from models.checkpoints.checkpoint import read_tensors, tensor_names
+from models.checkpoints.loading import load_floats
+from models.drafting.draft_files import (
     Shapes,
     check_config,
     fused,
@@ -34,13 +35,12 @@ from models.draft_files import (
     require_tensors,
     write_config,
 )
+from models.drafting.nested import NestedReader
+from models.drafting.reading import Reader
 from models.drafts import Draft, EngineWeights, KeepRows, Rows, Unrolled, step_by_step
 from models.layers.decoder import Decoder
 from models.layers.reshape import spread_layers, take_layers
-from models.loading import load_floats
-from models.nested import NestedReader
 from models.params import BaseParams
-from models.reading import Reader
 from models.targets import TargetCard, describe
 from models.tokens import differing_tokens
 
@@ -134,7 +134,7 @@ class Lm(Draft):
 
 
 class _Drafter(Reader):
-    """See `models.reading.Reader`."""
+    """See `models.drafting.reading.Reader`."""
 
     draft: Lm
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from models.checkpoint import tensor_names
-from models.draft_files import read_config, require_whole_vocabulary
-from models.draft_format import WEIGHTS
+from models.checkpoints.checkpoint import tensor_names
+from models.drafting.draft_files import read_config, require_whole_vocabulary
+from models.drafting.draft_format import WEIGHTS
+from models.drafting.heads import Format, Heads, HeadsParams
 from models.drafts import EngineWeights, Procedure
-from models.heads import Format, Heads, HeadsParams
 from models.losses import cross_entropy
 
 PAPER = "arXiv:2401.10774, sections 3.1 and 3.2 (Medusa-1)"
@@ -38,7 +38,7 @@ class Params(HeadsParams):
 
 
 class Medusa(Heads):
-    """See `models.heads.Heads`."""
+    """See `models.drafting.heads.Heads`."""
 
     procedure = Procedure(loss=cross_entropy.Params(), follow="all", step_decay=0.8)
 

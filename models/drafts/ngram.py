@@ -11,11 +11,11 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from models.draft_files import read_config
+from models.drafting.draft_files import read_config
+from models.drafting.proposal import Proposal
+from models.drafting.weightless import Format, TextDraft
 from models.drafts import Draw, GoOn
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.weightless import Format, TextDraft
 
 PAPER = "arXiv:2304.04487; github.com/apoorvumang/prompt-lookup-decoding"
 FAMILY = "ngram"
@@ -49,7 +49,7 @@ class Ngram(TextDraft):
     params: Params
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.weightless.TextDraft`."""
+        """See `models.drafting.weightless.TextDraft`."""
         return look_up(token_ids, num_tokens, self.params)
 
     def drafter(self, max_len: int) -> "_Drafter":

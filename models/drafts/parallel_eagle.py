@@ -23,10 +23,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from models.drafting.eagle3_heads import (
+    Eagle3,
+    Format,
+    MaskedParams,
+    engine_weights,
+    require_mask,
+    start_from_last_layer,
+)
+from models.drafting.features import FeatureDrafter
+from models.drafting.proposal import Proposal
 from models.drafts import Draw, EngineWeights, GoOn, KeepRows, Procedure, Rows, Unrolled
-from models.eagle3_heads import Eagle3, Format, MaskedParams, engine_weights, require_mask, start_from_last_layer
-from models.features import FeatureDrafter
-from models.proposal import Proposal
 
 PAPER = "arXiv:2602.01469; github.com/vllm-project/speculators, P-EAGLE"
 FAMILY = "parallel_eagle"
@@ -154,7 +161,7 @@ renew, save, load, check = _format.renew, _format.save, _format.load, _format.ch
 
 
 def create(params: Params, target_dir: Path, token_counts: np.ndarray) -> ParallelEagle:
-    """See `models.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
+    """See `models.drafting.eagle3_heads.Format.create`; h* starts as noise, the same each time."""
     head = _format.create(params, target_dir, token_counts)
     vector = torch.randn(1, head.fc.in_features, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

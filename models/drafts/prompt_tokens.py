@@ -32,8 +32,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from models.checkpoint import read_stored, read_tensor
-from models.draft_files import (
+from models.checkpoints.checkpoint import read_stored, read_tensor
+from models.checkpoints.loading import load_floats, moved
+from models.drafting.draft_files import (
     Shapes,
     check_config,
     made_for,
@@ -42,13 +43,12 @@ from models.draft_files import (
     require_tensors,
     write_config,
 )
-from models.drafters import Beside
+from models.drafting.drafters import Beside
+from models.drafting.proposal import Proposal
+from models.drafting.self_draft import SharedTarget, TargetRunner
 from models.drafts import Draw, GoOn, KeepRows, Procedure, Rows, Unrolled, confidence, step_by_step
 from models.layers.decoder import Decoder
-from models.loading import load_floats, moved
 from models.params import BaseParams, validate
-from models.proposal import Proposal
-from models.self_draft import SharedTarget, TargetRunner
 from models.targets import TargetCard, describe
 from models.trees import path_to
 
@@ -219,7 +219,7 @@ class _Drafter(SharedTarget):
         self._heard = self._guessed = None
 
     def ask(self, proposal: Proposal) -> Beside:
-        """See `models.drafters.Asker`."""
+        """See `models.drafting.drafters.Asker`."""
         counts = self.draft.allot(self._chances(proposal), self._right())
         vectors: list[Tensor] = []
         parents: list[int] = []
@@ -233,7 +233,7 @@ class _Drafter(SharedTarget):
         return Beside(torch.cat(vectors), tuple(parents))
 
     def hear(self, states: Tensor, row: int) -> None:
-        """See `models.drafters.Asker`."""
+        """See `models.drafting.drafters.Asker`."""
         first, count = self._asked[row]
         self._heard = states[first : first + self.draft.params.ensemble * count].unflatten(0, (-1, count)).mean(0)
         self._heard_by = self.draft
@@ -252,7 +252,7 @@ class _Drafter(SharedTarget):
         return Proposal.chain(proposed, drawn_from, guessed.device)
 
     def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
-        """See `models.drafters.Expander`; nothing follows a node that is as deep as there were vectors."""
+        """See `models.drafting.drafters.Expander`; nothing follows a node that is as deep as there were vectors."""
         guessed = self._guesses().log_softmax(-1)
         found = guessed.new_full((len(nodes), guessed.shape[-1]), float("-inf"))
         for place, node in enumerate(nodes):

@@ -2,10 +2,10 @@
 
 What a step costs grows with the prompt, as keys and values of all of it are read; after a short context the same target
 is faster, and says much the same where the context has what is asked. The prompt's first part and its end, which is
-taken for the question, are always kept; between them, the parts that BM25 scores highest (`models.relevance`) in their
-order, as far as they have anything to do with the question. They are chosen once, when the prompt has been read; the
-answer is read behind them as it comes. A prompt that is no longer than the context is not drafted for: the target would
-only do its work twice.
+taken for the question, are always kept; between them, the parts that BM25 scores highest (`models.drafting.relevance`)
+in their order, as far as they have anything to do with the question. They are chosen once, when the prompt has been
+read; the answer is read behind them as it comes. A prompt that is no longer than the context is not drafted for: the
+target would only do its work twice.
 
 The paper finds parts by an embedding model and five more by BM25, sets them in a prompt of their own, and drafts with
 other and larger models too. Here is BM25 alone, over the engine's tokens, and the parts follow each other as they are.
@@ -21,14 +21,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from models.drafting.proposal import Proposal
+from models.drafting.reading import Reader
+from models.drafting.relevance import score
+from models.drafting.self_draft import SelfFormat, TargetRunner
+from models.drafting.weightless import Weightless
 from models.drafts import Draw, GoOn, KeepRows, Rows, Unrolled
 from models.layers.decoder import Begun, Cache, Decoder
 from models.params import BaseParams
-from models.proposal import Proposal
-from models.reading import Reader
-from models.relevance import score
-from models.self_draft import SelfFormat, TargetRunner
-from models.weightless import Weightless
 
 PAPER = "arXiv:2502.20330"
 FAMILY = "rag_draft"
@@ -92,7 +92,8 @@ class RagDraft(TargetRunner, Weightless):
 
 
 class _Drafter(Reader):
-    """See `models.reading.Reader` and `models.drafters.SelfDrafter`; the cache is its own, the weights the engine's."""
+    """See `drafting.reading.Reader` and `drafting.drafters.SelfDrafter`; the cache is its own, the weights the
+    engine's."""
 
     draft: RagDraft
 
@@ -102,11 +103,11 @@ class _Drafter(Reader):
         self._fits = False  # the prompt into the context
 
     def share(self, target: Decoder, cache: Cache) -> None:
-        """See `models.drafters.SelfDrafter`."""
+        """See `models.drafting.drafters.SelfDrafter`."""
         self._target = target
 
     def begun(self) -> Begun | None:
-        """See `models.drafters.SelfDrafter`; nothing has, as all is read after another text."""
+        """See `models.drafting.drafters.SelfDrafter`; nothing has, as all is read after another text."""
         return None
 
     def decoder(self) -> Decoder:

@@ -17,14 +17,14 @@ from pydantic import Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.checkpoint import read_tensors
+from models.checkpoints.checkpoint import read_tensors
+from models.drafting.lookup import Store
+from models.drafting.proposal import Proposal
+from models.drafting.weightless import Format, TextDraft
 from models.drafts import Draft, Draw, GoOn
-from models.lookup import Store
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.targets import TargetCard, describe
 from models.trees import merge
-from models.weightless import Format, TextDraft
 
 PAPER = "arXiv:2503.03434; pruning without a model: arXiv:2311.08252"
 FAMILY = "retrieval"
@@ -74,7 +74,7 @@ class Retrieval(TextDraft):
         return merge(self.store.continuations(token_ids, self.params.longest, num_tokens), num_tokens)
 
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """See `models.weightless.TextDraft`."""
+        """See `models.drafting.weightless.TextDraft`."""
         tokens, parents = self.tree(token_ids, num_tokens)
         branch, node = [], -1
         while node in parents:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field
 
-from models.acceptance import Trace
+from models.evaluation.acceptance import Trace
 from models.params import BaseParams, Frozen
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.checkpoint import read_parts
+from models.checkpoints.checkpoint import read_parts
 from models.layers import factors
 from models.layers.packed_product import Product, product
 

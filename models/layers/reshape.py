@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from models.checkpoints.loading import moved
 from models.layers.linears import blocks
-from models.loading import moved
 
 # Which width each axis of a module's weight has; a bias has the first one's.
 _AXES: dict[str, tuple[str, ...]] = {

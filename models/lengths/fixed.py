@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from models.cost import Cost
 from models.lengths import Plan, Running, View
 from models.params import BaseParams
-from models.running import MATCHES, NUM_PLACES, Acceptance, Source
+from models.throughput.cost import Cost
+from models.throughput.running import MATCHES, NUM_PLACES, Acceptance, Source
 
 PAPER = "arXiv:2211.17192, section 3"
 

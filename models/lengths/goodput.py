@@ -2,10 +2,10 @@
 
     goodput(k) = Σ_sequences (1 + Σ_{i ≤ k} Π_{j ≤ i} a_j) / T(sequences, rows, passes)
 
-with a_j from `models.running` and T from `models.cost`. The paper verifies the same number of tokens of each sequence;
-here a token is verified only where its chance is above the price of its row, goodput × ms of a row, which is the
-condition for the largest quotient. So look-up and head, and domains that the draft knows and such that it does not, are
-cut at different lengths in one step.
+with a_j from `models.throughput.running` and T from `models.throughput.cost`. The paper verifies the same number of
+tokens of each sequence; here a token is verified only where its chance is above the price of its row, goodput × ms of a
+row, which is the condition for the largest quotient. So look-up and head, and domains that the draft knows and such
+that it does not, are cut at different lengths in one step.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
@@ -27,10 +27,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from models.cost import Cost, Line
 from models.lengths import RECENT, Plan, Running, View
 from models.params import BaseParams
-from models.running import FIRST_GUESS, NUM_PLACES, Acceptance, Lookup, Source, match_class
+from models.throughput.cost import Cost, Line
+from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Lookup, Source, match_class
 
 PAPER = "arXiv:2406.14066, section 4"
 

@@ -23,10 +23,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models import binary_head
-from models.batches import hidden_states, pack
 from models.drafts import Draft, Rows, confidence
-from models.hidden import Sample, length_buckets
+from models.learning import binary_head
+from models.learning.batches import hidden_states, pack
+from models.learning.hidden import Sample, length_buckets
 from models.lengths import View
 from models.params import BaseParams
 

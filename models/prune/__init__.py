@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.invariants import note
+from models.checkpoints.invariants import note
+from models.checkpoints.sparsity import Pattern, require_groups
 from models.layers.linears import Gram, calibrate, linears
 from models.params import BaseParams
-from models.sparsity import Pattern, require_groups
 
 
 def require_inputs(weight: Tensor, inputs: Gram, num_tokens: int = 1) -> None:
@@ -37,7 +37,7 @@ def prune_model(
     """Zero weights of all linear layers of the decoder blocks, in place.
 
     Each block is pruned on the inputs that the pruned blocks before it give. The config notes each layer's pattern, so
-    that what comes after keeps it (`models.invariants`).
+    that what comes after keeps it (`models.checkpoints.invariants`).
 
     Args:
         model: of Llama's layout.

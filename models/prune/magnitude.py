@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.checkpoints.sparsity import Pattern
 from models.layers.linears import Gram
 from models.params import BaseParams
-from models.sparsity import Pattern
 
 PAPER = "arXiv:1506.02626"
 CALIBRATED = False

@@ -15,11 +15,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from models.checkpoints.sparsity import Pattern
 from models.layers.hessian import inverse_factor
 from models.layers.linears import Gram
 from models.params import BaseParams
 from models.prune import require_inputs
-from models.sparsity import Pattern
 
 PAPER = "arXiv:2301.00774, algorithm 1"
 CALIBRATED = True

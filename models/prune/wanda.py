@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from models.checkpoints.sparsity import Pattern
 from models.layers.linears import Gram
 from models.params import BaseParams
 from models.prune import require_inputs
-from models.sparsity import Pattern
 
 PAPER = "arXiv:2306.11695, equation 1"
 CALIBRATED = True

@@ -26,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import catalog, training
+from models import catalog
 from models.layers.linears import linears
+from models.learning import training
 from models.params import BaseParams, TrainingParams
 
 # The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
@@ -73,13 +74,13 @@ def train_for(
         params: of the training loop.
         seed: of the order of batches and of what the method draws.
         work_dir: holds the checkpoint; None keeps none.
-        on_progress: see `models.training.train`.
+        on_progress: see `models.learning.training.train`.
 
     Returns:
         What training was, or None where the method wants none.
 
     Raises:
-        ValueError: as `models.training.train`.
+        ValueError: as `models.learning.training.train`.
     """
     module = catalog.load("quantize", method.name)
     if not hasattr(module, "regime"):

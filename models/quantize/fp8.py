@@ -11,7 +11,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers.float8_linear import Float8Linear, to_float8
 from models.layers.linears import linears, replace
 from models.params import BaseParams

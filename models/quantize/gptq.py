@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers import integers
 from models.layers.hessian import inverse_factor
 from models.layers.integers import Integers

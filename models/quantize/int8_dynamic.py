@@ -12,7 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers import integers
 from models.layers.integer_linear import IntegerLinear
 from models.layers.linears import linears, replace

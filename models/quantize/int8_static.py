@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers import integers
 from models.layers.integer_linear import HIGH, IntegerLinear
 from models.layers.linears import Rows, calibrate, replace

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers import integers
 from models.layers.integers import Integers
 from models.layers.linears import linears

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import compressed
+from models.checkpoints import compressed
 from models.layers import integers
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, round_each

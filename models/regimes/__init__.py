@@ -1,4 +1,4 @@
-"""Training regimes: what a method changes about the one training loop (`models.training`), as hooks.
+"""Training regimes: what a method changes about the one training loop (`models.learning.training`), as hooks.
 
 Letters: B documents of a batch, T tokens of a document, L layers of the model.
 
@@ -6,8 +6,9 @@ A method's module has
 
 - `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined;
 - `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
-- `train(model, documents, params, training, seed, work_dir, on_progress) -> models.training.Trained`: that loop, which
-  runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no other;
+- `train(model, documents, params, training, seed, work_dir, on_progress) -> models.learning.training.Trained`: that
+  loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no
+  other;
 - `COMPARED`, optional: `Params` of the rows that its family's table shows beside the defaults, by heading.
 """
 

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import training as loop
 from models.layers.linears import linears
+from models.learning import training as loop
 from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 
@@ -68,7 +68,7 @@ def train(
     work_dir: Path | None = None,
     on_progress: loop.OnProgress | None = None,
 ) -> loop.Trained:
-    """Find a ticket and train it in place; see `models.training.train`.
+    """Find a ticket and train it in place; see `models.learning.training.train`.
 
     Returns:
         the last training's losses; tokens, steps and seconds of all trainings together; figure "sparsity".

@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
+from models.learning.training import IGNORED
 from models.params import BaseParams
 from models.regimes import Batch, Plan, Regime
-from models.training import IGNORED
 
 PAPER = "arXiv:2107.02027, section 3"
 CHANGES = ("batches",)

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from models import catalog
 from models.drafts import Draft
-from models.hidden import Sample
+from models.evaluation.scoring import score
+from models.learning.hidden import Sample
+from models.learning.training import pad
 from models.params import BaseParams
-from models.scoring import score
-from models.training import pad
 
 Document = Sequence[int]
 

@@ -23,8 +23,8 @@ from models.layers.decoder import MODEL_TYPES
 from models.layers.layout import Norm
 from models.layers.linears import blocks
 from models.layers.reshape import head_dim
+from models.learning.training import cut
 from models.params import BaseParams, TrainingParams
-from models.training import cut
 
 
 class Measured(BaseParams):

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import spread_layers, take_layers
+from models.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, choose, pieces, read, shape_of
-from models.training import OnProgress
 
 PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
 KEEPS_TOKENS = True

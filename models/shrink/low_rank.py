@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.invariants import note
+from models.checkpoints.invariants import note
 from models.layers.linears import Gram, calibrate, linears
+from models.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, pieces, shape_of
-from models.training import OnProgress
 
 PAPER = "arXiv:2403.07378, section 3 (SVD-LLM, truncation-aware data whitening)"
 KEEPS_TOKENS = True

@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_layers, take_widths
+from models.learning.training import OnProgress, cut, num_steps, train
 from models.params import TrainingParams
 from models.regimes import Batch, Plan, Regime
 from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, wanted_shape
-from models.training import OnProgress, cut, num_steps, train
 
 PAPER = "arXiv:2310.06694, section 2.1"
 KEEPS_TOKENS = True
@@ -74,7 +74,7 @@ def shrink(
         training: of both halves.
         seed: of the masks and of the order of documents.
         work_dir: holds checkpoints of both halves; None keeps none.
-        on_progress: see `models.training.train`; counts both halves.
+        on_progress: see `models.learning.training.train`; counts both halves.
 
     Raises:
         ValueError: the model is of another layout, the shape is impossible for it, or documents are too few for two

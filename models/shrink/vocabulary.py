@@ -18,12 +18,12 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedModel
 
-from models.invariants import note
+from models.checkpoints.invariants import note
 from models.layers.reshape import Kept, take_widths
 from models.layers.vocabulary import choose_vocabulary
+from models.learning.training import OnProgress
 from models.params import BaseParams, TrainingParams
 from models.shrink import shape_of
-from models.training import OnProgress
 
 PAPER = "arXiv:2502.14856, section 3 (FR-Spec)"
 KEEPS_TOKENS = False

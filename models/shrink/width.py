@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_widths
+from models.learning.training import OnProgress
 from models.params import TrainingParams
 from models.shrink import Measured, Widths, choose, choose_heads, norms, pieces, read, shape_of, wanted_shape
-from models.training import OnProgress
 
 PAPER = "arXiv:2407.14679, section 2.2 (Minitron)"
 KEEPS_TOKENS = True

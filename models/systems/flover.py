@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from models.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
 from models.layers.decoder import Cache
 from models.layers.wide import WideDecoder
 from models.systems import Given, Seen

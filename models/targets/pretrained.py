@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from models.loading import load_reported
+from models.checkpoints.loading import load_reported
 from models.params import BaseParams
 from models.targets import TOKENIZER_FILES
 

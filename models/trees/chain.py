@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.trees import Expand, Shape, fill
 
 PAPER = "arXiv:2211.17192, algorithm 1"

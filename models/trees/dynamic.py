@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.trees import Expand
 
 PAPER = "arXiv:2406.16858, section 4"

@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.trees import Expand
 
 PAPER = "arXiv:2410.11744"

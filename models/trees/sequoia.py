@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.trees import Expand, Shape, fill
 
 PAPER = "arXiv:2402.12374, section 3.1"

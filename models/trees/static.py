@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.trees import Expand, Shape, fill
 
 PAPER = "arXiv:2305.09781, section 3.1; arXiv:2401.10774"

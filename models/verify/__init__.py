@@ -7,8 +7,8 @@ module has
 
 - `LOSSLESS`: emitted tokens follow p whatever the draft is;
 - `SAMPLES`: it takes any p, not only one with a single 1 a row;
-- `SIBLINGS`: how children of one node may have been drawn (`models.multi_draft`), first the way that it is made for;
-  others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
+- `SIBLINGS`: how children of one node may have been drawn (`models.drafting.multi_draft`), first the way that it is
+  made for; others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
 - `READS_STATES`: only in rules whose `verify` takes `states` besides, [B, N+1, H] what the output matrix multiplied;
 - `READS_TEXT`: only in rules whose `verify` takes `text` besides, of each block all tokens that are certain;
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.multi_draft import Choice, Choose
+from models.drafting.multi_draft import Choice, Choose
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 
 
 class Rules(NamedTuple):
@@ -86,7 +86,8 @@ def emit(proposal: Proposal, ends: Tensor, final: Tensor) -> Verified:
 
     Args:
         proposal: what was verified.
-        ends: [B] int64, the row (`models.proposal`) at which each block's accepted path ends; 0 if nothing is accepted.
+        ends: [B] int64, the row (`models.drafting.proposal`) at which each block's accepted path ends; 0 if nothing is
+            accepted.
         final: [B] int64, the target's own token after it.
     """
     depth = proposal.depth

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.multi_draft import Siblings
+from models.drafting.multi_draft import Siblings
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.verify import Verified, check_block, common_prefix, expected_of_greedy, follow
 
 PAPER = "arXiv:1811.03115, section 3"

@@ -24,13 +24,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models import binary_head
+from models.drafting.multi_draft import Siblings
+from models.drafting.proposal import Proposal
 from models.drafts import Draft
-from models.hidden import Sample
 from models.layers.decoder import Cache, Decoder
-from models.multi_draft import Siblings
+from models.learning import binary_head
+from models.learning.hidden import Sample
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy
 
 PAPER = "arXiv:2501.19309"
@@ -148,7 +148,7 @@ def fit(
     params: Params,
     seed: int,
 ) -> Params:
-    """Fit a head to the marked texts of a file; see `models.fitted`.
+    """Fit a head to the marked texts of a file; see `models.learning.fitted`.
 
     Args:
         draft: not read.

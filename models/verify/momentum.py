@@ -21,9 +21,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.multi_draft import Siblings
+from models.drafting.multi_draft import Siblings
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.verify import Verified, check_block, common_prefix, emit, expected_of_greedy, follow
 
 PAPER = "arXiv:2212.02175, section 3"

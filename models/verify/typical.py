@@ -6,7 +6,8 @@ likeliest one instead, and so does not sample even where nothing is drafted.
 
 Not lossless. A token over the bar comes as often as it is drafted and not as often as the target says it; one under it
 comes only where it is drawn in the end. With one drafted token the total variation between the emitted token and p is
-½ Σ |kept + (1 − Σ kept) p − p| with kept = q where p is over the bar, else 0 (`models.multi_draft.exact_outcome`).
+½ Σ |kept + (1 − Σ kept) p − p| with kept = q where p is over the bar, else 0
+(`models.drafting.multi_draft.exact_outcome`).
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.multi_draft import Choice, Siblings
+from models.drafting.multi_draft import Choice, Siblings
+from models.drafting.proposal import Proposal
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.verify import Verified, check_block, emit, expected_of_chain
 
 PAPER = "arXiv:2401.10774, typical acceptance"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.sources import Prompt
 from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
 from tasks.measure.run import Run

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from models.invariants import noted
-from models.loading import load_model
+from models.checkpoints.invariants import noted
+from models.checkpoints.loading import load_model
 from models.stages import TABLES
 from tasks import finetune_model, pretrain_model, prune_model, quantize_target, shrink_model
 from tasks.measure.comparisons import Bench, shuffled

@@ -35,7 +35,7 @@ from infra.views import Interval
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import out
 from models import catalog
-from models.acceptance import CONFIDENCE
+from models.evaluation.acceptance import CONFIDENCE
 from models.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.recipe import Recipe

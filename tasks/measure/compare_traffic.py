@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.acceptance import Estimate, Summary, Trace, difference, summarise
-from models.golden import Golden, equal_output, load_golden
+from models.evaluation.acceptance import Estimate, Summary, Trace, difference, summarise
+from models.evaluation.golden import Golden, equal_output, load_golden
 from models.params import Frozen
 
 
@@ -20,7 +20,7 @@ class DomainComparison(Frozen):
 
 
 class Outputs(Frozen):
-    """How many outputs were compared with the target's own, and what came of it by the rule of `models.golden`."""
+    """How many outputs were compared with the target's own, and what came of it by `models.evaluation.golden`."""
 
     num_compared: int
     verdicts: dict[str, int]

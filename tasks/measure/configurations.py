@@ -22,16 +22,17 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from models import catalog, distill
-from models.draft_families import class_of, family_named, open_draft
+from models import catalog
+from models.drafting.draft_families import class_of, family_named, open_draft
+from models.drafting.self_draft import TargetRunner
+from models.drafting.weightless import Weightless
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.layers.decoder import Decoder
+from models.learning import distill
 from models.params import BaseParams, Frozen, validate
-from models.self_draft import TargetRunner
 from models.targets import describe
-from models.weightless import Weightless
 from tasks.measure.peers import engine_dtype
 from tasks.measure.run import Run
 from tasks.promote import open_champions

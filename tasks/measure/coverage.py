@@ -30,11 +30,11 @@ from infra.registry import open_registry
 from infra.versions import Pair
 from infra.views.results import Grid, Report, interval
 from infra.windows import Window
-from models.draft_families import open_draft
-from models.hidden import Sample
-from models.paired import Score
+from models.drafting.draft_families import open_draft
+from models.evaluation.paired import Score
+from models.evaluation.scoring import score
+from models.learning.hidden import Sample
 from models.recipe import Refresh
-from models.scoring import score
 from models.sources import Prompt
 from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from models import catalog, fitted
-from models.draft_families import open_draft
+from models import catalog
+from models.drafting.draft_families import open_draft
 from models.drafts import Draft
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Took
-from models.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
 from models.layers.decoder import Decoder
+from models.learning import fitted
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench
 from tasks.measure.spread import Mean

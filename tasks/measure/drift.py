@@ -12,7 +12,8 @@ domain that it has known. The target answers all of them greedily, as the servic
 - pool: of the drafts that have served, the one that is best at the window; nothing is trained.
 
 The specialist that they are held to has learnt twice as many requests of the further domain, without replay and for
-twice as many passes. Acceptance is counted on the target's own answers to held-out prompts (`models.scoring`).
+twice as many passes. Acceptance is counted on the target's own answers to held-out prompts
+(`models.evaluation.scoring`).
 """
 
 import json
@@ -31,12 +32,12 @@ from infra.views import Interval
 from infra.views.figures import draw_refreshes
 from infra.views.results import Grid, Report
 from infra.views.results import interval as shown
-from models import distill
-from models.acceptance import Trace, difference, mean_accepted_length, summarise
-from models.draft_families import family_of, open_draft
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
-from models.hidden import Sample
-from models.scoring import trace
+from models.evaluation.acceptance import Trace, difference, mean_accepted_length, summarise
+from models.evaluation.scoring import trace
+from models.learning import distill
+from models.learning.hidden import Sample
 from tasks.distill_draft import untrained
 from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog
+from models.evaluation.perplexity import score
+from models.learning.training import Trained
 from models.params import BaseParams
-from models.perplexity import score
-from models.training import Trained
 from tasks.measure.losses import nats_per_token
 from tasks.measure.spread import Mean
 

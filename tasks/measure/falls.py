@@ -1,7 +1,8 @@
 """How often acceptance is told to have fallen where it has not, and how soon where it has, by simulation.
 
 Requests of one domain are drawn whose truth is known, and those that are drafted alone are judged as the service judges
-them (models/watch.py); a domain counts as judged after each of them. A fall keeps the steps and takes accepted tokens.
+them (models/evaluation/watch.py); a domain counts as judged after each of them. A fall keeps the steps and takes
+accepted tokens.
 
 What conversations give, and how far they differ, is the demonstration's: of its gate's scores, steps weighted, `chat`
 (94 conversations) has a gain of 0.74 with a spread of 0.55 from one to the other, `code` (50) 0.68 with 0.29.
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report
-from models.watch import DOUBT, LATELY, Doubt, Params, doubt, share_alone
+from models.evaluation.watch import DOUBT, LATELY, Doubt, Params, doubt, share_alone
 from tasks.measure.run import Run
 
 NUM_PLACES = 3  # K

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 from infra.artifacts import Artifact, open_artifact
 from infra.views.results import out
-from models import catalog, distill
-from models.draft_families import family_named
+from models import catalog
+from models.drafting.draft_families import family_named
+from models.learning import distill
 from models.params import BaseParams, validate
 from models.recipe import Recipe
 from tasks.distill_draft import distill_draft

@@ -21,9 +21,9 @@ from scipy.stats import beta, t
 
 from infra.views.figures import draw_promotions
 from infra.views.results import Grid, Report
-from models.betting import log_growth, log_wealth
-from models.gate import allowed_error
-from models.paired import Score, clusters, gain
+from models.evaluation.betting import log_growth, log_wealth
+from models.evaluation.gate import allowed_error
+from models.evaluation.paired import Score, clusters, gain
 from tasks.measure import falls, watch
 from tasks.measure.run import Run
 from tasks.stages.split import MOST_OF_GROUP, stands_for

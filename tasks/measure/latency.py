@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.acceptance import CONFIDENCE, Estimate, Floats, resample_sums
+from models.evaluation.acceptance import CONFIDENCE, Estimate, Floats, resample_sums
 from models.params import Frozen
 
 NUM_RESAMPLES = 2000

@@ -9,7 +9,7 @@ Where lengths of answers are compared, there is a curve for each. A draft then l
 length, of fewer requests the longer they are, and all are held to answers of the greatest length.
 
 Drafts are trained for the most tokens that they are held to. Nothing is served: acceptance is counted on the target's
-own answers (`models.scoring`).
+own answers (`models.evaluation.scoring`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from infra.versions import Pair
 from infra.views import Interval
 from infra.views.figures import draw_learning
 from infra.views.results import Grid, Report
-from models.acceptance import summarise
-from models.draft_families import open_draft
-from models.hidden import Sample
+from models.drafting.draft_families import open_draft
+from models.evaluation.acceptance import summarise
+from models.evaluation.scoring import trace
+from models.learning.hidden import Sample
 from models.recipe import Traffic
-from models.scoring import trace
 from tasks.measure.answers import answers
 from tasks.measure.home import first_pair
 from tasks.measure.pupil import teach

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import catalog, distill
-from models.draft_families import family_named
+from models import catalog
+from models.drafting.draft_families import family_named
 from models.drafts import Draft
-from models.hidden import Sample
-from models.likeness import answers
-from models.paired import Score
-from models.scoring import score
+from models.evaluation.likeness import answers
+from models.evaluation.paired import Score
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from tasks.measure.comparisons import Bench, draw
 from tasks.measure.spread import Mean
 

@@ -5,8 +5,8 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.draft_families import family_of
-from models.likeness import accepted, fits, likeness
+from models.drafting.draft_families import family_of
+from models.evaluation.likeness import accepted, fits, likeness
 from tasks.measure.comparisons import Bench
 from tasks.measure.spread import Mean
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from models import perplexity as text
-from models.perplexity import Likelihood
+from models.evaluation import perplexity as text
+from models.evaluation.perplexity import Likelihood
 from tasks.measure.spread import Mean
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.cost import Cost, Time
 from models.layers.decoder import Cache, Decoder, Sublayers
 from models.systems import Times
+from models.throughput.cost import Cost, Time
 
 CONTEXT, REPEATS, NUM_MEETINGS = 64, 5, 200
 ROWS = (1, 2, 4, 8, 16)

@@ -7,7 +7,7 @@ import torch
 
 from infra.manifest import write_manifest
 from infra.registry import Registry
-from models.draft_families import family_of, name_of
+from models.drafting.draft_families import family_of, name_of
 
 
 def register_random(registry: Registry, number: int, target_dir: Path, folder: Path, seed: int) -> int:

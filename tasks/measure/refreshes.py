@@ -23,7 +23,7 @@ from infra.views.figures import draw_refreshes
 from infra.views.gate import DATA, PASSED, GateReport
 from infra.views.results import Grid, Report, interval
 from models import catalog
-from models.acceptance import Trace, summarise
+from models.evaluation.acceptance import Trace, summarise
 from models.recipe import Traffic
 from models.sources import Prompt, dataset
 from tasks.measure.endpoint import Endpoint, dump

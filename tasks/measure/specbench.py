@@ -26,9 +26,9 @@ from transformers import AutoTokenizer
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval
 from models import catalog
-from models.acceptance import Trace, summarise
 from models.engines import Sampling
 from models.engines.torch import TorchEngine
+from models.evaluation.acceptance import Trace, summarise
 from models.tokens import encode_chat
 from models.verify import rejection
 from tasks.measure.compare_traffic import judge_outputs

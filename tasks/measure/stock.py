@@ -16,7 +16,7 @@ from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.service_process import END_TIMEOUT_S
 from infra.settings import Settings
-from models.draft_families import family_of
+from models.drafting.draft_families import family_of
 from models.drafts import ngram
 from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe

@@ -1,8 +1,8 @@
 """How soon the watch takes back a draft that does worse, and how often one that does not, by simulation.
 
-Requests are drawn whose truth is known, from three domains, and looked at as the watch does (models/lookback.py): all
-findings of all looks count, and no draft is settled. They differ by 0.5 in τ, and the two drafts by 0.3 on one request,
-which is more than conversations of the demo do. `redraft bench gate` runs it.
+Requests are drawn whose truth is known, from three domains, and looked at as the watch does
+(models/evaluation/lookback.py): all findings of all looks count, and no draft is settled. They differ by 0.5 in τ, and
+the two drafts by 0.3 on one request, which is more than conversations of the demo do. `redraft bench gate` runs it.
 """
 
 import math
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report
-from models.betting import BETS, log_wealth
-from models.lookback import allowed_errors, bound_of
+from models.evaluation.betting import BETS, log_wealth
+from models.evaluation.lookback import allowed_errors, bound_of
 from tasks.measure.run import Run
 
 BETWEEN_REQUESTS, BETWEEN_DRAFTS = 0.5, 0.3  # standard deviations of τ

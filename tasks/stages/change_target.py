@@ -10,9 +10,11 @@ from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_losses
-from models import invariants, perplexity, training
+from models.checkpoints import invariants
+from models.checkpoints.loading import complete, load_floats, load_model, save_model
+from models.evaluation import perplexity
 from models.layers.linears import ENOUGH, enough_tokens
-from models.loading import complete, load_floats, load_model, save_model
+from models.learning import training
 from models.params import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import produce
@@ -95,7 +97,8 @@ def change_target(
         change: the algorithm; may use up the model.
 
     Raises:
-        ValueError: what is stored breaks what an earlier stage promised of the weights, see `models.invariants`.
+        ValueError: what is stored breaks what an earlier stage promised of the weights, see
+            `models.checkpoints.invariants`.
     """
 
     def make(directory: Path, work: Path) -> None:
@@ -132,7 +135,7 @@ def store(changed: Changed, directory: Path, target_dir: Path) -> None:
 
     Raises:
         ValueError: what is stored breaks, or says nothing of, what an earlier stage promised of the weights, see
-            `models.invariants`.
+            `models.checkpoints.invariants`.
     """
     invariants.require_noted(AutoConfig.from_pretrained(target_dir), changed.model.config)
     if changed.save is None:

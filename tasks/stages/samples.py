@@ -17,8 +17,8 @@ from typing import Literal
 
 from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
-from models.acceptance import rejected_places
-from models.hidden import Sample
+from models.evaluation.acceptance import rejected_places
+from models.learning.hidden import Sample
 from tasks.stages.shares import cap_per_key
 
 Part = Literal["train", "held_out", "probe"]

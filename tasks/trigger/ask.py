@@ -22,10 +22,10 @@ from infra.registry import open_registry
 from infra.triggerfile import LastLook, Snapshot, TriggerFile, Wish
 from infra.triggers import Due, Fall, Fallen, Looked, Ok
 from infra.waiting import Queue
-from models.clusters import num_tests
-from models.gate import Evidence
+from models.evaluation.clusters import num_tests
+from models.evaluation.gate import Evidence
+from models.evaluation.watch import enough_rows
 from models.recipe import Recipe
-from models.watch import enough_rows
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others
 from tasks.trigger.room import short_of_memory

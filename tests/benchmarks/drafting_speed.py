@@ -26,7 +26,7 @@ from infra.doctor import openmp_preload
 from models.engines import Completion, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
-from models.golden import Golden, equal_output, load_golden
+from models.evaluation.golden import Golden, equal_output, load_golden
 from models.recipe import load_recipe
 from models.tokens import encode_chat
 from tasks.measure.latency import Decoded, compare_blocks

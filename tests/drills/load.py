@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-from models.golden import Golden, equal_output, first_difference, near_tie_threshold
+from models.evaluation.golden import Golden, equal_output, first_difference, near_tie_threshold
 from models.params import Frozen
 from tests.world import KEY, MODEL, PROMPTS, TLS, Served, ask
 
@@ -32,7 +32,8 @@ class Reply(Frozen):
 
 
 class Wanted(Frozen):
-    """What the target says to a prompt in a quiet time, and when another answer counts as well: see `models.golden`."""
+    """What the target says to a prompt in a quiet time, and when another answer counts as well
+    (`evaluation.golden`)."""
 
     text: str
     golden: Golden
@@ -58,7 +59,7 @@ class Wanted(Frozen):
 
 
 def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KEY) -> dict[str, Wanted]:
-    """Return what the target says alone, with a threshold of near ties from two more batch sizes, see `models.golden`.
+    """Return what the target says alone, with a threshold of near ties from two more batch sizes.
 
     The service is left speculating.
 

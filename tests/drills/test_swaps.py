@@ -7,7 +7,7 @@ import pytest
 
 from models.engines import Completion
 from models.engines.vllm.engine import VllmEngine
-from models.golden import Golden
+from models.evaluation.golden import Golden
 from tests.conftest import make_draft
 from tests.models.engines.test_vllm import GREEDY, answer_all, prompts, reference, require_equal
 

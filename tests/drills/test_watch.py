@@ -16,8 +16,8 @@ from infra.events import DRAFT_TAKEN_BACK
 from infra.processes import Child, wait_until
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
-from models.draft_families import open_draft
-from models.eagle3_heads import WEIGHTS
+from models.drafting.draft_families import open_draft
+from models.drafting.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
 from tests.flows.conftest import Cli, registry_of

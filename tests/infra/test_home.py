@@ -22,9 +22,9 @@ from infra.registry import open_registry
 from infra.service_process import config_path
 from infra.settings import Settings
 from infra.status import Phase
-from models.draft_families import family_named, family_of, open_draft
+from models.drafting.draft_families import family_named, family_of, open_draft
 from models.engines.torch import Params, TorchEngine
-from models.golden import load_golden
+from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.config import read_config
 from services.drafts import DraftSource, choose_boot_draft, read_memory

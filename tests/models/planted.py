@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models.engines import Sampling
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.targets import random
 from tests.models.drafts.answered import answer_each
 

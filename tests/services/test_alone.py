@@ -1,4 +1,4 @@
-from models.watch import DOUBTED, FIRST, SHARE
+from models.evaluation.watch import DOUBTED, FIRST, SHARE
 from services.alone import STEPS, Alone
 
 

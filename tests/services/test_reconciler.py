@@ -29,15 +29,15 @@ from infra.status import Phase
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
 from models import catalog
-from models.acceptance import Tally
-from models.canary import Params as CanaryParams
-from models.draft_families import family_named
-from models.eagle3_heads import WEIGHTS
+from models.drafting.draft_families import family_named
+from models.drafting.eagle3_heads import WEIGHTS
+from models.drafting.proposal import Proposal
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.golden import Golden
+from models.evaluation.acceptance import Tally
+from models.evaluation.canary import Params as CanaryParams
+from models.evaluation.golden import Golden
 from models.params import BaseParams
-from models.proposal import Proposal
 from models.serving import Probation, Serving
 from models.targets import describe
 from models.verify import Verified, emit

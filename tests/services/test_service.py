@@ -15,7 +15,7 @@ from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
 from infra.querylog import QueryLog
 from infra.service_process import ray_folder
-from models.captured import read
+from models.learning.captured import read
 from models.targets import describe
 from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
 

@@ -11,7 +11,7 @@ import pytest
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version
-from models.canary import Answer, Finding
+from models.evaluation.canary import Answer, Finding
 from services.events import (
     Action,
     Ask,

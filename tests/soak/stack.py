@@ -21,8 +21,8 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
-from models.draft_families import open_draft
-from models.golden import Golden
+from models.drafting.draft_families import open_draft
+from models.evaluation.golden import Golden
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
 from tests.drills.load import Asker

@@ -6,7 +6,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 from infra.artifacts import publish, staged
-from models.draft_families import open_draft
+from models.drafting.draft_families import open_draft
 from models.drafts import lm
 from models.targets import random
 from tasks.adopt_draft import adopt_draft

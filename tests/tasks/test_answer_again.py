@@ -20,10 +20,10 @@ from infra.registry import open_registry
 from infra.settings import Settings, load_settings
 from infra.versions import Pair, Version
 from infra.windows import Window
-from models import answering
-from models.answering import Ask
-from models.hidden import Sample
-from models.loading import load_model
+from models.checkpoints.loading import load_model
+from models.learning import answering
+from models.learning.answering import Ask
+from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Again, Recipe, load_recipe
 from tasks import answer_again as module

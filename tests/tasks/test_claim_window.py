@@ -16,7 +16,7 @@ from infra.querylog import QueryLog
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
 from infra.versions import Pair, Version
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.recipe import Refresh
 from models.tokens import encode_chat
 from tasks.advance_cursor import advance_cursor

@@ -15,18 +15,19 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.windows import Window
-from models import fitted, scoring
 from models.answers import on_policy
-from models.draft_families import family_named, open_draft
+from models.drafting.draft_families import family_named, open_draft
 from models.drafts import Draft, retrieval, self_skip
-from models.gate import Evidence
-from models.hidden import Sample
+from models.evaluation import scoring
+from models.evaluation.gate import Evidence
+from models.evaluation.paired import Score
 from models.layers.decoder import Sublayers
+from models.learning import fitted
+from models.learning.hidden import Sample
+from models.learning.written import Rounds
 from models.lengths import specdec_pp
-from models.paired import Score
 from models.recipe import parse_recipe, shipped_recipes
 from models.targets import describe
-from models.written import Rounds
 from tasks.distill_draft import distill_draft, train_challenger, untrained
 from tasks.find_challenger import Start
 from tasks.stages.samples import write_samples

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.loading import load_model
+from models.checkpoints.loading import load_model
 from models.recipe import parse_recipe, shipped_recipes
 from tasks.finetune_model import finetune_model
 from tasks.prepare_target import prepare_target

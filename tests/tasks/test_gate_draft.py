@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.gate import Params
-from models.paired import Score
+from models.evaluation.gate import Params
+from models.evaluation.paired import Score
 from tasks.gate_draft import best_of, judge_floors
 from tests.conftest import judge
 

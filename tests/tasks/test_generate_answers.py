@@ -1,6 +1,6 @@
 """Under which names answers are kept, and which prompts become golden."""
 
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
 from tasks.generate_answers import _across_domains, _named

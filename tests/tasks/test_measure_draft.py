@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.paired import Score
+from models.evaluation.paired import Score
 from tasks.measure_draft import summarise, tau_of
 
 SCORES = [

@@ -7,8 +7,8 @@ import pytest
 
 from infra.artifacts import Artifact
 from infra.registry import Registry
-from models import training
-from models.loading import load_model
+from models.checkpoints.loading import load_model
+from models.learning import training
 from models.params import TrainingParams
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 from models.targets import describe

@@ -12,7 +12,7 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE, GateReport
 from infra.windows import Window
-from models import distill
+from models.learning import distill
 from models.recipe import load_recipe
 from tasks.distill_draft import Trained
 from tasks.find_challenger import find_challenger

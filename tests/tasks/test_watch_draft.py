@@ -16,9 +16,9 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import load_settings
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, WORK, Watch, Watches
-from models.draft_files import made_for
+from models.checkpoints.loading import load_floats
+from models.drafting.draft_files import made_for
 from models.drafts import lm
-from models.loading import load_floats
 from models.recipe import Recipe, load_recipe
 from models.targets import describe
 from tasks.watch_draft import EVIDENCE, watch_draft

@@ -17,7 +17,7 @@ from infra.settings import Settings
 from infra.views.acceptance import Served
 from infra.views.gate import GateReport, headline, write_files
 from infra.windows import Window
-from models.gate import Params
+from models.evaluation.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure.compare_traffic import compare_acceptance
 from tasks.measure_draft import first_report

@@ -28,8 +28,8 @@ import torch
 from pydantic import Field
 from transformers import AutoConfig
 
-from models.borrowing import Format
-from models.checkpoint import read_tensor
+from models.checkpoints.checkpoint import read_tensor
+from models.drafting.borrowing import Format
 from models.drafts.dream.draft import Dream
 from models.params import BaseParams
 

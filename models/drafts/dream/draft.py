@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.borrowing import NormedDraft
+from models.drafting.borrowing import NormedDraft
+from models.drafting.features import PathDrafter, Scale, decoder_layer
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.drafts.dream import images, watched
 from models.drafts.dream.memory import Memory, Pair, Pairs, joined, stacked
-from models.features import PathDrafter, Scale, decoder_layer
 from models.losses import feature_regression
 
 CHUNK = 512

@@ -1,6 +1,6 @@
 """EAGLE-3: one decoder layer that drafts from the target's own hidden states, made, kept and checked.
 
-The module itself is in `models.eagle3_heads`, what others publish in `layouts`.
+The module itself is in `models.drafting.eagle3_heads`, what others publish in `layouts`.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from models.checkpoint import read_stored, read_tensor
-from models.draft_files import check_made_for, read_json
-from models.drafts import EngineWeights
-from models.drafts.eagle3.layouts import is_published, read_published
-from models.eagle3_heads import (
+from models.checkpoints.checkpoint import read_stored, read_tensor
+from models.drafting.draft_files import check_made_for, read_json
+from models.drafting.eagle3_heads import (
     Eagle3,
     Format,
     HeadParams,
@@ -22,6 +20,8 @@ from models.eagle3_heads import (
     is_subset,
     start_from_last_layer,
 )
+from models.drafts import EngineWeights
+from models.drafts.eagle3.layouts import is_published, read_published
 from models.targets import describe
 from models.tokens import differing_tokens
 

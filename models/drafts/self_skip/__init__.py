@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from models.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, require_part
+from models.drafting.subset_search import Subset
 from models.drafts.self_skip.offline import find
 from models.drafts.self_skip.on_the_fly import Tuning, TuningDrafter
 from models.layers.decoder import Decoder, Sublayers
 from models.params import BaseParams
 from models.precision import fast_dtype
-from models.self_draft import SelfDraft, SelfFormat, TreeDrafter, require_part
-from models.subset_search import Subset
 
 PAPER = "arXiv:2309.08168; on the fly: arXiv:2410.06916"
 FAMILY = "self_skip"

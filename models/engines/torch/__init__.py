@@ -18,19 +18,20 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from models import catalog, fitted
-from models.cost import Cost, Time
-from models.draft_families import family_of, open_draft
+from models import catalog
+from models.checkpoints.loading import stop_ids
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
 from models.engines import Completion, EngineParams, Sampling
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
 from models.layers.decoder import Decoder
+from models.learning import fitted
 from models.lengths import fixed
-from models.loading import stop_ids
 from models.params import BaseParams
 from models.precision import fast_dtype
 from models.targets import describe
+from models.throughput.cost import Cost, Time
 from models.trees import chain
 from models.verify import Rules, greedy, rejection
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.drafters import Expander, SelfDrafter
+from models.drafting.drafters import Expander, SelfDrafter
+from models.drafting.proposal import Proposal
 from models.engines import Sampling
 from models.engines.torch.request import Request, Took
-from models.proposal import Proposal
 
 if TYPE_CHECKING:
     from models.engines.torch import TorchEngine

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafters import Asker, Expander, Nested, Observer, Remembering, SelfDrafter
+from models.drafting.drafters import Asker, Expander, Nested, Observer, Remembering, SelfDrafter
+from models.drafting.proposal import Proposal
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
 from models.engines.torch.sampling import draw, probabilities
 from models.layers.decoder import Cache
 from models.lengths import View
-from models.proposal import Proposal
 from models.verify import Verified
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ OWNED = {
 
 
 class LookUp(Frozen):
-    """What is looked up beside the draft, see models/lookup.py.
+    """What is looked up beside the draft, see models/drafting/lookup.py.
 
     Attributes:
         num_tokens: the most tokens that are drafted so; 0 looks nothing up.

@@ -21,7 +21,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from models.draft_families import family_of, require_family
+from models.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
@@ -33,7 +33,7 @@ from models.engines.vllm.planning import Setup, measured_for
 from models.engines.vllm.speculation import Speculation
 from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
 from models.precision import fast_dtype
-from models.speeds import Speed
+from models.throughput.speeds import Speed
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.

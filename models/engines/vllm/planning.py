@@ -1,7 +1,8 @@
 """Decide before each step how it is drafted, and learn from what came of the steps before.
 
-The policy (models/lengths) decides; what it decides by is kept here: how much is accepted (models/running.py) and what
-steps take (models/cost.py). This runs in the scheduler, between two steps, so it must take a small part of one.
+The policy (models/lengths) decides; what it decides by is kept here: how much is accepted
+(models/throughput/running.py) and what steps take (models/throughput/cost.py). This runs in the scheduler, between two
+steps, so it must take a small part of one.
 """
 
 import hashlib
@@ -13,15 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from models import catalog, costfile
-from models.cost import Cost, Time
+from models import catalog
 from models.engines.vllm import LookUp
 from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
 from models.engines.vllm.parent import WithParent
 from models.lengths import Plan, Running
 from models.params import BaseParams
-from models.running import Acceptance, Source
-from models.speeds import Part, Speeds
+from models.throughput import costfile
+from models.throughput.cost import Cost, Time
+from models.throughput.running import Acceptance, Source
+from models.throughput.speeds import Part, Speeds
 
 # Steps between two times that the table of costs is written: it must only be about right at the next start.
 SAVE_EVERY = 2000

@@ -1,8 +1,8 @@
 """What drafts inside of vLLM: its own proposer, with as many passes as a step is worth, and look-up joined to it.
 
 `install` puts a subclass of the running proposer in its place, which has what stands here: a plan for each step instead
-of a fixed K, and rows that are looked up (models/lookup.py) where that is expected to be accepted more. The output
-stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection rule gets that q.
+of a fixed K, and rows that are looked up (models/drafting/lookup.py) where that is expected to be accepted more. The
+output stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection rule gets that q.
 
 The plan comes with the step from the scheduler (models/engines/vllm/scheduler.py), which is why every rank of a tensor-
 parallel engine makes the same passes. `install` sets `disable_padded_drafter_batch`: the proposer then runs after the
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+from models.drafting.lookup import Library
 from models.engines.vllm.capture import Ring
 from models.engines.vllm.drafting import FILL, NOTHING, PASSES, Drafting, Row, Wishes
 from models.engines.vllm.last_tap import NUM_READ
-from models.lookup import Library
 
 # What the proposer reads of vLLM's runner and proposer.
 READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")

@@ -20,7 +20,7 @@ from models.engines.vllm.draft_keys import DraftKeys, Written
 from models.engines.vllm.drafting import NOTHING, Row, Wishes
 from models.engines.vllm.parent import end_with
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
-from models.speeds import Part
+from models.throughput.speeds import Part
 
 # What a request carries: its verification steps, what was drafted for it last, and whether a position lacks draft keys.
 STEPS = "redraft_steps"

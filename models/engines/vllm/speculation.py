@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import vllm
 
-from models.draft_families import family_of
+from models.drafting.draft_families import family_of
 from models.engines.vllm import Params
 from models.engines.vllm.planning import Setup, measured_for
 

@@ -17,7 +17,7 @@ from models.engines import Completion, Way
 from models.engines.vllm.drafting import WISHES, Pace, Wishes
 from models.engines.vllm.grammars import Grammars
 from models.engines.vllm.scheduler import PACE, SPEED, STEPS
-from models.speeds import Speed
+from models.throughput.speeds import Speed
 from models.verify import Rules
 
 # Tokens that an event of a stream waits for, at most: it comes four steps late.

@@ -21,10 +21,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from models.drafting.lookup import Library
 from models.engines.vllm import compiled, derived, kernels, last_tap, linear_kernels
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.derived import relative
-from models.lookup import Library
 
 # What of vLLM's runner says how many tokens are drafted, and for which sequences.
 SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")

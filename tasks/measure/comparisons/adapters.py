@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog
-from models.counting import held_bytes
+from models.evaluation.perplexity import score
+from models.learning.counting import held_bytes
+from models.learning.training import pad, train
 from models.params import TrainingParams
-from models.perplexity import score
-from models.training import pad, train
 from tasks.measure import likeness, sweep
 from tasks.measure.comparisons import Bench, Row, shuffled
 from tasks.measure.losses import nats_per_token

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from models.checkpoints.loading import load_model
 from models.engines import Engine, Sampling
 from models.engines.vllm import Params
-from models.loading import load_model
 from tasks.generate_answers import open_engine
 from tasks.measure import chain, likeness
 from tasks.measure.comparisons import Bench, Row, draw

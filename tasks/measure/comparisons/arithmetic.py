@@ -18,9 +18,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import catalog
+from models.evaluation.perplexity import score
+from models.learning.training import train_by_name
 from models.params import TrainingParams
-from models.perplexity import score
-from models.training import train_by_name
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
 from tasks.measure.losses import nats_per_token

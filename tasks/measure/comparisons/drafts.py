@@ -9,7 +9,7 @@ specbench`, which takes their directories.
 from typing import Any
 
 from models import catalog
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
 from tasks.measure import lesson, sweep
 from tasks.measure.comparisons import Bench, Row
 

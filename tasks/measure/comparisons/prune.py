@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.checkpoints.sparsity import Pattern
+from models.evaluation.perplexity import score
 from models.layers.linears import enough_tokens, linears
-from models.perplexity import score
 from models.prune import prune_model
-from models.sparsity import Pattern
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw
 from tasks.measure.losses import perplexity

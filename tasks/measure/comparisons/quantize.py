@@ -25,13 +25,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from models import catalog, invariants, mixed, quantize, training
+from models import catalog, quantize
+from models.checkpoints import invariants, mixed
+from models.checkpoints.sparsity import Pattern
+from models.evaluation.perplexity import score
 from models.layers.linears import blocks, enough_tokens
+from models.learning import training
 from models.params import TrainingParams
-from models.perplexity import score
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
-from models.sparsity import Pattern
 from tasks.measure import chain, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw, up_to
 from tasks.measure.losses import nats_per_token, perplexity

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog
-from models.counting import Cost, counted
+from models.evaluation.perplexity import score
 from models.layers.linears import linears
+from models.learning.counting import Cost, counted
+from models.learning.training import Trained, pad, train, train_by_name
 from models.params import BaseParams, TrainingParams
-from models.perplexity import score
-from models.training import Trained, pad, train, train_by_name
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
 from tasks.measure.losses import nats_per_token

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
 from models.drafts import lm
+from models.evaluation.perplexity import score
+from models.learning.training import train
 from models.params import TrainingParams
-from models.perplexity import score
 from models.select import Sources, acceptance, select
-from models.training import train
 from tasks.measure import sweep
 from tasks.measure.comparisons import Bench, Row, first_by_domain, shuffled
 from tasks.measure.losses import nats_per_token

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from models import mixed
+from models.checkpoints import mixed
+from models.checkpoints.loading import load_floats
 from models.layers.linears import blocks, enough_tokens
-from models.loading import load_floats
 from models.stages import Quantize
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw, shuffled

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from models import catalog, training
+from models import catalog
 from models.adapters import lora
+from models.checkpoints.loading import load_model, save_model
+from models.evaluation.perplexity import perplexity, score
 from models.layers.linears import enough_tokens
 from models.layers.reshape import Kept, take_layers, take_widths
-from models.loading import load_model, save_model
+from models.learning import training
 from models.params import TrainingParams
-from models.perplexity import perplexity, score
 from models.shrink import choose, choose_heads, num_stored, shape_of
 from tasks.measure import chain, likeness, losses, sweep
 from tasks.measure.comparisons import Bench, Row, draw

@@ -9,11 +9,12 @@ nothing else; the head that learns no more is a row too. Seconds include what is
 import time
 from copy import deepcopy
 
-from models import catalog, distill
-from models.acceptance import rejected_places
+from models import catalog
 from models.drafts import Draft
-from models.hidden import Sample
-from models.scoring import trace
+from models.evaluation.acceptance import rejected_places
+from models.evaluation.scoring import trace
+from models.learning import distill
+from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.drafting.multi_draft import exact_outcome, most_kept
 from models.drafts import lm
 from models.engines import Sampling
 from models.engines.torch.sampling import probabilities
-from models.multi_draft import exact_outcome, most_kept
 from tasks.measure.comparisons import Bench, Row, draw
 from tasks.measure.spread import Mean
 

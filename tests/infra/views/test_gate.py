@@ -4,7 +4,7 @@ import pytest
 
 from infra.views.gate import GateReport, explain, headline, markdown, write_files
 from infra.windows import Window
-from models.gate import Params
+from models.evaluation.gate import Params
 from tasks.gate_draft import judged_report
 from tasks.measure_draft import Measured, first_report
 from tests.conftest import judge

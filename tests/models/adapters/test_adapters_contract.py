@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import adapters, training
+from models import adapters
 from models.adapters import Adapted
 from models.catalog import load, names
+from models.learning import training
 from models.params import TrainingParams
 
 METHODS = names("adapters")

@@ -8,8 +8,8 @@ import torch
 
 from models import catalog
 from models.answers import Written
-from models.draft_families import family_named, procedure_of
-from models.hidden import Sample
+from models.drafting.draft_families import family_named, procedure_of
+from models.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
 
 SAMPLES = [

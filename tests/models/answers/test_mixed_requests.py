@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from models.answers import mixed_requests
-from models.draft_families import family_named
-from models.hidden import Sample
+from models.drafting.draft_families import family_named
+from models.learning.hidden import Sample
+from models.learning.written import Rounds
 from models.params import validate
-from models.written import Rounds
 from tests.models.drafts.tiny import make_tiny
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import catalog, distill
+from models import catalog
 from models.answers import rationales, token_counts
 from models.drafts import lm
-from models.hidden import Sample
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from models.recipe import parse_recipe, shipped_recipes
-from models.scoring import score
 from models.sources import reasoned
 from tests.models.drafts.answered import answer_all, prompts
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from models import distill
-from models.acceptance import rejected_places
 from models.answers import rejected, token_counts
-from models.batches import hidden_states, pack
 from models.drafts import eagle3
 from models.engines import Sampling
-from models.hidden import Sample
+from models.evaluation.acceptance import rejected_places
+from models.learning import distill
+from models.learning.batches import hidden_states, pack
+from models.learning.hidden import Sample
 from tests.models import planted
 from tests.models.drafts.answered import answer_all, prompts
 

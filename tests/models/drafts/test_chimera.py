@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, chimera
 from models.losses import feature_l2
 from models.targets import describe

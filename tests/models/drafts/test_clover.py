@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, clover
 from models.losses import feature_regression
 from models.targets import describe

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from infra.manifest import write_manifest
 from models import catalog
-from models.draft_families import UnknownFamily, adopter_of, check_draft, family_named, family_of, name_of, open_draft
-from models.drafters import Expander, Observer
+from models.drafting.draft_families import (
+    UnknownFamily,
+    adopter_of,
+    check_draft,
+    family_named,
+    family_of,
+    name_of,
+    open_draft,
+)
+from models.drafting.drafters import Expander, Observer
 from models.drafts import Adopter, Draft, Drafter, Draw, Family, Rows, lm, ngram
 from models.targets import describe, random
 from tests.models.drafts.tiny import make_tiny, params_of, save_tiny

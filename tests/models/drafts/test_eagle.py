@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, eagle
 from models.losses import feature_regression
 from models.targets import describe

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models.checkpoint import read_tensor
+from models.checkpoints.checkpoint import read_tensor
 from models.drafts import Rows, falcon
 from models.losses import feature_regression
 from models.targets import describe

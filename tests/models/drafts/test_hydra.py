@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, hydra
 from models.losses import cross_entropy
 

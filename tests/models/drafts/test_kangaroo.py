@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import distill
 from models.drafts import Rows, kangaroo
-from models.hidden import Sample
-from models.scoring import score
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow

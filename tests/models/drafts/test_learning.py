@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import catalog, distill
-from models.draft_families import family_named
+from models import catalog
+from models.drafting.draft_families import family_named
 from models.drafts import Draft
 from models.engines import Sampling
-from models.hidden import Sample
-from models.scoring import score
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from tests.models import planted
 from tests.models.drafts.answered import answer_all
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

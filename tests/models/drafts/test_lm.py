@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import catalog, distill, quantize
-from models.checkpoint import read_tensor
+from models import catalog, quantize
+from models.checkpoints.checkpoint import read_tensor
 from models.drafts import lm
-from models.hidden import Sample
-from models.scoring import score
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from models.targets import describe, random
 
 pytestmark = pytest.mark.slow

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import distill
-from models.batches import hidden_states, pack
-from models.checkpoint import read_tensors
-from models.draft_families import open_draft
+from models.checkpoints.checkpoint import read_tensors
+from models.drafting.draft_families import open_draft
 from models.drafts import lm
-from models.hidden import Sample
-from models.scoring import score
+from models.evaluation.scoring import score
+from models.learning import distill
+from models.learning.batches import hidden_states, pack
+from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models import planted
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.checkpoint import output_embedding
+from models.checkpoints.checkpoint import output_embedding
 from models.drafts import medusa
 from models.losses import cross_entropy
 from tests.models.drafts.tiny import save_tiny

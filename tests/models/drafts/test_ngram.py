@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from models.drafts import ngram
-from models.hidden import Sample
-from models.scoring import score
+from models.evaluation.scoring import score
+from models.learning.hidden import Sample
 
 PARAMS = ngram.Params(min_tokens=2, max_tokens=3)
 

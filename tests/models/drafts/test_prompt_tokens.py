@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from models import distill
-from models.drafters import Asker
+from models.drafting.drafters import Asker
+from models.drafting.proposal import Proposal
 from models.drafts import Rows, prompt_tokens
 from models.engines import Completion
-from models.hidden import Sample
+from models.evaluation.scoring import score
 from models.layers.decoder import Cache, Decoder
-from models.proposal import Proposal
-from models.scoring import score
+from models.learning import distill
+from models.learning.hidden import Sample
 from models.targets import describe, random
 from tests.models.drafts.answered import answer_all
 from tests.models.drafts.tiny import make_tiny, save_tiny

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.draft_families import open_draft
+from models.drafting.draft_families import open_draft
 from models.drafts import retrieval
 from tests.models.drafts.answered import answer_all, prompts
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.manifest import write_manifest
-from models.draft_families import name_of
+from models.drafting.draft_families import name_of
 from models.drafts import Draft, Family
 from models.params import BaseParams
 from tests.conftest import shake

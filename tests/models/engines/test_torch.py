@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Request
 from models.engines.torch.sampling import probabilities
-from models.hidden import Sample
+from models.evaluation.scoring import score
 from models.layers.decoder import Cache, Decoder
-from models.proposal import Proposal
-from models.scoring import score
+from models.learning.hidden import Sample
 from tests.conftest import make_draft
 from tests.models.drafts.answered import GREEDY, prompts
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from models import catalog
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
+from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Decoder
-from models.proposal import Proposal
 from tests.models.drafts.answered import GREEDY, answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value

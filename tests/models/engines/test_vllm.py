@@ -18,15 +18,15 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from models import scoring
 from models.drafts import Rows, eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import LookUp, Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker
-from models.golden import Golden, equal_output, near_tie_threshold
-from models.hidden import HiddenStates, Sample
+from models.evaluation import scoring
+from models.evaluation.golden import Golden, equal_output, near_tie_threshold
+from models.learning.hidden import HiddenStates, Sample
 from models.lengths import fixed
 from tests.conftest import make_draft
 

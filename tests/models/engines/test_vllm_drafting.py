@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.captured import read
 from models.engines import Completion, Sampling, Way
 from models.engines.vllm import LookUp, Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measure
-from models.golden import Golden, equal_output
-from models.hidden import HiddenStates, Sample
+from models.evaluation.golden import Golden, equal_output
+from models.learning.captured import read
+from models.learning.hidden import HiddenStates, Sample
 from models.lengths import fixed
 
 pytestmark = pytest.mark.engine

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from models import catalog
-from models.draft_families import family_named, family_of
+from models.drafting.draft_families import family_named, family_of
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.kernels import norm_by_layer
-from models.golden import Golden, equal_output
+from models.evaluation.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 

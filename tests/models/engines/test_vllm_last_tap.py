@@ -10,7 +10,6 @@ import pytest
 from vllm import SamplingParams
 
 from infra.manifest import write_manifest
-from models.captured import read
 from models.drafts import eagle3
 from models.engines import Completion
 from models.engines.vllm import Params
@@ -18,7 +17,8 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.worker import DraftWorker
-from models.hidden import HiddenStates, Sample
+from models.learning.captured import read
+from models.learning.hidden import HiddenStates, Sample
 from tests.conftest import shake
 from tests.models.engines.test_vllm_drafting import HIDDEN, prompts
 

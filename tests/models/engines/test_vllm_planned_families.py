@@ -16,10 +16,7 @@ import pytest
 import vllm
 from vllm import SamplingParams
 
-from models import costfile
-from models.captured import read
-from models.cost import Cost, Time
-from models.draft_families import family_named, family_of
+from models.drafting.draft_families import family_named, family_of
 from models.engines import Completion, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import LookUp, Params
@@ -27,10 +24,13 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.planning import measured_for
-from models.golden import Golden, equal_output
-from models.hidden import HiddenStates, Sample
+from models.evaluation.golden import Golden, equal_output
+from models.learning.captured import read
+from models.learning.hidden import HiddenStates, Sample
 from models.lengths import goodput
 from models.targets import random
+from models.throughput import costfile
+from models.throughput.cost import Cost, Time
 from tests.models.drafts.tiny import save_tiny
 from tests.models.engines.sampled import NUM_DRAWS, NUM_TOKENS, P_VALUE, p_value
 

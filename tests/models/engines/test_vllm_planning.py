@@ -11,7 +11,7 @@ from models.engines.vllm.drafting import NOTHING, PASSES, WISHES, Drafting, Row,
 from models.engines.vllm.planning import MEASURED, Asked, Choice, Planner, Setup, Step, _chances, measured_for
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
-from models.speeds import Part
+from models.throughput.speeds import Part
 
 K = 3
 LOOKED_UP = 8

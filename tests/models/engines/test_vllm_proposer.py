@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from models.drafting.lookup import Library
 from models.engines.vllm import proposer
-from models.lookup import Library
 
 
 def runner(drafter: Any, **attributes: Any) -> Any:

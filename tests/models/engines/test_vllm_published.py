@@ -9,14 +9,14 @@ import pytest
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from models import scoring
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.mode import Mode, Times
 from models.engines.vllm.tap import TappedLLM
-from models.hidden import Sample
+from models.evaluation import scoring
+from models.learning.hidden import Sample
 from tests.models.published import published
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import mixed, quantize
+from models import quantize
+from models.checkpoints import mixed
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.engines import Sampling
 from models.engines.vllm import Params, linear_kernels
 from models.engines.vllm.engine import VllmEngine
-from models.golden import Golden, equal_output
+from models.evaluation.golden import Golden, equal_output
 from models.params import TrainingParams
 from models.shrink import depth, width
 from models.targets import random

@@ -13,7 +13,7 @@ import pytest
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params, parent
 from models.engines.vllm.engine import VllmEngine
-from models.golden import Golden, equal_output
+from models.evaluation.golden import Golden, equal_output
 from tests.conftest import make_draft
 from tests.models.engines.test_vllm_drafting import NUM_TOKENS, THRESHOLD, prompts
 

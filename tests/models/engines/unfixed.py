@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from models.drafting.lookup import Library
 from models.engines.vllm import proposer
-from models.lookup import Library
 
 
 class UnfixedWorker:

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from models.counting import held_bytes
 from models.layers import normal_float
 from models.layers.normal_float_linear import NormalFloatLinear
+from models.learning.counting import held_bytes
 
 
 def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -> None:

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import training
 from models.layers.linears import linears
 from models.layers.numbers import rounded
 from models.layers.products import ProductLinear, ProductRegime, on_gradient, straight_through
+from models.learning import training
 from models.params import TrainingParams
 from models.regimes import Plan
 

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from models.cost import Cost
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
 from models.engines.torch import Params
 from models.lengths import View, confidence
+from models.throughput.cost import Cost
 from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.tiny import make_tiny
 

@@ -1,5 +1,5 @@
-from models.cost import Cost
 from models.lengths import View, fixed
+from models.throughput.cost import Cost
 
 
 def test_whatever_was_accepted_the_length_is_k() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.cost import Cost, Time
 from models.lengths import Plan, Running, View, goodput
-from models.running import Acceptance, Lookup
+from models.throughput.cost import Cost, Time
+from models.throughput.running import Acceptance, Lookup
 from tests.models.lengths.simulated import (
     ADAPTED,
     BAD,

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models import catalog, distill
-from models.draft_families import family_named
+from models import catalog
+from models.drafting.draft_families import family_named
 from models.drafts import ngram
-from models.hidden import Sample
+from models.learning import distill
+from models.learning.hidden import Sample
 from models.losses import Drafted, Minimum
 from tests.models.drafts.tiny import make_tiny
 

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.checkpoints.sparsity import Pattern
 from models.layers.linears import Gram, linears
 from models.params import validate
 from models.prune import prune_model
-from models.sparsity import Pattern
 
 METHODS = [catalog.load("prune", name) for name in catalog.names("prune")]
 CALIBRATED = [method for method in METHODS if method.CALIBRATED]

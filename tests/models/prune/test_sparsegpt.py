@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from models.checkpoints.sparsity import Pattern
 from models.layers.linears import Gram
 from models.prune import magnitude, sparsegpt, wanda
-from models.sparsity import Pattern
 
 EXACT = sparsegpt.Params(dampening=1e-6)
 

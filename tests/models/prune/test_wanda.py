@@ -1,8 +1,8 @@
 import torch
 
+from models.checkpoints.sparsity import Pattern
 from models.layers.linears import Gram
 from models.prune import magnitude, wanda
-from models.sparsity import Pattern
 
 
 def test_a_small_weight_on_a_loud_input_outlives_a_large_one_on_a_quiet_input() -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import quantize, training
+from models import quantize
+from models.evaluation.perplexity import perplexity, score
+from models.learning import training
 from models.params import TrainingParams
-from models.perplexity import perplexity, score
 from models.quantize import qat
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from models import catalog, quantize
-from models.checkpoint import read_tensor, read_tensors
+from models.checkpoints.checkpoint import read_tensor, read_tensors
+from models.checkpoints.loading import load_model
 from models.layers.linears import linears
-from models.loading import load_model
 from models.params import BaseParams, TrainingParams
 from models.quantize import Quantized
 from models.targets import random

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 
-from models.counting import counted
+from models.learning.counting import counted
 from models.regimes import Plan, bf16
 from tests.models.regimes.world import batch, gradients, load
 

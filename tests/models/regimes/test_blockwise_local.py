@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from models.counting import counted
+from models.learning.counting import counted
 from models.regimes import Plan, blockwise_local
 from tests.models.regimes.world import batch, gradients, load
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.counting import counted
+from models.learning.counting import counted
 from models.regimes import Plan, checkpointing
 from tests.models.regimes.world import gradients, load
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from models.layers.linears import linears
+from models.learning.training import train
 from models.params import TrainingParams, validate
 from models.regimes.dorefa import (
     Params,
@@ -19,7 +20,6 @@ from models.regimes.dorefa import (
     quantize_weight,
     regime,
 )
-from models.training import train
 from tests.models.rounding import P_VALUE, copies, mean_p_value
 
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.layers.linears import linears
 from models.layers.numbers import block_floating_point
+from models.learning.training import train
 from models.params import TrainingParams, validate
 from models.regimes import Plan
 from models.regimes.hybrid_bfp import Params, regime
-from models.training import train
 from tests.models.rounding import P_VALUE, copies, mean_p_value
 
 DOCUMENTS = [[3 + (start + 3 * place) % 60 for place in range(16)] for start in range(8)]

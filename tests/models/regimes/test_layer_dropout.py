@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.perplexity import perplexity, score
+from models.evaluation.perplexity import perplexity, score
 from models.regimes import Plan, layer_dropout
 from tests.models.regimes.world import documents, load, train
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from models.learning.training import pad
 from models.regimes import Plan, packing
-from models.training import pad
 from tests.models.regimes.world import documents, gradients, load
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models import catalog, training
+from models import catalog
+from models.evaluation.perplexity import perplexity, score
+from models.learning import training
 from models.params import BaseParams
-from models.perplexity import perplexity, score
 from tests.models.regimes.world import documents, load, train
 
 NAMES = catalog.names("regimes")

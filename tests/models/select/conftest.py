@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import training
+from models.learning import training
 from models.params import TrainingParams
 from models.select import Sources
 

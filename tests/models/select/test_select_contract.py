@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import select, training
+from models import select
 from models.catalog import load, names
 from models.drafts import lm
+from models.learning import training
 from models.params import TrainingParams
 from models.select import Sources
 

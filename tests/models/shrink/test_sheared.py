@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models import training
+from models.evaluation.perplexity import perplexity, score
 from models.layers.reshape import take_layers
+from models.learning import training
+from models.learning.training import Progress
 from models.params import TrainingParams
-from models.perplexity import perplexity, score
 from models.regimes import Regime
 from models.shrink import Shape, sheared
-from models.training import Progress
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,7 @@
 """Times of parts that are easy to reckon with."""
 
-from models.cost import Cost, Time
 from models.systems import Times
+from models.throughput.cost import Cost, Time
 
 
 def times(

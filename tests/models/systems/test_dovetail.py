@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.cost import Cost
 from models.layers.wide import WideDecoder
 from models.systems import Given, dovetail
+from models.throughput.cost import Cost
 from tests.models.systems import planted
 
 PARTS = {1: 5.0}

@@ -13,10 +13,10 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from models.drafting.multi_draft import Siblings
+from models.drafting.proposal import Proposal
 from models.engines import Sampling
 from models.engines.torch.sampling import probabilities
-from models.multi_draft import Siblings
-from models.proposal import Proposal
 from models.verify import Verified
 
 NUM_BLOCKS = 200_000
@@ -29,7 +29,7 @@ class Case:
 
     Attributes:
         parents: the tree; None is a chain as long as q.
-        siblings: how children of one node are drawn, see `models.multi_draft`.
+        siblings: how children of one node are drawn, see `models.drafting.multi_draft`.
     """
 
     p: list[Tensor]

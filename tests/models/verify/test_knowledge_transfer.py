@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
+from models.drafting.multi_draft import exact_outcome
 from models.engines.torch import Params as EngineParams
-from models.multi_draft import exact_outcome
 from models.verify import reject_in_turn
 from models.verify.knowledge_transfer import Params, choose, count_accepted, expected_accepted, transferred
 from tests.models.drafts.answered import GREEDY, answer_all, prompts

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
+from models.drafting.proposal import Proposal
 from models.engines.torch import Params as EngineParams
-from models.proposal import Proposal
 from models.verify import greedy
 from models.verify.momentum import RESISTANCE, Params, choice, steps_along, verify
 from tests.models.drafts.answered import answer_all, prompts

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.multi_draft import exact_outcome
-from models.proposal import Proposal
+from models.drafting.multi_draft import exact_outcome
+from models.drafting.proposal import Proposal
 from models.verify import reject_in_turn
 from models.verify.relaxed_nearest import Params, choose, expected_accepted, verify, write_neighbours
 

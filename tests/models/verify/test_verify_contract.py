@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from models import catalog
+from models.drafting.multi_draft import exact_outcome, most_kept
+from models.drafting.proposal import Proposal
 from models.engines import Sampling
-from models.multi_draft import exact_outcome, most_kept
-from models.proposal import Proposal
 from models.verify import Verified, emit
 from tests.models.verify.law import (
     CUT,

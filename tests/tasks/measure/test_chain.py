@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from models import catalog
-from models.invariants import promises, require
+from models.checkpoints.invariants import promises, require
+from models.checkpoints.loading import load_floats, load_model
 from models.layers.linears import blocks
-from models.loading import load_floats, load_model
 from models.recipe import parse_recipe, shipped_recipes
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink

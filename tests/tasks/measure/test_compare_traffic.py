@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.views.figures import draw_acceptance
-from models.golden import Golden, save_golden
+from models.evaluation.golden import Golden, save_golden
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs, judge_outputs
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
 from models.layers.decoder import Decoder
 from tasks.measure.configurations import SERVED, Configuration, Target, read_configurations
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from models.acceptance import Trace
-from models.hidden import Sample
+from models.evaluation.acceptance import Trace
+from models.learning.hidden import Sample
 from tasks.measure.drift import FROZEN, OURS, Stream, make_report
 
 REQUESTS = [Sample(f"{number}", "math", [1], [2, 3, 4]) for number in range(9)]

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from models.acceptance import Tally
-from models.watch import Judge, Params
+from models.evaluation.acceptance import Tally
+from models.evaluation.watch import Judge, Params
 from tasks.measure.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, make_report, simulate
 
 PARAMS = Params()

@@ -9,10 +9,10 @@ from rich.progress import Progress
 
 from infra.artifacts import Artifact, publish, staged
 from models import catalog
-from models.draft_families import family_named, family_of, name_of
-from models.golden import save_golden
-from models.hidden import Sample
+from models.drafting.draft_families import family_named, family_of, name_of
+from models.evaluation.golden import save_golden
 from models.layers.decoder import Decoder
+from models.learning.hidden import Sample
 from models.recipe import Recipe, load_recipe
 from models.sources import Message
 from tasks.measure.configurations import Configuration, Target, read_configurations

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from models.betting import BETS, NUM_BINS, log_growth, log_wealth
-from models.gate import Evidence, Params, decide
-from models.paired import Score
+from models.evaluation.betting import BETS, NUM_BINS, log_growth, log_wealth
+from models.evaluation.gate import Evidence, Params, decide
+from models.evaluation.paired import Score
 from tasks.measure import gate
 from tasks.measure.gate import CASES, Case, choose, coverage, draw, make_report, simulate, simulate_former, summary
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from models.acceptance import Trace, summarise
-from models.hidden import Sample
+from models.evaluation.acceptance import Trace, summarise
+from models.learning.hidden import Sample
 from tasks.measure.learning import DRAFTED, Point, draw, make_report, points
 
 SAMPLES = [Sample(str(number), "code", [1], [2, 3, 4]) for number in range(20)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from models.golden import save_golden
+from models.evaluation.golden import save_golden
 from models.layers.decoder import Decoder
 from models.sources import Message
 from tasks.measure.configurations import SERVED, Configuration, Target, read_configurations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from models.perplexity import Likelihood
-from models.perplexity import perplexity as whole_perplexity
+from models.evaluation.perplexity import Likelihood
+from models.evaluation.perplexity import perplexity as whole_perplexity
 from tasks.measure.losses import nats_per_token, perplexity
 from tasks.measure.spread import Mean, differences, spread
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.lookback import Params
+from models.evaluation.lookback import Params
 from models.recipe import load_recipe
 from tasks.measure.watch import SHARES, WITHIN, Rules, Truth, requests_until_taken_back
 

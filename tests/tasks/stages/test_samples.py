@@ -5,7 +5,7 @@ from collections import Counter
 
 from infra.artifacts import publish, staged
 from infra.consent import QueryRow
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from tasks.stages.samples import (
     AGAIN,
     append_samples,

@@ -14,7 +14,7 @@ from infra.consent import group_of
 from infra.probes import Conversation, plan
 from infra.querylog import QueryLog
 from infra.windows import Window
-from models.hidden import Sample
+from models.learning.hidden import Sample
 from models.sources import Prompt
 from models.sources.stdlib_code import Params, prompts
 from models.tokens import encode_chat

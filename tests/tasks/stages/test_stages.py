@@ -32,7 +32,7 @@ class Maker:
 
 
 def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
-    return produce("stage", "kind", params, inputs, ("models.gate",), maker)
+    return produce("stage", "kind", params, inputs, ("models.evaluation.gate",), maker)
 
 
 def test_a_stage_is_made_once():
@@ -95,7 +95,7 @@ def test_of_two_that_make_a_stage_at_once_one_makes_it_and_both_have_it(artifact
 
 def test_where_an_input_lies_makes_no_difference():
     inputs = [Artifact(uri=f"file:///{name}", sha256="0" * 64, kind="k") for name in "ab"]
-    keys = {stage_key("s", 1, {"input": artifact}, ("models.gate",)) for artifact in inputs}
+    keys = {stage_key("s", 1, {"input": artifact}, ("models.evaluation.gate",)) for artifact in inputs}
     assert len(keys) == 1
 
 

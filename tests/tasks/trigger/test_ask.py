@@ -14,7 +14,7 @@ from infra.querylog import QueryLog
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, Wish
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.waiting import Queue
-from models.gate import Evidence
+from models.evaluation.gate import Evidence
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import Asker, is_enough, prefect_server
 from tests.infra.rows import row

@@ -11,13 +11,13 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models import distill
-from models.checkpoint import output_embedding, read_tensor
+from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Rows, dream
 from models.drafts.dream import images, watched
 from models.drafts.dream.draft import NEVER, Dream
+from models.evaluation.scoring import score
+from models.learning import distill
 from models.losses import feature_regression
-from models.scoring import score
 from models.targets import describe, random
 from tests.conftest import shake
 from tests.models import planted

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.checkpoint import output_embedding
+from models.checkpoints.checkpoint import output_embedding
 from models.drafts import Rows, eagle3
 from models.targets import describe
 

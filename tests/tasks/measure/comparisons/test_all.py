@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import catalog, compressed
+from models import catalog
+from models.checkpoints import compressed
 from tasks.measure.comparisons import Bench
 from tasks.measure.comparisons import all as comparison
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.draft_families import family_named
+from models.drafting.draft_families import family_named
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row, drafts
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import mixed
+from models.checkpoints import mixed
 from models.quantize import int8_static
 from tasks.measure.comparisons import Bench, sensitivity
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from models import catalog, training
+from models import catalog
+from models.learning import training
 from models.shrink import sheared
 from tasks.measure.comparisons import Bench, Row, shrink
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from models import catalog
-from models.batches import hidden_states
 from models.drafts import Draft
-from models.hidden import Sample
+from models.learning.batches import hidden_states
+from models.learning.hidden import Sample
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench, Row, sources
 

@@ -1,0 +1,141 @@
+"""Feature drafts that say tokens with the target's own output matrix: what they borrow, and their directory.
+
+Norm and matrix are read, never trained and never saved; of the matrix the rows of the commonest tokens, which papers
+have all of and which at small sizes are most of what a pass multiplies. As they are not learnt, which ones they are can
+follow the traffic.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig
+
+from models.checkpoints.checkpoint import output_embedding, read_tensor
+from models.drafting import draft_format
+from models.drafting.draft_files import made_for, require_llama_layout
+from models.drafting.features import FeatureDraft, layer_config
+from models.layers.vocabulary import choose_vocabulary
+from models.targets import describe
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+)
+
+
+class BorrowingDraft(FeatureDraft):
+    """See `models.drafting.features.FeatureDraft`; it reads the target's last residual stream."""
+
+    target_norm: Tensor
+    output: Tensor
+    token_map: Tensor
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Make what is borrowed, without values; see `borrow`.
+
+        Args:
+            config: as in config.json.
+        """
+        super().__init__(config, torch.empty(0))
+        size = config["draft_vocab_size"]
+        self.num_target_layers = 0
+        self.register_buffer("target_norm", torch.ones(config["hidden_size"]), persistent=False)
+        self.register_buffer("output", torch.empty(0), persistent=False)
+        self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
+
+    def borrow(self, target_dir: Path) -> Self:
+        """Take over what is the target's and never trained or saved, for the vocabulary as it is; return the draft."""
+        self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
+        self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
+        self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
+        self.output = output_embedding(target_dir)[self.token_map]
+        return self
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """[D] target ids, ascending."""
+        return self.token_map
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's last residual stream."""
+        return (self.num_target_layers,)
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """The last residual stream as it is; ValueError if the states are of another width."""
+        if hidden.shape[-1] != len(self.target_norm):
+            raise ValueError(
+                f"{type(self).__name__} reads the target's last hidden state, {len(self.target_norm)} wide; got states "
+                f"of width {hidden.shape[-1]}"
+            )
+        return hidden
+
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The target's output matrix, of the draft's tokens."""
+        return state, functional.linear(state, self.output)
+
+
+class NormedDraft(BorrowingDraft):
+    """See the base; it reads the last residual stream normed, the feature that the target's output matrix multiplies.
+
+    In training `feature_noise` of its config is on it.
+    """
+
+    def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
+        """Add what is drawn from U(−noise, noise)."""
+        drawn = torch.rand(state.shape, generator=rng, device=state.device, dtype=state.dtype)
+        noisy: Tensor = state + self.config["feature_noise"] * (2 * drawn - 1)
+        return noisy
+
+    def combine(self, hidden: Tensor) -> Tensor:
+        """The feature; ValueError if the states are of another width."""
+        return functional.rms_norm(super().combine(hidden), self.target_norm.shape, self.target_norm, self.eps)
+
+
+Kind = TypeVar("Kind", bound=BorrowingDraft)
+
+
+class Format(draft_format.Format[Kind]):
+    """See the base; with the functions that make such a draft, and let it follow the traffic."""
+
+    def __init__(self, family: str, architectures: tuple[str, ...], draft: Callable[[dict[str, Any]], Kind]) -> None:
+        super().__init__(family, architectures, draft, SIZES)
+
+    def start(self, vocab_size: int, own: Mapping[str, Any], target_dir: Path, token_counts: np.ndarray) -> Kind:
+        """Make a draft with what it borrows, its own weights without values.
+
+        Args:
+            vocab_size: D; 0 is the target's.
+            own: what else its config.json says.
+            target_dir: the target's directory (Llama layout).
+            token_counts: [V] how often each target token occurs in the traffic.
+
+        Raises:
+            ValueError: the target is of another layout, or has fewer tokens than the draft.
+        """
+        source = AutoConfig.from_pretrained(target_dir)
+        require_llama_layout(source.model_type, self._family)
+        if vocab_size > source.vocab_size:
+            raise ValueError(f"draft vocab_size must be 1 to {source.vocab_size}, the target's; got {vocab_size}")
+        config = layer_config(source) | {
+            "architectures": list(self._architectures),
+            "draft_vocab_size": vocab_size or source.vocab_size,
+            "redraft": made_for(describe(target_dir)),
+            **own,
+        }
+        return self.renew(self._draft(config), target_dir, token_counts)
+
+    def renew(self, draft: Kind, target_dir: Path, token_counts: np.ndarray) -> Kind:
+        """Let the draft vocabulary follow the traffic within its size."""
+        draft.token_map = choose_vocabulary(token_counts, len(draft.token_map)).to(draft.token_map.device)
+        return draft.borrow(target_dir)

@@ -1,0 +1,399 @@
+"""Draft families of one decoder layer that goes on with features: EAGLE, and what came of it.
+
+Index t reads a state of token t and the embedding of token t+1, and drafts token t+2. For the next token it reads its
+own output instead, and token t+2. In unroll j the row of index t stands at RoPE position t+j, and it attends to the
+first unroll's keys up to t and to its own rows of unrolls 1…j, never to other rows' later ones: so it drafts in
+training as the engine drafts in serving.
+
+Keys and values of the first unroll need no attention output, so prompt tokens cost one projection; everything else runs
+on the rows that have a loss.
+
+Letters beyond those of `models.drafts`: n rows of a pass, J width of what queries, keys and values are products of.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from models.drafting.proposal import Proposal
+from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
+from models.layers.decoder import rope_frequencies
+from models.trees import path_to
+
+
+class LayeredDraft(Draft):
+    """What drafts of decoder layers of Llama's kind share; parameters carry the names of the checkpoint.
+
+    The target's embedding is borrowed: it is read, never trained and never saved.
+    """
+
+    expands = True
+    embedding: Tensor
+    frequencies: Tensor
+
+    def __init__(self, config: dict[str, Any], embedding: Tensor) -> None:
+        """Take what all of them need of a config.
+
+        Args:
+            config: as in config.json.
+            embedding: [V, H] the target's.
+        """
+        super().__init__()
+        self.config = config
+        self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
+        self.register_buffer("embedding", embedding, persistent=False)
+        frequencies, self.rope_scale = rope_frequencies(LlamaConfig(**config), self.head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
+        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width]."""
+        heads = projected.unflatten(-1, (num_heads, self.head_dim))
+        angles = positions[..., None].float() * self.frequencies
+        cos, sin = ((wave[..., None, :] * self.rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def attend(
+        self,
+        queries: Tensor,
+        own: tuple[Tensor, Tensor],
+        sequence: Tensor,
+        index: Tensor,
+        text: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attention of packed rows to their text and to what is their own.
+
+        Args:
+            queries: [n, S, heads, width] of each row; rows of one sequence are contiguous.
+            own: keys and values [n, m, kv heads, width], all of which a row's queries see.
+            sequence, index: [n] as in `Rows`.
+            text: keys and values [B, T, kv heads, width], which they see up to their index.
+
+        Returns:
+            [n, S, heads·width].
+        """
+        queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
+        own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
+        parts: list[Tensor] = []
+        start = 0
+        for number, count in zip(
+            *(t.tolist() for t in torch.unique_consecutive(sequence, return_counts=True)), strict=True
+        ):
+            here = slice(start, start := start + count)
+            limit = int(index[here].max()) + 1
+            keys, values = (one[number, :limit] for one in text)
+            unseen = torch.arange(limit, device=index.device) > index[here, None]
+            scores = torch.einsum("nskgw,tkw->nskgt", queries[here], keys)
+            scores = scores.masked_fill(unseen[:, None, None, None], float("-inf"))
+            weights = torch.cat([scores, own_scores[here]], dim=-1).float().softmax(-1).to(queries.dtype)
+            parts.append(
+                torch.einsum("nskgt,tkw->nskgw", weights[..., :limit], values)
+                + torch.einsum("nskgu,nukw->nskgw", weights[..., limit:], own[1][here])
+            )
+        return (torch.cat(parts) if parts else queries).flatten(2)
+
+    def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
+        """[…, H] → […, H] with the output of a layer's MLP added."""
+        mlp = layer["mlp"]
+        x = self.normed(residual, layer["post_attention_layernorm"])
+        added: Tensor = mlp["down_proj"](functional.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        return residual + added
+
+    def normed(self, x: Tensor, scale: "Scale") -> Tensor:
+        """RMSNorm over the last axis."""
+        return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
+
+
+class FeatureDraft(LayeredDraft):
+    """The one layer."""
+
+    @property
+    @abstractmethod
+    def layer(self) -> Any:
+        """What `decoder_layer` made; a tree of modules, whose branches have no types of their own."""
+
+    @abstractmethod
+    def combine(self, hidden: Tensor) -> Tensor:
+        """[…, A·H] tapped states → […, H] the state that the first unroll reads."""
+
+    @abstractmethod
+    def join(self, state: Tensor, token_ids: Tensor) -> Tensor:
+        """[…, H] states and […] the tokens after them → […, J]."""
+
+    @abstractmethod
+    def residual(self, state: Tensor, joined: Tensor) -> Tensor:
+        """Return [n, H] what the attention's output is added to."""
+
+    @abstractmethod
+    def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """[n, H] the layer's output of a step → what is to be like the target's feature [n, H], and logits [n, D]."""
+
+    def begin(self, rows: Rows, combined: Tensor) -> Tensor:
+        """Return what each row starts from, [n, H] of the combined hidden states [B, T, H] in most families."""
+        return combined[rows.sequence, rows.index]
+
+    def noise(self, state: Tensor, rng: torch.Generator) -> Tensor:
+        """Return the states that training reads in place of the true ones; the same, in most families."""
+        return state
+
+    def context(
+        self, hidden: Tensor, token_ids: Tensor, start: int = 0, rng: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """First unroll's inputs for every token.
+
+        Args:
+            hidden: [B, T, A·H].
+            token_ids: [B, T] the token after each.
+            start: position of the first one.
+            rng: of training's noise; None where nothing is learnt.
+
+        Returns:
+            combined hidden states [B, T, H], keys and values [B, T, kv heads, width].
+        """
+        combined = self.combine(hidden)
+        if rng is not None:
+            combined = self.noise(combined, rng)
+        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)
+        keys, values = self.keys_values(self.join(combined, token_ids), positions)
+        return combined, keys, values
+
+    def unroll(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[Unrolled]:
+        """See `models.drafts.Draft`."""
+        num_steps = min(num_steps, self.max_depth or num_steps)
+        following = rows.token_ids[:, 1 : rows.hidden.shape[1] + 1]
+        combined, keys, values = self.context(rows.hidden, following, rng=rows.rng)
+        running = torch.arange(len(rows.index), device=rows.index.device)
+        state = self.begin(rows, combined)
+        own: list[tuple[Tensor, Tensor]] = []
+        drafted = []
+        for step in range(num_steps):
+            sequence, index = rows.sequence[running], rows.index[running]
+            token_ids = rows.token_ids[sequence, index + 1 + step]
+            state = self.advance(step, state, token_ids, sequence, index, keys, values, own)
+            hidden, logits = self.say(state, step)
+            drafted.append(Unrolled(running, logits, hidden))
+            if step + 1 < num_steps:
+                going = rows.index[running] >= 0 if keep is None else keep(step, running, logits)
+                running, state = running[going], state[going]
+                own = [(k[going], v[going]) for k, v in own]
+        return drafted
+
+    def drafter(self, max_len: int) -> "FeatureDrafter":
+        """See `models.drafts.Draft`."""
+        return FeatureDrafter(self, max_len)
+
+    def advance(
+        self,
+        step: int,
+        state: Tensor,
+        token_ids: Tensor,
+        sequence: Tensor,
+        index: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Run the layer once for rows [n].
+
+        Args:
+            step: number of the unroll, from 0.
+            state: [n, H] the first time the combined hidden states, then what this returned.
+            token_ids: [n] the tokens after them.
+            sequence, index: [n] as in `Rows`.
+            keys, values: [B, T, kv heads, width] of the first unroll.
+            own: keys and values of the rows' further unrolls; this one's are added.
+
+        Returns:
+            the next state [n, H].
+        """
+        joined = self.join(state, token_ids)
+        if step > 0:
+            own.append(self.keys_values(joined, index + step))
+        queries = self.rotated(self.layer["self_attn"]["q_proj"](joined), self.num_heads, index + step)
+        none = keys.new_empty(len(queries), 0, *keys.shape[2:])
+        own_keys, own_values = (torch.stack(one, dim=1) for one in zip(*own, strict=True)) if own else (none, none)
+        attended = self.attend(queries[:, None], (own_keys, own_values), sequence, index, (keys, values))[:, 0]
+        return self.feed_forward(self.layer, self.residual(state, joined) + self.layer["self_attn"]["o_proj"](attended))
+
+    def keys_values(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[…, J] at `positions` […] → keys and values […, kv heads, width]."""
+        attention = self.layer["self_attn"]
+        keys = self.rotated(attention["k_proj"](joined), self.num_kv_heads, positions)
+        return keys, attention["v_proj"](joined).unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+
+class _Node(NamedTuple):
+    """What the draft came to after some tokens.
+
+    Attributes:
+        state: [H] the layer's output.
+        own: keys and values [kv heads, width] of each token but the first.
+        logits: [D] of what follows.
+    """
+
+    state: Tensor
+    own: list[tuple[Tensor, Tensor]]
+    logits: Tensor
+
+
+class PathDrafter(ABC):
+    """See `models.drafts.Drafter`. What follows a node hangs on the tokens on its path, on its depth at least."""
+
+    draft: LayeredDraft
+
+    @abstractmethod
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the logits [n, D] after some tokens, which follow the last certain one."""
+
+    def propose(self, num_tokens: int, draw: Draw, go_on: GoOn | None = None) -> Proposal:
+        """See the base."""
+        path: tuple[int, ...] = ()
+        drawn_from = []
+        num_tokens = min(num_tokens, self.draft.max_depth or num_tokens)
+        while True:
+            logits = self._after([path])[0]
+            token, q = draw(logits)
+            path = (*path, token)
+            drawn_from.append(q)
+            if len(path) == num_tokens or (go_on is not None and not go_on(confidence(logits))):
+                break
+        return Proposal.chain(path, drawn_from, self.draft.embedding.device)
+
+    def expand(self, token_ids: Sequence[int], parents: Sequence[int], nodes: Sequence[int]) -> Tensor:
+        """See `models.drafting.drafters.Expander`; nothing follows a node that is as deep as the draft can go."""
+        paths = [path_to(node, token_ids, parents) for node in nodes]
+        deepest = self.draft.max_depth
+        rows = [row for row, path in enumerate(paths) if deepest is None or len(path) < deepest]
+        found = self.draft.embedding.new_full((len(nodes), len(self.draft.embedding)), float("-inf"))
+        if rows:
+            log_probs = self._after([paths[row] for row in rows]).log_softmax(-1)
+            found[torch.tensor(rows, device=found.device)[:, None], self.draft.vocabulary] = log_probs
+        return found
+
+
+class FeatureDrafter(PathDrafter):
+    """See the base; a node is run once. Only the first unroll's keys and values outlive a step."""
+
+    draft: FeatureDraft
+
+    def __init__(self, draft: FeatureDraft, max_len: int) -> None:
+        self.draft = draft
+        shape = (1, max_len, draft.num_kv_heads, draft.head_dim)
+        self._keys, self._values = (torch.empty(shape, device=draft.embedding.device) for _ in range(2))
+        self._length = 0
+        self._state = self._last = torch.empty(0)
+        self._nodes: dict[tuple[int, ...], _Node] = {}  # by the tokens after the last certain one
+        self._run_by = draft
+
+    def extend(self, token_ids: Tensor, hidden: Tensor) -> None:
+        """See the base."""
+        start, stop = self._length, self._length + len(hidden)
+        combined, keys, values = self.draft.context(hidden[None].float(), token_ids[None, 1:], start)
+        self._keys[:, start:stop], self._values[:, start:stop] = keys, values
+        self._state, self._last, self._length = combined[0, -1:], token_ids[-1:], stop
+        self._nodes = {}
+
+    def _after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the logits [n, D] after some tokens, of which those that were not yet there are run level by level."""
+        if self._run_by is not self.draft:
+            self._nodes, self._run_by = {}, self.draft
+        beginnings = {path[:size] for path in paths for size in range(len(path) + 1)}
+        for depth, level in groupby(sorted(beginnings - self._nodes.keys(), key=len), key=len):
+            self._run(depth, list(level))
+        return torch.stack([self._nodes[path].logits for path in paths])
+
+    def _run(self, depth: int, level: Sequence[tuple[int, ...]]) -> None:
+        """Run nodes of one depth, whose parents have been."""
+        state, last, own = self._state, self._last, []
+        if depth:
+            above = [self._nodes[path[:-1]] for path in level]
+            state = torch.stack([node.state for node in above])
+            last = torch.tensor([path[-1] for path in level], device=state.device)
+            own = [_stacked(pairs) for pairs in zip(*(node.own for node in above), strict=True)]
+        index = torch.full_like(last, self._length - 1)
+        keys, values = self._keys[:, : self._length], self._values[:, : self._length]
+        state = self.draft.advance(depth, state, last, torch.zeros_like(last), index, keys, values, own)
+        logits = self.draft.say(state, depth)[1]
+        for row, path in enumerate(level):
+            self._nodes[path] = _Node(state[row], [(k[row], v[row]) for k, v in own], logits[row])
+
+
+class Scale(nn.Module):
+    """The gain of an RMSNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+
+def decoder_layer(config: dict[str, Any], num_inputs: int, norms: Sequence[str]) -> nn.ModuleDict:
+    """Make a layer of Llama's kind, without values for its matrices.
+
+    Args:
+        config: as in config.json.
+        num_inputs: J.
+        norms: names of those before the attention, which are the family's own.
+    """
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    return nn.ModuleDict(
+        {
+            **{name: Scale(hidden) for name in (*norms, "post_attention_layernorm")},
+            "self_attn": nn.ModuleDict(
+                {
+                    "q_proj": linear(num_inputs, queries),
+                    "k_proj": linear(num_inputs, keys),
+                    "v_proj": linear(num_inputs, keys),
+                    "o_proj": linear(queries, hidden),
+                }
+            ),
+            "mlp": nn.ModuleDict(
+                {
+                    "gate_proj": linear(hidden, inner),
+                    "up_proj": linear(hidden, inner),
+                    "down_proj": linear(inner, hidden),
+                }
+            ),
+        }
+    )
+
+
+def layer_config(source: Any) -> dict[str, Any]:
+    """Return what config.json says of a layer that is shaped like those of `source`, a transformers configuration."""
+    width = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    return {
+        "model_type": "llama",
+        "hidden_size": source.hidden_size,
+        "intermediate_size": source.intermediate_size,
+        "num_attention_heads": source.num_attention_heads,
+        "num_key_value_heads": source.num_key_value_heads,
+        "head_dim": width,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": source.rms_norm_eps,
+        "rope_parameters": dict(source.rope_parameters),
+        "max_position_embeddings": source.max_position_embeddings,
+        "vocab_size": source.vocab_size,
+        "bos_token_id": source.bos_token_id,
+        "eos_token_id": source.eos_token_id,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    """Return a layer without a bias, whose values are not set."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, bias=False)
+    return layer
+
+
+def _stacked(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    keys, values = zip(*pairs, strict=True)
+    return torch.stack(keys), torch.stack(values)

@@ -1,0 +1,1 @@
+"""What tells whether a draft or a changed target is good enough: scores, intervals, the gate, the watch."""

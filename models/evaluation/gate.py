@@ -1,0 +1,247 @@
+"""Whether a challenger may replace its champion: pure statistics, no model.
+
+Both are scored by the same offline rule on the same target tokens, at the largest K of the recipe and without look-up,
+so that what counts is the head alone. Two questions:
+
+- Is it better? Each window of traffic has conversations that the challenger was not trained on. Those that resemble
+  each other are one cluster. Each cluster's difference in accepted tokens a step, weighted by its domain's share of the
+  traffic, goes into one test that is looked at after every window (see `models.evaluation.betting`). There a cluster
+  counts once; how much the window's traffic gains is told beside it, where each counts as often as it is asked, and a
+  window whose traffic loses promotes nothing. The test starts anew with each champion. A
+  challenger shown worse is given up; the champion's error is shared out among its challengers, the j-th gets
+  alpha_total × 6 / (π² j²), which sums to alpha_total however many there are.
+- Did a domain pay for it? Each domain's floor is taken on conversations of its own that no draft was trained on: the
+  lower bound of (τ challenger − τ best) / τ best must be at least −floor, the best being the past draft that was best
+  there. Both are scored on the same conversations, and resampled together. A domain with few of them is reported and
+  blocks nothing; nor does one whose answers are so short that no number of them that is kept can tell a loss of the
+  floor from none, but where a loss is shown. Else anyone whose requests want a word or two would stop every draft.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field
+
+from models.evaluation.acceptance import Estimate, Floats, resample_sums
+from models.evaluation.betting import MeanTest
+from models.evaluation.paired import Score, cluster_of, clusters, gain, paired, within
+from models.params import BaseParams, Frozen
+
+Outcome = Literal["passed", "undecided", "refused"]
+
+
+class Params(BaseParams):
+    """What a challenger is held to."""
+
+    name: Literal["gate"] = "gate"
+    floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
+    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")
+    floor_conversations: int = Field(
+        100, ge=2, description="of a domain, from which on its floor may hold; below, it is reported only"
+    )
+    alpha_total: float = Field(
+        0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
+    )
+
+
+class Evidence(Frozen):
+    """What all windows so far say of a challenger, a value that survives between them.
+
+    Attributes:
+        challenger: which one of its champion it is, from 1; each is held to a smaller error.
+        test: of the mean difference in accepted tokens a step; its bound is K.
+        num_windows, num_conversations, num_clusters: that went into it.
+        last: the gain of the last window's traffic, with a 95% interval over clusters.
+    """
+
+    challenger: int = Field(1, ge=1)
+    test: MeanTest
+    num_windows: int = 0
+    num_conversations: int = 0
+    num_clusters: int = 0
+    last: Estimate | None = None
+
+    @classmethod
+    def start(cls, num_draft_tokens: int, challenger: int = 1) -> Self:
+        """Return what is known before the first window.
+
+        Args:
+            num_draft_tokens: K, the most tokens that a step accepts.
+            challenger: which one of its champion it is, from 1.
+        """
+        return cls(challenger=challenger, test=MeanTest(bound=num_draft_tokens))
+
+    def after(
+        self, champion: Sequence[Score], challenger: Sequence[Score], shares: Mapping[str, float] | None = None
+    ) -> Self:
+        """Return the evidence with one window more.
+
+        Args:
+            champion: its scores of the conversations that the window held out.
+            challenger: its scores of the same conversations, in any order.
+            shares: domain to its share of current traffic; None if the conversations at hand are a fair sample of it.
+
+        Raises:
+            ValueError: the two don't score the same conversations, a domain has no share, or more tokens than K were
+                accepted in a step.
+        """
+        found = clusters(champion, challenger, shares)
+        return self.model_copy(
+            update={
+                "test": self.test.after(found.differences.tolist(), found.weights.tolist()),
+                "num_windows": self.num_windows + 1,
+                "num_conversations": self.num_conversations + len(champion),
+                "num_clusters": self.num_clusters + len(found.differences),
+                "last": gain(found),
+            }
+        )
+
+    def another(self) -> Self:
+        """Return what is known of the champion's next challenger: nothing."""
+        return self.start(int(self.test.bound), self.challenger + 1)
+
+    def alpha(self, params: Params) -> float:
+        """Return the error that each of this challenger's bounds is allowed."""
+        return allowed_error(self.challenger, params.alpha_total)
+
+    def bounds(self, params: Params) -> Estimate:
+        """Return the mean gain over all windows; low and high hold at any look, each wrong with a chance of alpha."""
+        alpha = self.alpha(params)
+        return Estimate(value=self.test.mean, low=self.test.lower(alpha), high=self.test.upper(alpha))
+
+
+class Floor(Frozen):
+    """What one domain pays.
+
+    Attributes:
+        num_conversations: that both drafts were scored on.
+        best: τ of the domain's best past draft on them.
+        tau: the challenger's.
+        relative: (τ − best) / best; its `low` is held against −floor.
+        binding: whether a loss blocks: there are enough conversations, and they say as much as the floor asks.
+    """
+
+    num_conversations: int
+    best: float
+    tau: float
+    relative: Estimate
+    binding: bool
+
+
+class Verdict(Frozen):
+    """The decision, and everything that led to it.
+
+    Attributes:
+        outcome: "passed": it may replace the champion; "refused": it is shown worse, overall or in a domain;
+            "undecided": neither is shown.
+        reasons: why not; empty when it passed.
+        give_up: whether its champion's next challenger starts anew; otherwise this one learns on.
+        gain: over all windows; bounds at `alpha`.
+        alpha: error that each bound was allowed.
+        evidence: for the next window.
+        floors: domain to what it pays; a domain without conversations is not judged.
+    """
+
+    outcome: Outcome
+    reasons: tuple[str, ...]
+    give_up: bool
+    gain: Estimate
+    alpha: float
+    evidence: Evidence
+    floors: dict[str, Floor]
+
+
+def allowed_error(challenger: int, alpha_total: float) -> float:
+    """Return alpha of a champion's j-th challenger, j from 1.
+
+    Raises:
+        ValueError: `challenger` is below 1.
+    """
+    if challenger < 1:
+        raise ValueError(f"challengers count from 1, got {challenger}")
+    return alpha_total * 6 / (math.pi * challenger) ** 2
+
+
+def decide(evidence: Evidence, floors: Mapping[str, Floor], params: Params) -> Verdict:
+    """Decide what becomes of the challenger that was scored last.
+
+    It passes if a gain is shown, the last window alone does not speak against it, and no domain may pay more than its
+    floor. A snapshot that gains but fails a floor is refused, and learns on; a challenger that is shown worse is given
+    up. Otherwise it is undecided, and learns on.
+
+    Args:
+        evidence: of all its windows, this one included.
+        floors: domain to what this snapshot pays there.
+        params: what the challenger is held to.
+
+    Raises:
+        ValueError: there was no window yet.
+    """
+    if evidence.last is None:
+        raise ValueError("there is nothing to decide on before the first window")
+    found = evidence.bounds(params)
+    reasons = [reason for domain, floor in floors.items() for reason in refusals(domain, floor, params)]
+    outcome: Outcome = "refused" if reasons else "passed"
+    if found.high < 0:
+        outcome, said = "refused", f"a loss is shown: {found.value:+.4f} tokens a step, upper bound {found.high:+.4f}"
+    elif found.low <= 0:
+        outcome, said = "undecided", f"no gain shown: {found.value:+.4f} tokens a step, lower bound {found.low:+.4f}"
+    elif evidence.last.value < 0:
+        outcome, said = "undecided", f"the last window shows a loss: {evidence.last.value:+.4f} tokens a step"
+    else:
+        said = ""
+    return Verdict(
+        outcome=outcome,
+        reasons=(said, *reasons) if said else tuple(reasons),
+        give_up=found.high < 0,
+        gain=found,
+        alpha=evidence.alpha(params),
+        evidence=evidence,
+        floors=dict(floors),
+    )
+
+
+def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: Params, seed: int) -> Floor:
+    """Hold a challenger against the best past draft of one domain, on the same conversations.
+
+    Args:
+        best: that draft's scores.
+        challenger: its own, in any order.
+        params: what it is held to.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: the two don't score the same conversations.
+    """
+    sums: dict[str, Floats] = {}
+    for before, after in paired(best, challenger):
+        row = np.array([before.steps, before.accepted, after.steps, after.accepted], dtype=np.float64)
+        name = cluster_of(before)
+        sums[name] = sums[name] + row if name in sums else row
+    rows = np.array([sums[name] for name in sorted(sums)])
+    drawn = np.vstack([rows.sum(axis=0), resample_sums(rows, np.random.default_rng(seed), params.num_resamples)])
+    best_tau, tau = 1 + drawn[:, 1] / drawn[:, 0], 1 + drawn[:, 3] / drawn[:, 2]
+    relative = tau / best_tau - 1
+    # Resampling C clusters shows a spread smaller by the root of (C − 1) / C, so it is put back.
+    degrees = max(1, len(rows) - 1)
+    error = float(relative[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
+    found = within(float(relative[0]), error, degrees, 1 - params.confidence)
+    telling = found.value - found.low <= params.floor or found.high < -params.floor
+    return Floor(
+        num_conversations=len(best),
+        best=float(best_tau[0]),
+        tau=float(tau[0]),
+        relative=found,
+        binding=len(best) >= params.floor_conversations and telling,
+    )
+
+
+def refusals(domain: str, floor: Floor, params: Params) -> list[str]:
+    """Return why a domain stands against promotion; empty if it does not."""
+    if floor.binding and floor.relative.low < -params.floor:
+        bound = f"lower bound {floor.relative.low:+.2%} is below the floor of {-params.floor:.2%}"
+        return [f'domain "{domain}" may lose: τ {floor.relative.value:+.2%} of {floor.best:.3f}, {bound}']
+    return []

@@ -1,0 +1,340 @@
+"""The one training loop of language models: next-token cross-entropy with AdamW, changed by the hooks of regimes.
+
+Pretraining, finetuning, proxies and continued training after shrinking all run it. It trains whatever parameters of the
+model need a gradient, in the order that a seed gives, and a killed run goes on exactly where it was. Zeroes of a pruned
+model stay zero.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from models import catalog
+from models.checkpoints.invariants import Holding
+from models.learning.resume import load_progress, save_progress
+from models.params import BaseParams, TrainingParams
+from models.regimes import PARTS, Batch, Plan, Regime
+
+IGNORED = -100
+
+
+class Progress(NamedTuple):
+    """How far training is, in tokens, those of steps left out too; `loss` is a running mean in nats a token."""
+
+    done: int
+    total: int
+    loss: float | None
+    tokens_per_s: float
+
+
+class Trained(NamedTuple):
+    """What training was.
+
+    Attributes:
+        losses: (step, running mean of the loss in nats a token) of each step that ran.
+        num_tokens: tokens learnt, each epoch anew.
+        num_steps: steps that ran.
+        num_skipped: steps that a regime left out.
+        seconds: in steps.
+        figures: what regimes say of themselves.
+    """
+
+    losses: list[tuple[int, float]]
+    num_tokens: int
+    num_steps: int
+    num_skipped: int
+    seconds: float
+    figures: dict[str, float]
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def train(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: TrainingParams,
+    regimes: Sequence[Regime] = (),
+    seed: int = 0,
+    work_dir: Path | None = None,
+    on_progress: OnProgress | None = None,
+    label: str = "",
+) -> Trained:
+    """Train `model` in place.
+
+    Args:
+        model: in float32, on its device; parameters that need no gradient stay as they are.
+        documents: token ids; those of one token have nothing to learn and are left out.
+        params: the loop's settings.
+        regimes: hooks, in the order in which they are called.
+        seed: of the order of batches.
+        work_dir: holds the checkpoint; None keeps none.
+        on_progress: called a few times a second at most.
+        label: what else makes this run another than one whose checkpoint is found, such as the regimes' settings.
+
+    Raises:
+        ValueError: nothing to learn from, or no parameter to train.
+        FloatingPointError: the loss is NaN or infinite; the model must be thrown away.
+    """
+    loop = _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label)
+    return loop.run(on_progress or (lambda progress: None))
+
+
+def train_by_name(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: TrainingParams,
+    methods: Sequence[BaseParams],
+    seed: int = 0,
+    work_dir: Path | None = None,
+    on_progress: OnProgress | None = None,
+    more: Sequence[Regime] = (),
+) -> Trained:
+    """Train with regimes as a recipe names them; see `train`.
+
+    Args:
+        methods: settings of methods of family `regimes` that go together (`require_compatible`); may be empty.
+        more: hooks beside theirs.
+
+    Raises:
+        ValueError: as `train`, or `more` comes beside a method that is a loop of its own.
+    """
+    require_compatible(methods)
+    modules = [(catalog.load("regimes", method.name), method) for method in methods]
+    for module, method in modules:
+        if "loop" in module.CHANGES:
+            if more:
+                raise ValueError(f'regime "{method.name}" is a loop of its own and takes no other hooks')
+            trained: Trained = module.train(model, documents, method, params, seed, work_dir, on_progress)
+            return trained
+    hooks = [
+        module.regime(method, torch.Generator().manual_seed(1000 * seed + number))
+        for number, (module, method) in enumerate(modules)
+    ]
+    label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
+    return train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
+
+
+def require_compatible(methods: Sequence[BaseParams]) -> None:
+    """Raise ValueError naming two regimes that change the same part of training, or one that combines with none."""
+    changed: dict[str, str] = {}
+    for method in methods:
+        parts = catalog.load("regimes", method.name).CHANGES
+        if "loop" in parts and len(methods) > 1:
+            raise ValueError(f'regime "{method.name}" is a loop of its own and combines with no other')
+        for part in sorted(parts, key=PARTS.index):
+            if part in changed:
+                raise ValueError(f'regimes "{changed[part]}" and "{method.name}" both change the {part}; choose one')
+            changed[part] = method.name
+
+
+def pad(documents: Sequence[Sequence[int]]) -> Batch:
+    """Return a batch with one document a row, padded on the right."""
+    length = max(map(len, documents))
+    token_ids = torch.zeros(len(documents), length, dtype=torch.int64)
+    labels = torch.full_like(token_ids, IGNORED)
+    for row, document in enumerate(documents):
+        token_ids[row, : len(document)] = labels[row, : len(document)] = torch.tensor(document)
+    return Batch(token_ids, labels)
+
+
+def cut(documents: Sequence[Sequence[int]], max_length: int) -> list[list[int]]:
+    """Cut documents into pieces of `max_length` tokens; pieces of one token are left out.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    pieces = [
+        list(document[start : start + max_length])
+        for document in documents
+        for start in range(0, len(document), max_length)
+    ]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    if not pieces:
+        raise ValueError(f"none of {len(documents)} documents has two tokens; there is nothing to learn from")
+    return pieces
+
+
+class _Loop:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        documents: Sequence[Sequence[int]],
+        params: TrainingParams,
+        regimes: Sequence[Regime],
+        seed: int,
+        work_dir: Path | None,
+        label: str,
+    ) -> None:
+        self.model, self.params, self.regimes, self.seed = model, params, regimes, seed
+        self.work_dir, self.label = work_dir, label
+        pieces = cut(documents, params.max_length)
+        grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
+        self.batches = next((own for own in grouped if own is not None), batches_of(pieces, params.batch_tokens))
+        self.total = params.num_epochs * len(self.batches)
+        plan = Plan(self.total, len(self.batches))
+        own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        known = {id(parameter) for parameter in self.trained.values()}
+        self.trained |= {f"regime/{number}": p for number, p in enumerate(own) if id(p) not in known}
+        if not self.trained:
+            raise ValueError("no parameter of the model needs a gradient, so there is nothing to train")
+        self.optimizer = torch.optim.AdamW(
+            self.trained.values(),
+            lr=params.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=params.weight_decay,
+            fused=True,
+        )
+        for regime in regimes:
+            regime.hold(self.optimizer)
+        self.step = self.num_skipped = self.num_tokens = 0
+        self.seconds = 0.0
+        self.losses: list[tuple[int, float]] = []
+
+    def run(self, report: OnProgress) -> Trained:
+        self.model.train()
+        self._resume()
+        saved = shown = time.perf_counter()
+        all_tokens = self.params.num_epochs * sum(len(piece) for batch in self.batches for piece in batch)
+        stopped = False
+        while self.step < self.total and not stopped:
+            started = time.perf_counter()
+            self._advance(self._batch(self.step))
+            self.step += 1
+            if self.step % len(self.batches) == 0:
+                epoch = self.step // len(self.batches) - 1
+                verdicts = [regime.after_epoch(self.model, epoch) for regime in self.regimes]
+                stopped = any(verdicts)
+            now = time.perf_counter()
+            self.seconds += now - started
+            if now - shown > 0.5 or self.step == self.total:
+                shown = now
+                loss = self.losses[-1][1] if self.losses else None
+                done = all_tokens * self.step // self.total
+                report(Progress(done, all_tokens, loss, self.num_tokens / self.seconds))
+            if self.work_dir is not None and self.losses and now - saved > self.params.checkpoint_s:
+                self._save()
+                saved = time.perf_counter()
+        for regime in reversed(self.regimes):
+            regime.finish(self.model)
+        self.model.eval()
+        figures = {name: value for regime in self.regimes for name, value in regime.figures().items()}
+        return Trained(self.losses, self.num_tokens, len(self.losses), self.num_skipped, self.seconds, figures)
+
+    def _batch(self, step: int) -> list[list[int]]:
+        epoch, place = divmod(step, len(self.batches))
+        rng = torch.Generator().manual_seed(self.seed * 1000 + epoch)
+        return self.batches[int(torch.randperm(len(self.batches), generator=rng)[place])]
+
+    def _advance(self, documents: list[list[int]]) -> None:
+        wanted = [regime.runs(self.step) for regime in self.regimes]  # each is asked: one that draws must keep in step
+        if not all(wanted):
+            self.num_skipped += 1
+            return
+        batch = next((b for regime in self.regimes if (b := regime.collate(documents)) is not None), None)
+        batch = _to(batch or pad(documents), self.model.device)
+        rate = learning_rate(self.params, self.step, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        with ExitStack() as stack:
+            for regime in self.regimes:
+                stack.enter_context(regime.around(self.step))
+            value = self._backward(batch)
+        for regime in self.regimes:
+            regime.after_backward(self.model)
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_grad_norm)
+        self.optimizer.step()
+        for regime in self.regimes:
+            regime.after_step(self.model)
+        mean = value if not self.losses else 0.95 * self.losses[-1][1] + 0.05 * value
+        self.losses.append((self.step, mean))
+        self.num_tokens += batch.num_tokens
+
+    def _backward(self, batch: Batch) -> float:
+        output = self.model(
+            input_ids=batch.token_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
+        )
+        loss = output.loss
+        value = float(loss.detach())
+        for regime in self.regimes:
+            if (penalty := regime.penalty(self.model, batch)) is not None:
+                loss = loss + penalty
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"the loss is {float(loss.detach())} at step {self.step}; the model is discarded")
+        loss.backward()
+        return value
+
+    def _save(self) -> None:
+        assert self.work_dir is not None
+        progress = {
+            "step": self.step,
+            "num_skipped": self.num_skipped,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "losses": self.losses,
+            "regimes": [regime.state() for regime in self.regimes],
+            "key": self._key(),
+        }
+        save_progress(self.work_dir, self.trained, self.optimizer, progress)
+
+    def _resume(self) -> None:
+        if self.work_dir is None:
+            return
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        progress = load_progress(self.work_dir, self.trained, self.optimizer, self._key())
+        if progress is not None:
+            self._restore(progress)
+
+    def _restore(self, progress: Mapping[str, Any]) -> None:
+        self.step, self.num_skipped = progress["step"], progress["num_skipped"]
+        self.num_tokens, self.seconds = progress["num_tokens"], progress["seconds"]
+        self.losses = [(step, loss) for step, loss in progress["losses"]]
+        for regime, state in zip(self.regimes, progress["regimes"], strict=True):
+            regime.restore(state)
+
+    def _key(self) -> str:
+        """What must be equal for a checkpoint to be this run's."""
+        settings = self.params.model_dump(exclude={"checkpoint_s"})
+        names = [type(regime).__module__ for regime in self.regimes]
+        return json.dumps([settings, names, self.label, self.seed, sorted(self.trained), _digest(self.batches)])
+
+
+def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:
+    """Return how many steps training takes that no regime changes."""
+    return params.num_epochs * len(batches_of(cut(documents, params.max_length), params.batch_tokens))
+
+
+def learning_rate(params: TrainingParams, step: int, total: int) -> float:
+    """Return the rate of a step: a linear rise, then half a cosine down to 2%."""
+    warm = min(1.0, (step + 1) / max(params.warmup * total, 1.0))
+    return params.learning_rate * warm * max(0.5 * (1 + math.cos(math.pi * step / total)), 0.02)
+
+
+def batches_of(pieces: Sequence[list[int]], batch_tokens: int) -> list[list[list[int]]]:
+    """Group pieces of like length, so that little is padded; what is longer than a batch is one by itself."""
+    batches: list[list[list[int]]] = []
+    for piece in sorted(pieces, key=len):
+        # Sorted, so the new piece would be the longest of its batch.
+        if batches and len(piece) * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(piece)
+        else:
+            batches.append([piece])
+    return batches
+
+
+def _digest(batches: Sequence[Sequence[Sequence[int]]]) -> int:
+    return hash(tuple(tuple(map(tuple, batch)) for batch in batches))  # of integers: the same in every process
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    positions = None if batch.position_ids is None else batch.position_ids.to(device)
+    return Batch(batch.token_ids.to(device), batch.labels.to(device), positions)

@@ -1,0 +1,90 @@
+"""The training loop: it learns, resumes exactly, honours its hooks and refuses what can't be trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models.evaluation.perplexity import perplexity, score
+from models.learning import training
+from models.params import TrainingParams
+from models.regimes import Regime
+
+
+@pytest.fixture
+def model(tiny_target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+
+
+def documents(count: int = 24, length: int = 20) -> list[list[int]]:
+    """Sequences that count in steps of three through 60 tokens: easy to learn, far from uniform."""
+    return [[3 + (start + 3 * place) % 60 for place in range(length - start % 4)] for start in range(count)]
+
+
+def params(**changes: object) -> TrainingParams:
+    return TrainingParams(**{"num_epochs": 4, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
+
+
+def test_training_lowers_the_perplexity_of_held_out_text(model: PreTrainedModel) -> None:
+    before = perplexity(score(model, documents()[20:]))
+    trained = training.train(model, documents()[:20], params(num_epochs=20))
+    assert perplexity(score(model, documents()[20:])) < before / 5
+    assert trained.num_steps == len(trained.losses) and trained.num_skipped == 0
+    assert trained.num_tokens == 20 * sum(len(document) for document in documents()[:20])
+
+
+class _Stop(Exception):
+    pass
+
+
+def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
+    tiny_target: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    other = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    training.train(model, documents(), params())
+
+    class Kill(Regime):
+        def runs(self, step: int) -> bool:
+            if step == 9 and not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                raise _Stop
+            return True
+
+    settings = params(checkpoint_s=1e-9)
+    with pytest.raises(_Stop):
+        training.train(other, documents(), settings, [Kill()], work_dir=tmp_path)
+    fresh = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    trained = training.train(fresh, documents(), settings, [Kill()], work_dir=tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, fresh.state_dict()[name]), name
+    assert [step for step, _ in trained.losses] == list(range(len(trained.losses)))
+
+
+def test_a_checkpoint_of_other_settings_is_not_gone_on_with(model: PreTrainedModel, tmp_path: Path) -> None:
+    settings = params(checkpoint_s=1e-9)
+    whole = training.train(model, documents(), settings, work_dir=tmp_path, label="one")
+    assert training.train(model, documents(), settings, work_dir=tmp_path, label="one").losses == whole.losses
+    assert training.train(model, documents(), settings, work_dir=tmp_path, label="two").losses != whole.losses
+
+
+def test_the_loss_does_not_see_padding(model: PreTrainedModel) -> None:
+    short, long = documents()[3], documents()[0]
+    alone = score(model, [short])[0]
+    assert score(model, [short, long])[0].nats == pytest.approx(alone.nats, rel=1e-5)
+    assert alone.num_tokens == len(short) - 1
+
+
+def test_nothing_to_learn_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="none of 2 documents has two tokens"):
+        training.train(model, [[1], [2]], params())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model needs a gradient"):
+        training.train(model, documents(), params())
+
+
+def test_a_loss_that_is_not_finite_ends_training(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
+        training.train(model, documents(), params())

@@ -1,0 +1,125 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from models.throughput.cost import Cost, Time
+
+TIMES = [
+    *(Time(1, rows, 0, ms) for rows, ms in ((1, 10.0), (4, 13.0))),
+    *(Time(4, rows, 0, ms) for rows, ms in ((4, 16.0), (16, 40.0))),
+    Time(1, 1, 2, 14.0),
+    Time(4, 4, 1, 20.0),
+]
+TABLE = Cost.measured(TIMES, "this machine")
+
+
+def ratio(cost: Cost) -> float:
+    """Return how much longer a drafted step takes than a plain one, which is what K depends on."""
+    drafted, plain = cost.step_ms(1, 4, 3), cost.step_ms(1, 1, 0)
+    assert drafted is not None
+    assert plain is not None
+    return drafted / plain
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rows", "passes", "ms"),
+    [
+        (1, 1, 0, 10.0),
+        (1, 2, 0, 11.0),
+        (1, 4, 3, 13.0 + 3 * 2.0),
+        (1, 7, 0, 16.0),  # as steep as before
+        (4, 4, 1, 20.0),
+        (2, 2, 0, 12.0),  # a third of the way from 1 to 4 sequences, at a row each
+        (8, 16, 0, 40.0),  # beyond the last, rows are what counts
+    ],
+)
+def test_steps_are_interpolated_between_what_was_measured(sequences: int, rows: int, passes: int, ms: float) -> None:
+    assert TABLE.step_ms(sequences, rows, passes) == pytest.approx(ms)
+
+
+def test_a_row_costs_what_those_next_to_it_do() -> None:
+    line = TABLE.line(4)
+    assert line is not None
+    assert line.row_ms(8) == pytest.approx(2.0)
+
+
+def test_a_table_of_noise_still_rises_with_the_rows() -> None:
+    cost = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 2, 0, 9.0), Time(1, 3, 0, 12.0)])
+    assert [cost.step_ms(1, rows, 0) for rows in (1, 2, 3)] == pytest.approx([9.5, 9.5, 12.0])
+
+
+def test_a_draft_that_says_all_in_one_pass_makes_one_at_most() -> None:
+    cost = replace(TABLE, one_pass=True)
+    assert cost.step_ms(1, 4, 3) == pytest.approx(13.0 + 2.0)
+    assert cost.step_ms(1, 4, 0) == pytest.approx(13.0)
+    assert cost.after(Time(1, 4, 1, 15.0)).step_ms(1, 4, 3) == pytest.approx(15.0)
+
+
+def test_nothing_measured_tells_nothing() -> None:
+    assert Cost().step_ms(1, 1, 0) is None
+    assert Cost.measured([Time(1, 1, 0, 10.0)]).step_ms(1, 1, 1) is None
+
+
+def test_a_table_that_was_never_measured_grows_with_the_steps() -> None:
+    cost = Cost().after(Time(1, 4, 0, 12.0)).after(Time(1, 4, 3, 18.0))
+    assert cost.step_ms(1, 4, 3) == pytest.approx(18.0)
+    cost = cost.after(Time(1, 1, 0, 10.0))
+    assert cost.step_ms(1, 1, 0) == pytest.approx(10.0)
+    assert cost.step_ms(1, 2, 1) == pytest.approx(10.0 + 2 / 3 + 2.0)
+
+
+def test_one_step_of_100_ms_changes_next_to_nothing() -> None:
+    steps = [Time(1, 4, 3, 19.0)] * 200
+    cost = TABLE
+    for time in steps:
+        cost = cost.after(time)
+    assert ratio(cost.after(Time(1, 4, 3, 119.0))) == pytest.approx(ratio(cost), rel=0.005)
+
+
+@pytest.mark.parametrize("slower", [1.15, 1.4])
+def test_a_machine_that_slows_down_changes_all_steps_alike(slower: float) -> None:
+    rng, cost = np.random.default_rng(0), TABLE
+    for number in range(1000):
+        slowness = slower if number >= 500 else 1.0
+        time = Time(1, 4, 3, 19.0) if number % 100 else Time(1, 1, 0, 10.0)
+        cost = cost.after(time._replace(ms=time.ms * slowness * rng.lognormal(0, 0.05)))
+    assert ratio(cost) == pytest.approx(1.9, rel=0.03)
+    assert cost.step_ms(1, 4, 3) == pytest.approx(19.0 * slower, rel=0.1)
+
+
+def test_a_wrong_table_is_put_right_by_the_steps_that_are_seen() -> None:
+    """The table says that a drafted step takes 1.9 times a plain one; in truth it takes 1.5 times."""
+    rng, cost = np.random.default_rng(0), TABLE
+    for number in range(6000):
+        time = Time(1, 4, 3, 15.0) if number % 50 else Time(1, 1, 0, 10.0)
+        cost = cost.after(time._replace(ms=time.ms * rng.lognormal(0, 0.05)))
+    assert ratio(cost) == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "time", [Time(0, 1, 0, 1.0), Time(4, 3, 0, 1.0), Time(1, 1, -1, 1.0), Time(1, 1, 0, 0.0), Time(1, 1, 0, math.nan)]
+)
+def test_times_that_can_not_be_are_refused(time: Time) -> None:
+    with pytest.raises(ValueError, match="wanted a step of"):
+        TABLE.after(time)
+    with pytest.raises(ValueError, match="wanted a step of"):
+        Cost.measured([time])
+
+
+def test_a_table_needs_a_step_without_passes() -> None:
+    with pytest.raises(ValueError, match="got none"):
+        Cost.measured([Time(1, 1, 1, 10.0)])
+
+
+def test_where_noise_hides_what_a_pass_takes_the_other_numbers_of_sequences_tell() -> None:
+    times = [Time(num, num, 0, 10.0) for num in (1, 4)] + [Time(num, 9 * num, 0, 12.0) for num in (1, 4)]
+    table = Cost.measured([*times, Time(1, 4, 3, 10.1), Time(4, 16, 3, 19.0)])
+    assert table.curves[0].draft is None
+    plain, drafted = table.step_ms(1, 1, 0), table.step_ms(1, 1, 1)
+    assert plain is not None
+    assert drafted is not None
+    assert 2 < drafted - plain < 3
+    alone = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 4, 3, 9.0)])
+    assert alone.step_ms(1, 1, 1) == pytest.approx(10.2)
