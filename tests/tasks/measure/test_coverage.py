@@ -166,7 +166,9 @@ def planted_requests(number: int) -> list[Sample]:
     ]
 
 
-def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster_that_stands_for_its_requests(tiny_target: Path) -> None:
+def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster_that_stands_for_its_requests_a_twentieth_at_most(
+    tiny_target: Path,
+) -> None:
     fresh = planted_requests(NUM_GROUPS * PER_GROUP)
     one, same, other = (draw_log(fresh, number, 0, 0.35, tiny_target) for number in (0, 0, 1))
     assert one == same != other
@@ -177,8 +179,9 @@ def test_a_log_is_a_half_and_each_of_its_groups_is_a_cluster_that_stands_for_its
     sizes, told = Counter(group_of[id] for id in one.log), Counter[str]()
     for id, (_, weight) in one.judged.items():
         told[group_of[id]] += weight
-    assert told == pytest.approx({group: sizes[group] for group in told})
-    assert max(told.values()) > MOST_OF_GROUP
+    most = 0.05 * len(one.log)
+    assert max(sizes[group] for group in told) > most > MOST_OF_GROUP
+    assert told == pytest.approx({group: min(sizes[group], most) for group in told})
 
 
 def test_the_same_requests_are_split_anew_under_another_secret(tiny_target: Path) -> None:
