@@ -1,4 +1,8 @@
-"""A published head as vLLM loads it by itself, and as it was imported: the same drafts, and the torch head's scores."""
+"""A published head as vLLM loads it by itself, and as it was imported: the same drafts, the reference engine's too.
+
+vLLM by itself reads a key too many in each pass after the first: on a CPU two lengths are one tensor, which it counts
+up twice. Drafts of redraft's proposer don't, so that beyond their first tokens they are held to the reference engine's.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +14,8 @@ from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from models.drafts import eagle3
-from models.engines import Completion, Sampling
+from models.engines import Completion, Engine, Sampling
+from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.mode import Mode, Times
@@ -26,7 +31,7 @@ GREEDY = Sampling(max_tokens=32, ignore_eos=True)
 PARAMS = Params(max_model_len=256, max_num_seqs=16)
 
 
-async def answer(engine: VllmEngine) -> list[Completion]:
+async def answer(engine: Engine) -> list[Completion]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 67, size=8 + number % 9).tolist() for number in range(12)]
     return [await engine.generate(prompt, GREEDY, f"published-{number}") for number, prompt in enumerate(prompts)]
@@ -65,8 +70,12 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
     return VllmEngine(llm, args, head, setup=None, mode=mode, times=unkept)
 
 
-def drafts(answers: Sequence[Completion]) -> list[tuple[tuple[int, ...], ...]]:
-    return [answer.drafted_ids for answer in answers]
+def first_drafted(answers: Sequence[Completion]) -> list[list[int]]:
+    return [[drafted[0] for drafted in answer.drafted_ids if drafted] for answer in answers]
+
+
+def num_same(answers: Sequence[Completion], others: Sequence[Completion]) -> int:
+    return sum(one.drafted_ids == other.drafted_ids for one, other in zip(answers, others, strict=True))
 
 
 def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
@@ -80,15 +89,20 @@ def test_an_imported_head_drafts_what_the_engine_drafts_with_the_published_one(
     (tmp_path / "adopted").mkdir()
     eagle3.save(adopted, tmp_path / "adopted")
 
-    async def run() -> tuple[list[Completion], list[Completion], list[Completion]]:
+    async def run() -> list[list[Completion]]:
         as_published = await answer_and_close(start_as_it_is(tiny_target, head))
         params = PARAMS.model_copy(update={"dtype": "float32"})
         imported = await answer_and_close(await VllmEngine.start(tiny_target, tmp_path / "adopted", params))
-        return as_published, imported, await answer(engine)
+        alone = await reference.TorchEngine.start(
+            tiny_target, tmp_path / "adopted", reference.Params(dtype="float32", max_model_len=PARAMS.max_model_len)
+        )
+        return [as_published, imported, await answer(alone), await answer(engine)]
 
-    as_published, imported, other = loop.run_until_complete(run())
-    assert drafts(imported) == drafts(as_published)
-    assert drafts(imported) != drafts(other)  # norming before or after makes a difference that the test would see
+    as_published, imported, of_reference, other = loop.run_until_complete(run())
+    assert first_drafted(imported) == first_drafted(as_published)
+    assert first_drafted(imported) != first_drafted(other)  # norming before or after makes a difference that is seen
+    assert num_same(imported, of_reference) >= len(imported) - 1
+    assert num_same(as_published, of_reference) < len(imported)  # if it fails, the proposer need not mend this any more
     samples = [Sample(a.request_id, "tiny", list(a.prompt_ids), list(a.token_ids)) for a in imported]
     scores = scoring.score(adopted, tiny_target, samples, 3, tmp_path / "states")
     exact = sum(
