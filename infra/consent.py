@@ -21,6 +21,7 @@ CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "draft
 GROUP = r"^[\x21-\x7e]{1,128}$"  # as a client names one; only its hash is kept
 
 OTHER_DOMAINS = "other"  # where there are too many to be told apart
+AGAIN = " again"  # behind a row's id, which has no space: another answer to its prompt
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 Count = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -87,6 +88,11 @@ class QueryRow(BaseModel):
                 f"drafted_ids has steps of {[len(s) for s in self.drafted_ids]} tokens, drafted: {drafted}"
             )
         return self
+
+
+def row_of(name: str) -> str:
+    """Return the id of the row that an answer is named by, which may be an answer given again."""
+    return name.removesuffix(AGAIN)
 
 
 def parse_domain(named: object) -> Domain:

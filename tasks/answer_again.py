@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from infra import scrub
 from infra.artifacts import Artifact, open_artifact
-from infra.consent import QueryRow
+from infra.consent import AGAIN, QueryRow
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import load_settings
@@ -36,7 +36,6 @@ from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import (
-    AGAIN,
     MIN_COMPLETION,
     append_samples,
     draw_per_domain,

@@ -9,6 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact, publish, staged
+from infra.consent import row_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
@@ -28,7 +29,7 @@ from tasks.stages import produce, stage_key
 from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
-from tasks.stages.samples import read_samples, row_of
+from tasks.stages.samples import read_samples
 from tasks.stages.split import cluster_samples
 from tasks.stages.teachers import prepare_teachers
 

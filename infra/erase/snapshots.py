@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from infra.artifacts import publish, staged, sweep_staging
+from infra.consent import row_of
 from infra.erase.job import Job
 from infra.erasures import Rewritten
 from infra.manifest import MANIFEST_NAME, check_manifest
@@ -90,9 +91,9 @@ def _parts_with(directory: Path, ids: frozenset[str]) -> Iterator[tuple[Path, in
 
 
 def _is_of(line: str, ids: frozenset[str]) -> bool:
-    """Return whether a line is of one of the rows; an answer given again has a word behind its row's name."""
+    """Return whether a line is of one of the rows, or of one of their prompts answered again."""
     row = json.loads(line)
-    return isinstance(row, dict) and str(row.get("id")).partition(" ")[0] in ids
+    return isinstance(row, dict) and row_of(str(row.get("id"))) in ids
 
 
 def _rewrite(job: Job, directory: Path, num_rows: int) -> None:

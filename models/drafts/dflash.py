@@ -207,7 +207,13 @@ def require_served(params: Params, num_draft_tokens: int) -> None:
 def vllm_config(directory: Path) -> dict[str, Any]:
     """Return what vLLM's speculative_config says of this draft."""
     config = read_config(directory, FAMILY, ARCHITECTURES)
-    return {"method": "dflash", "model": str(directory), "num_speculative_tokens": config["block_size"] - 1}
+    num_tokens = config["block_size"] - 1
+    return {
+        "method": "dflash",
+        "model": str(directory),
+        "num_speculative_tokens": num_tokens,
+        "parallel_drafting": True,
+    }
 
 
 def vllm_weights(directory: Path) -> EngineWeights:

@@ -27,10 +27,9 @@ from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval
 from models import catalog
 from models.engines import Sampling
-from models.engines.torch import TorchEngine
+from models.engines.torch import Params, TorchEngine
 from models.evaluation.acceptance import Trace, summarise
 from models.tokens import encode_chat
-from models.verify import rejection
 from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.families import every_family, make_drafts
@@ -230,8 +229,7 @@ def make_report(
 
 
 def _is_lossless(way: Configuration) -> bool:
-    rule = way.engine.get("verify", {"name": rejection.Params().name})
-    return bool(catalog.load("verify", rule["name"]).LOSSLESS)
+    return bool(catalog.load("verify", Params(**way.engine).verify.name).LOSSLESS)
 
 
 def _by_task(

@@ -24,7 +24,6 @@ from tasks.stages.shares import cap_per_key
 Part = Literal["train", "held_out", "probe"]
 # A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
 MIN_COMPLETION = 3
-AGAIN = " again"  # behind a row's name, which has no space: another answer to its prompt
 
 
 def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> None:
@@ -57,11 +56,6 @@ def read_written(file: Path) -> list[Sample]:
     if rest:
         os.truncate(file, len(whole) + bool(whole))
     return [Sample(**json.loads(line)) for line in whole.splitlines()]
-
-
-def row_of(sample_id: str) -> str:
-    """Return the name of the row that a sample was made of."""
-    return sample_id.removesuffix(AGAIN)
 
 
 def usable(

@@ -2,7 +2,17 @@ import itertools
 
 import pytest
 
-from infra.consent import DOMAIN, QueryRow, consent_level, group_of, parse_domain, redact, require_loggable
+from infra.consent import (
+    AGAIN,
+    DOMAIN,
+    QueryRow,
+    consent_level,
+    group_of,
+    parse_domain,
+    redact,
+    require_loggable,
+    row_of,
+)
 from models import recipe
 
 ROW = QueryRow(
@@ -148,3 +158,7 @@ def test_what_is_no_domain_is_refused_by_request_and_row_alike(named: object) ->
         parse_domain(named)
     with pytest.raises(ValueError, match="domain"):
         QueryRow(**{**ROW.model_dump(), "domain": named})
+
+
+def test_an_answer_given_again_is_named_by_its_row() -> None:
+    assert [row_of(name) for name in ("chatcmpl-1", f"chatcmpl-1{AGAIN}")] == ["chatcmpl-1"] * 2

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, publish, staged
-from infra.consent import QueryRow
+from infra.consent import AGAIN, QueryRow
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_work
 from infra.erase.snapshots import rewrite_snapshots
@@ -28,7 +28,7 @@ from models.precision import fast_dtype
 from models.recipe import Again, Recipe, load_recipe
 from tasks import answer_again as module
 from tasks.answer_again import answer_again, choose, merge
-from tasks.stages.samples import AGAIN, read_samples, write_samples
+from tasks.stages.samples import read_samples, write_samples
 from tests.models.drafts.answered import prompts
 
 MINE, OTHERS = "mine", "somebody"

@@ -63,6 +63,7 @@ def _name_by_config() -> None:
             setattr(placeless, name, _Placeless(getattr(self, name), self.model))
         return own(placeless)
 
+    # A method of vLLM's class is put in place for all of its instances, which mypy forbids.
     ModelConfig.compute_hash = compute_hash  # type: ignore[method-assign]
 
 

@@ -85,13 +85,13 @@ class Proposer(SpecDecodeBaseProposer):
         Masked places of P-EAGLE see those before them alone, so there are as many as are wanted. Those of DFlash all
         see each other: a block is whole, as in training, and its first tokens are taken.
         """
+        asked, block = num_tokens, getattr(self.draft_model_config.hf_config, "block_size", 0)
         if not self.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
             kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())
-        asked = num_tokens
-        if self.method == "dflash":
-            asked = self.draft_model_config.hf_config.block_size - 1 if num_tokens else 0
-        elif self.parallel_drafting:
+        elif block:
+            asked = block - 1 if num_tokens else 0
+        else:
             self.extra_slots_per_request = max(num_tokens, 1)
             self.net_num_new_slots_per_request = self.extra_slots_per_request - 1
         tokens: Tensor = super().propose(asked, *args, **kwargs)

@@ -61,7 +61,7 @@ class Speculation(NamedTuple):
             facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__)
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
-            one_pass = own["method"] == "dflash" or own.get("parallel_drafting", False)
+            one_pass = own.get("parallel_drafting", False)
             setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
             drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
         # Metrics of an answer: metrics.speculative_decoding.

@@ -7,13 +7,11 @@ from infra.artifacts import publish, staged
 from infra.consent import QueryRow
 from models.learning.hidden import Sample
 from tasks.stages.samples import (
-    AGAIN,
     append_samples,
     draw_per_domain,
     probe_versions,
     read_samples,
     read_written,
-    row_of,
     usable,
     write_samples,
 )
@@ -142,7 +140,3 @@ def test_a_line_that_was_cut_short_is_removed_and_asked_for_again(tmp_path):
     file.write_text('{"id": "b", "dom')
     assert read_written(file) == read_written(tmp_path / "none") == []
     assert file.read_text() == ""
-
-
-def test_an_answer_given_again_is_named_by_its_row() -> None:
-    assert [row_of(name) for name in ("chatcmpl-1", f"chatcmpl-1{AGAIN}")] == ["chatcmpl-1"] * 2
