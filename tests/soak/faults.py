@@ -13,7 +13,6 @@ from itertools import chain
 import httpx
 
 from infra.logfile import BUSY_TIMEOUT_S
-from infra.processes import process_identity
 from infra.versions import is_quarantined
 from tests.drills.scene import filled
 from tests.drills.spoiled import NAN, noisy
@@ -94,10 +93,8 @@ class Faults:
             began_s, pids = time.monotonic(), self._stack.parts().get(part, [])
             if not pids:  # such as a refresh that has ended since
                 return
-            family = [pid for of_part in self._stack.parts().values() for pid in of_part]
             os.kill(self._rng.choice(pids), signal.SIGKILL)
             if part.kind == SUPERVISOR:
-                self._wait(began_s, lambda: not any(process_identity(pid) for pid in family))
                 self._stack.up()
             elif part.returns:
                 self._wait(began_s, lambda: not {*pids} <= {*self._stack.parts().get(part, [])})

@@ -16,9 +16,10 @@ import psutil
 
 from infra.artifacts import staged
 from infra.keys import bring_keys
-from infra.processes import free_port, wait_until
+from infra.processes import free_port, require_port_free, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
+from infra.service_process import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
 from models.drafting.draft_families import open_draft
@@ -99,7 +100,8 @@ class Stack(Served):
         self.cli = Cli(home)
         recipe = home / "soak.toml"
         text = RECIPE.read_text()
-        changed = text.replace("port = 0", f"port = {(port := free_port())}").replace("poll_s = 1.0", "poll_s = 0.5")
+        self._port = free_port()
+        changed = text.replace("port = 0", f"port = {self._port}").replace("poll_s = 1.0", "poll_s = 0.5")
         changed = changed.replace("num_epochs = 12", f"num_epochs = {NUM_EPOCHS}")
         recipe.write_text(f'name = "tiny"\n{changed}{SCHEDULE}')
         self._recipe = str(recipe)
@@ -111,14 +113,14 @@ class Stack(Served):
         ]
         self.stroller = self.askers[0]._replace(prompts=NEW)
         self.up()
-        super().__init__(f"http://127.0.0.1:{port}", home)
+        super().__init__(f"http://127.0.0.1:{self._port}", home)
         self._look = threading.Thread(target=self._watch, daemon=True)
         self._ended = threading.Event()
         self._look.start()
 
     def up(self) -> None:
-        """Bring it up, once nothing of an earlier time is left."""
-        wait_until(lambda: read_state(self.home) is None, 60, None, "the end of the supervisor")
+        """Bring it up, once nothing of an earlier time is in its way; some of Ray's agents end a minute later."""
+        wait_until(self._is_down, 60, None, "the end of supervisor and service")
         self.cli.run("up", "--recipe", self._recipe)
 
     def down(self) -> None:
@@ -225,6 +227,13 @@ class Stack(Served):
             for mark, forms in needles.items()
             if any(form in content for form in forms)
         )
+
+    def _is_down(self) -> bool:
+        try:
+            require_port_free("127.0.0.1", self._port)
+        except ValueError:
+            return False
+        return read_state(self.home) is None and not is_served(self.home)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.5):
