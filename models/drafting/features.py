@@ -24,6 +24,7 @@ from transformers import LlamaConfig
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.decoder import rope_frequencies
+from models.layers.norms import rms_norm
 from models.trees import path_to
 
 
@@ -108,7 +109,7 @@ class LayeredDraft(Draft):
 
     def normed(self, x: Tensor, scale: "Scale") -> Tensor:
         """RMSNorm over the last axis."""
-        return functional.rms_norm(x, x.shape[-1:], scale.weight.to(x.dtype), self.eps)
+        return rms_norm(x, scale.weight.to(x.dtype), self.eps)
 
 
 class FeatureDraft(LayeredDraft):

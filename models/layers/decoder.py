@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.checkpoints.checkpoint import read_parts
 from models.layers import factors
+from models.layers.norms import rms_norm
 from models.layers.packed_product import Product, product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -308,7 +309,7 @@ class Decoder:
         return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], gain, self.eps)
+        return rms_norm(x, gain, self.eps)
 
 
 def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
