@@ -2,8 +2,8 @@
 
 Differences are paired by seed, whose draws of documents all rows share, and by document where a metric has one figure
 for each; see `tasks.measure.spread`. They are looked at several times while seeds are added, so that each look has its
-share of the error: with L looks an interval is Student's at 1 − α / L. It tells a difference where it leaves out 0, and
-levelness where it lies within ±margin.
+share of the error: with L looks an interval is Student's at 1 − α / L. It tells levelness where it lies within ±margin,
+however sure a difference is that makes none to anybody, and else a difference where it leaves out 0.
 """
 
 import math
@@ -78,9 +78,9 @@ def decide(found: Sequence[float], margin: float, num_looks: int) -> Verdict:
     """
     of_all = spread(found)
     mean, reach = abs(of_all.mean), of_all.reach(_confidence(num_looks))
-    if mean > reach:
-        return "differs"
-    return "level" if mean + reach < margin else "undecided"
+    if mean + reach < margin:
+        return "level"
+    return "differs" if mean > reach else "undecided"
 
 
 def seeds_needed(found: Sequence[float], margin: float, num_looks: int) -> int | None:

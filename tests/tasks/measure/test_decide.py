@@ -32,11 +32,16 @@ def test_three_outcomes_by_hand() -> None:
     reach = student.ppf(0.975, 2) * 0.01 / 3**0.5  # of differences 0.01 apart, looked at once
     near = [0.03 - 0.01, 0.03, 0.03 + 0.01]
     assert reach == pytest.approx(0.02484, abs=1e-4)
-    assert decide.decide(near, 0.5, 1) == "differs"
+    assert decide.decide(near, 0.04, 1) == "differs"
     assert decide.decide([-0.01, 0.0, 0.01], 0.03, 1) == "level"
     assert decide.decide([-0.01, 0.0, 0.01], 0.02, 1) == "undecided"
     assert decide.decide(near, 0.05, 4) == "undecided"  # each of four looks has a quarter of the error
     assert decide.decide([0.5], 1.0, 1) == "undecided"
+
+
+def test_a_difference_that_is_sure_but_within_the_margin_is_level() -> None:
+    assert decide.decide([0.0040, 0.0041, 0.0039], 0.05, 1) == "level"
+    assert decide.decide([0.0040, 0.0041, 0.0039], 0.003, 1) == "differs"
 
 
 @pytest.mark.parametrize("deviation", [0.03, 0.1, 0.3])
