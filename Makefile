@@ -6,7 +6,7 @@ CONSTRAINTS := infra/constraints.txt
 # What takes minutes a test has targets of its own.
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 SWAPS := tests/drills/test_served_swaps.py
-TIMED := tests/drills/test_strangers.py tests/drills/test_tutorial.py
+ALONE := tests/drills/test_strangers.py tests/drills/test_tutorial.py tests/drills/test_up.py
 # What took longest is said at the end, so that it is seen when the tests get slow.
 PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
 # How long `make soak` lasts; SEED= draws the faults of an earlier one again.
@@ -60,10 +60,11 @@ test-engines: install
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
 
-# Those that measure how long others wait have the machine to themselves; each worker of the rest keeps to one core.
+# Those that measure how long others wait, and what trains beside a whole stack in the time that nobody else takes, have the
+# machine to themselves; each worker of the rest keeps to one core.
 drills: install
-	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(TIMED:%=--ignore=%) -n 2 --dist loadscope
-	$(PYTEST) $(TIMED)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(ALONE:%=--ignore=%) -n 2 --dist loadscope
+	$(PYTEST) $(ALONE)
 
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.
 test-swaps: install
