@@ -1,7 +1,7 @@
 """The norm of Llama-like models as one operation, where vLLM's kernels for CPUs are installed.
 
-torch makes about nine operations of it on a CPU, each as long as a small product: twice in each layer they are a tenth
-of a step of one token. vLLM's kernel rounds as they do.
+torch makes about nine operations of it on a CPU, together half as long as a small product: twice in each layer they are
+a tenth of a pass of one token. vLLM's kernel rounds as they do.
 """
 
 from collections.abc import Callable
