@@ -241,6 +241,9 @@ def compare(
     most_seeds: Annotated[
         int, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin.")
     ] = 12,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Measure so many cells at once; more than 1 blurs all that is in seconds.")
+    ] = 1,
 ) -> None:
     """Measure every method of a family on a recipe's target and text. Finished cells are reused.
 
@@ -250,7 +253,7 @@ def compare(
     from flows.compare import compare as run
 
     typed = shlex.join(["redraft", *sys.argv[1:]])
-    run(family, recipe, settings, budget, num_seeds, output, typed, fit, margin, most_seeds, only)
+    run(family, recipe, settings, budget, num_seeds, output, typed, fit, margin, most_seeds, only, jobs)
 
 
 def doctor() -> None:

@@ -21,6 +21,7 @@ def compare(
     margin: str | None = None,
     most_seeds: int = 12,
     only: Sequence[str] = (),
+    num_jobs: int = 1,
 ) -> dict[str, Any]:
     """Measure what is missing and report; returns what `result.json` holds.
 
@@ -36,6 +37,7 @@ def compare(
         margin: a column's name and what makes no difference, such as "kl 0.05"; see `tasks.measure.decide`.
         most_seeds: that may go into a row under a margin.
         only: patterns of rows' names; none means all.
+        num_jobs: cells that are measured at once.
 
     Raises:
         ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, or bounds
@@ -54,7 +56,7 @@ def compare(
     within = None if margin is None else parse_margin(margin, most_seeds)
     recipe = load_recipe(recipe_name)
     folder = (output or settings.home / "compare" / f"{family}-{Path(recipe_name).stem}").absolute()
-    found, setup = compare_methods(family, comparison, recipe, folder, budget, num_seeds, within, only)
+    found, setup = compare_methods(family, comparison, recipe, folder, budget, num_seeds, within, only, num_jobs)
     report = comparison_report(found, folder / "compare.png")
     if hasattr(comparison, "DRAWN"):
         draw_tradeoffs(found.figures, found.headings, "kl", comparison.DRAWN, folder / "compare.png")

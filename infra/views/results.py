@@ -79,7 +79,8 @@ def markdown(report: Report, title: str, question: str, command: str, setup: Map
     """Return the block for RESULTS.md."""
     device = setup["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
-    where = f"{device['processor']}, {device['cores']} cores, {device['dtype']}, {versions}"
+    gpu = f"{device['gpu']}, " if "gpu" in device else ""
+    where = f"{gpu}{device['processor']}, {device['cores']} cores, {device['dtype']}, {versions}"
     lines = [
         f"## {datetime.now(UTC):%Y-%m-%d}: {question} ({title})",
         "",

@@ -97,7 +97,7 @@ def accepted(
     """Return how a draft, as it is, does on each of a model's own greedy answers; τ is 1 + accepted / steps.
 
     Args:
-        draft: made for a target of which the model was made.
+        draft: made for a target of which the model was made; it is moved to where the model is.
         model: of a shape that the draft reads, see `fits`.
         prompts: token ids, all of one length, so that nothing is padded.
         num_draft_tokens: K.
@@ -117,6 +117,7 @@ def accepted(
     layers = sorted({*draft.taps, model.config.num_hidden_layers})
     states = HiddenStates(work_dir, samples, layers, model.config.hidden_size)
     states.extract(model)
+    draft.to(model.device)
     scores = greedy_scores(draft, states, samples, num_draft_tokens, STANDARD.greedy)
     return [scores[sample.id] for sample in samples]
 

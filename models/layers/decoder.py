@@ -300,7 +300,7 @@ class Decoder:
         num_tokens = len(queries)
         grouped = queries.transpose(0, 1).reshape(1, self.num_kv_heads, -1, self.head_dim)
         attended = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
-        return attended.view(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
+        return attended.reshape(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[n] → [n, 1, width] cosine and signed sine."""

@@ -48,7 +48,7 @@ def make(bench: Bench, tables: Mapping[str, Any], seed: int) -> Path:
         made, work = bench.work_dir / name, bench.work_dir / f"{name}-work"
         made.mkdir()
         work.mkdir()
-        start = Start(load_model(directory), train, work, lambda progress: None)
+        start = Start(load_model(directory, device=bench.device), train, work, lambda progress: None)
         store(CHANGES[name](TABLES[name].model_validate(tables[name]), seed, start), made, directory)
         directory = made
     return directory

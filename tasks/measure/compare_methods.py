@@ -2,7 +2,7 @@
 
 A cell is one row under one seed. Cells are kept as they are finished, first all rows under the first seed; run again, a
 comparison goes on with what is missing. They are measured in this process, because starting one for each would take
-longer than most of them.
+longer than most of them, or in several processes that stay; seconds then are those of a machine that does other work.
 
 Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
 has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
@@ -18,13 +18,17 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra.artifacts import open_artifact
@@ -61,6 +65,7 @@ def compare_methods(
     num_seeds: int,
     margin: decide.Margin | None = None,
     only: Sequence[str] = (),
+    num_jobs: int = 1,
 ) -> tuple[Comparison, dict[str, Any]]:
     """Measure what is missing.
 
@@ -73,6 +78,7 @@ def compare_methods(
         num_seeds: the seeds are 0, 1, ….
         margin: rows are given more seeds until they differ from the baseline, or are level with it; None gives none.
         only: patterns of rows' names; the baseline is measured in any case, and no pattern means all rows.
+        num_jobs: cells that are measured at once, each with its share of the cores.
 
     Returns:
         What was found, and the setup that it belongs to.
@@ -93,7 +99,8 @@ def compare_methods(
         "sweep": sweep.PLAN if hasattr(comparison, "tune") else None,
         "draft": _champion(recipe),
         "commit": git_commit(),
-        "device": {**describe_machine(), "dtype": DTYPE},
+        "device": {**describe_machine(load_settings().device), "dtype": DTYPE},
+        "jobs": num_jobs,
     }
     cells = Cells(folder / "cells", setup)
     counts = dict.fromkeys((row.name for row in rows), num_seeds)
@@ -102,7 +109,7 @@ def compare_methods(
     for step in steps:
         asked = [row for row in rows if row.name not in verdicts]
         counts |= dict.fromkeys((row.name for row in asked), step)
-        _measure(comparison, recipe, cells, asked, budget, step)
+        _measure(comparison, recipe, cells, asked, budget, step, num_jobs)
         measured = {row.name: [cells.read(_cell(row, seed)) for seed in range(counts[row.name])] for row in rows}
         metrics = {name: [metrics_of(one) for one in of_row] for name, of_row in measured.items()}
         if margin is not None:
@@ -132,7 +139,13 @@ def compare_methods(
 
 
 def _measure(
-    comparison: ModuleType, recipe: Recipe, cells: Cells, rows: Sequence[Row], budget: float, num_seeds: int
+    comparison: ModuleType,
+    recipe: Recipe,
+    cells: Cells,
+    rows: Sequence[Row],
+    budget: float,
+    num_seeds: int,
+    num_jobs: int,
 ) -> None:
     wanted = [(row, seed) for seed in range(num_seeds) for row in rows]
     missing = [(row, seed) for row, seed in wanted if not cells.has(_cell(row, seed))]
@@ -145,14 +158,47 @@ def _measure(
         told = f"calibrated on {budget * ENOUGH:g} {each}; with fewer than {ENOUGH} figures mislead"
         out.print(told, markup=False, highlight=False, soft_wrap=True)
     with _bar(len(wanted) - len(missing), len(wanted)) as bar:
-        for row, seed in missing:
+
+        def begin(row: Row, seed: int) -> None:
             bar.update(bar.task_ids[0], description=f"{row.name}, seed {seed}")
-            tuned = sweep.tuned(comparison, bench, row, cells)
-            found = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed))
+
+        for row, seed, found in _side_by_side(comparison, bench, cells, missing, num_jobs, begin):
             said = ", ".join(f"{name} {number(value)}" for name, value in found["metrics"].items())
             told = f"{row.name}, seed {seed}: {said} ({found['seconds']:.0f} s)"
             out.print(told, markup=False, highlight=False, soft_wrap=True)
             bar.advance(bar.task_ids[0])
+
+
+def _side_by_side(
+    comparison: ModuleType,
+    bench: Bench,
+    cells: Cells,
+    missing: Sequence[tuple[Row, int]],
+    num_jobs: int,
+    begin: Callable[[Row, int], None],
+) -> Iterator[tuple[Row, int, dict[str, Any]]]:
+    """Yield cells as they are finished; `begin` is told what is measured next where that is one at a time."""
+    if num_jobs == 1:
+        for row, seed in missing:
+            begin(row, seed)
+            yield row, seed, _kept(comparison.__name__, bench, cells, row, seed)
+        return
+    num_threads = max(1, torch.get_num_threads() // num_jobs)
+    with ProcessPoolExecutor(num_jobs, get_context("spawn"), torch.set_num_threads, (num_threads,)) as pool:
+        asked = {pool.submit(_kept, comparison.__name__, bench, cells, *one): one for one in missing}
+        try:
+            for done in as_completed(asked):
+                yield *asked[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _kept(comparison_name: str, bench: Bench, cells: Cells, row: Row, seed: int) -> dict[str, Any]:
+    """Measure a cell at the row's own learning rate, and keep both; a module can't be handed to another process."""
+    comparison = import_module(comparison_name)
+    tuned = sweep.tuned(comparison, bench, row, cells)
+    found: dict[str, Any] = cells.keep(_cell(row, seed), partial(measure_cell, comparison, bench, tuned, seed))
+    return found
 
 
 @contextmanager
@@ -182,7 +228,8 @@ def open_bench(recipe: Recipe, budget: float) -> Bench:
     if number is not None:
         registry = open_registry()
         draft_dir = registry.download(registry.get("draft", number), load_settings().home / "compare" / "draft")
-    return Bench(target_dir, train, held_out, budget, Path(), draft_dir, recipe.num_draft_tokens)
+    device = load_settings().device
+    return Bench(target_dir, train, held_out, budget, Path(), draft_dir, recipe.num_draft_tokens, device)
 
 
 def _champion(recipe: Recipe) -> int | None:

@@ -66,9 +66,10 @@ def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]
         seed: see the module.
     """
     draft, directory = _draft(bench, seed)
+    draft.to(bench.device)
     engine = _fitted(engine, draft, directory, bench, seed)
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
-    decoder = Decoder.load(bench.target_dir, torch.float32)
+    decoder = Decoder.load(bench.target_dir, torch.float32, bench.device)
     plain, drafting = (
         TorchEngine(decoder, bench.target_dir, loaded, None, _params(keys))
         for loaded, keys in ((None, {"num_draft_tokens": 0}), (draft, engine))

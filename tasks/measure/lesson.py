@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog
+from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_named
 from models.drafts import Draft
 from models.evaluation.likeness import answers
@@ -77,10 +78,10 @@ def refused(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed:
 def accepted(bench: Bench, draft: Draft, seed: int) -> dict[str, float]:
     """Return τ of a draft on greedy answers to held-out documents that the seed draws, and at temperature 1."""
     prompts = opening(bench.held_out, min(NUM_HELD_OUT, num_answers(bench)), seed)
-    target, rng = _load(bench), torch.Generator().manual_seed(seed)
+    target, rng = _load(bench), torch.Generator(bench.device).manual_seed(seed)
     held_out = [*_samples("greedy", target, prompts, None), *_samples("sampled", target, prompts, rng)]
     del target
-    scores = score(draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out")
+    scores = score(draft, bench.target_dir, held_out, NUM_DRAFT_TOKENS, bench.work_dir / "held-out", bench.device)
     return {"tau": _tau(scores[: len(prompts)]), "tau_sampled": _tau(scores[len(prompts) :])}
 
 
@@ -90,13 +91,14 @@ def head(bench: Bench, seed: int) -> Draft:
     It is kept for all rows of a seed, which share it: one that changes it takes a copy.
     """
     documents = tuple(tuple(document) for domain in sorted(bench.train) for document in bench.train[domain])
-    return _head(bench.target_dir, documents, bench.budget, seed)
+    return _head(bench.target_dir, documents, bench.budget, seed, bench.device)
 
 
 @lru_cache(maxsize=4)
-def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: float, seed: int) -> Draft:
+def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: float, seed: int, device: str) -> Draft:
     with TemporaryDirectory(prefix="redraft-lesson-") as folder:
-        bench = Bench(target_dir, {"text": [list(one) for one in documents]}, {}, budget, Path(folder))
+        text = {"text": [list(one) for one in documents]}
+        bench = Bench(target_dir, text, {}, budget, Path(folder), device=device)
         return train(bench, HEAD, TRAINING, seed).draft
 
 
@@ -118,7 +120,8 @@ def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
     model = family.create(catalog.parse("drafts", {**own, **draft}), bench.target_dir, counts)
     params = distill.Params.model_validate(training)
     started = time.perf_counter()
-    distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, bench.work_dir / "train", seed)
+    work_dir, device = bench.work_dir / "train", bench.device
+    distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, work_dir, seed, device=device)
     return Taught(model, learnt, time.perf_counter() - started)
 
 
@@ -142,14 +145,13 @@ def num_answers(bench: Bench) -> int:
 
 
 def _load(bench: Bench) -> PreTrainedModel:
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
-    return target
+    return load_model(bench.target_dir, device=bench.device)
 
 
 def _samples(
     name: str, target: PreTrainedModel, prompts: Sequence[list[int]], rng: torch.Generator | None
 ) -> list[Sample]:
-    said = answers(target, torch.tensor(prompts), ANSWER_LENGTH, rng)
+    said = answers(target, torch.tensor(prompts, device=target.device), ANSWER_LENGTH, rng)
     temperature = 0.0 if rng is None else 1.0
     return [
         Sample(f"{name}-{place:04d}", "text", prompt, answer, temperature)

@@ -3,8 +3,9 @@
 import math
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_of
 from models.evaluation.likeness import accepted, fits, likeness
 from tasks.measure.comparisons import Bench
@@ -27,7 +28,7 @@ def measure_likeness(bench: Bench, model: PreTrainedModel, held_out: list[list[i
         model: the changed target.
         held_out: documents to compare on; the first that are long enough begin the answers.
     """
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    target = load_model(bench.target_dir, device=bench.device)
     found = dict.fromkeys(COLUMNS, math.nan)
     if model.config.vocab_size == target.config.vocab_size:
         like = likeness(model, target, held_out)

@@ -64,7 +64,10 @@ class Run:
             "options": options,
             "recipe": self.recipe.model_dump(mode="json"),
             "commit": git_commit(),
-            "device": {**describe_machine(), "dtype": engine_dtype(self.recipe.engine, source.device)},
+            "device": {
+                **describe_machine(self.settings.device),
+                "dtype": engine_dtype(self.recipe.engine, source.device),
+            },
         }
         self.cells = Cells(folder / "cells", self.setup)
         self._source = source

@@ -56,6 +56,7 @@ class Bench(NamedTuple):
         work_dir: an empty folder of this cell's own, removed afterwards.
         draft_dir: the champion draft of that target, where there is one.
         num_draft_tokens: K as served.
+        device: models are measured on it.
     """
 
     target_dir: Path
@@ -65,6 +66,7 @@ class Bench(NamedTuple):
     work_dir: Path
     draft_dir: Path | None = None
     num_draft_tokens: int = 3
+    device: str = "cpu"
 
 
 def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:

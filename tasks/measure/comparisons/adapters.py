@@ -11,9 +11,10 @@ read off the process.
 import math
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import adapters, catalog
+from models.checkpoints.loading import load_model
 from models.evaluation.perplexity import score
 from models.learning.counting import held_bytes
 from models.learning.training import pad, train
@@ -53,14 +54,14 @@ def rows(budget: float) -> list[Row]:
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
     """Train as `row` says; see `tasks.measure.comparisons`."""
-    model = _target(bench)
+    model = load_model(bench.target_dir, device=bench.device)
     _learn(bench, row, model, seed)
     return _loss(model, bench.held_out[min(bench.train)][:NUM_HELD_OUT])
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train as `row` says and measure; see `tasks.measure.comparisons`."""
-    model = _target(bench)
+    model = load_model(bench.target_dir, device=bench.device)
     if row.settings["learning_rate"] is None:
         nothing = dict.fromkeys(("held_mib", "train_s"), math.nan)
         costs = {"trained_pct": 0.0, "saved_mib": 0.0, **nothing, "state_mib": _num_bytes(model) / _MIB}
@@ -69,11 +70,6 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     documents = [document[:LENGTH] for document in bench.held_out[min(bench.train)][:NUM_HELD_OUT]]
     like = likeness.measure_likeness(bench, model, documents)
     return {**_losses(bench, model), **like, **costs, "rate": sweep.rate_of(row)}
-
-
-def _target(bench: Bench) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
-    return model
 
 
 def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[str, float]:
@@ -86,7 +82,8 @@ def _learn(bench: Bench, row: Row, model: PreTrainedModel, seed: int) -> dict[st
         adapted = adapters.attach(model, catalog.parse("adapters", row.settings["adapter"]), rng)
     num_trained = model.num_parameters(only_trainable=True)
     batch = pad(documents[: BATCH_TOKENS // LENGTH])
-    held = held_bytes(model, lambda: model(input_ids=batch.token_ids, labels=batch.labels, use_cache=False).loss)
+    read, wanted = batch.token_ids.to(bench.device), batch.labels.to(bench.device)
+    held = held_bytes(model, lambda: model(input_ids=read, labels=wanted, use_cache=False).loss)
     settings = TrainingParams(
         learning_rate=row.settings["learning_rate"],
         num_epochs=2,

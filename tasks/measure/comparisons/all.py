@@ -95,7 +95,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
     directory = chain.make(bench, recipe_tables(row, bench.target_dir), seed)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
-    like = likeness.measure_likeness(bench, load_model(directory), held_out)
+    like = likeness.measure_likeness(bench, load_model(directory, device=bench.device), held_out)
     gc.collect()
     one, eight, peak = asyncio.run(_speeds(directory, max(1, round(NUM_ROUNDS * bench.budget)), seed))
     gc.collect()  # the engine is in reference cycles

@@ -18,6 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import catalog
+from models.checkpoints.loading import moved
 from models.evaluation.perplexity import score
 from models.learning.training import train_by_name
 from models.params import TrainingParams
@@ -85,16 +86,16 @@ def rows(budget: float) -> list[Row]:
 
 def tune(bench: Bench, row: Row, seed: int) -> float:
     """Train with one method; see the package."""
-    settings = row.settings
-    return _run(_texts(bench, seed), settings["width"], seed, settings["method"], settings["learning_rate"]).loss
+    texts, settings = _texts(bench, seed), row.settings
+    return _run(texts, settings["width"], seed, settings["method"], settings["learning_rate"], bench.device).loss
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train with one method and in float32, from the same weights on the same batches; see the package."""
     texts, width = _texts(bench, seed), row.settings["width"]
     method, rate = row.settings["method"], row.settings["learning_rate"]
-    plain = _float32(texts, width, seed, rate if method is None else row.settings["against_rate"])
-    outcome = plain if method is None else _run(texts, width, seed, method, rate)
+    plain = _float32(texts, width, seed, rate if method is None else row.settings["against_rate"], bench.device)
+    outcome = plain if method is None else _run(texts, width, seed, method, rate, bench.device)
     return {
         "loss": outcome.loss,
         "gap": differences([outcome.loss], [plain.loss])[0],
@@ -118,14 +119,14 @@ def _at(width: int) -> str:
 
 
 @lru_cache(maxsize=16)
-def _float32(texts: Texts, width: int, seed: int, rate: float) -> Outcome:
+def _float32(texts: Texts, width: int, seed: int, rate: float, device: str) -> Outcome:
     """Kept, since each row of a seed is compared with it."""
-    return _run(texts, width, seed, None, rate)
+    return _run(texts, width, seed, None, rate, device)
 
 
-def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None, rate: float) -> Outcome:
+def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None, rate: float, device: str) -> Outcome:
     methods = [] if method is None else [catalog.parse("regimes", method)]
-    model = _model(width, seed)
+    model = moved(_model(width, seed), device)
     training = TRAINING.model_copy(update={"learning_rate": rate})
     trained = train_by_name(model, texts.train, training, methods, seed)
     in_floats = nats_per_token(score(model, texts.held_out, max_length=LENGTH))

@@ -12,9 +12,10 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog
+from models.checkpoints.loading import load_model
 from models.checkpoints.sparsity import Pattern
 from models.evaluation.perplexity import score
 from models.layers.linears import enough_tokens, linears
@@ -60,7 +61,7 @@ def rows(budget: float) -> list[Row]:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
-    model = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    model = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     costs = dict.fromkeys(("calibrated_tokens", "missed", "seconds"), math.nan)
     if row.settings:
@@ -91,4 +92,6 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 def _prune_by_lot(model: PreTrainedModel, pattern: Pattern, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     for _, layer in linears(model):
-        layer.weight.mul_(pattern.keep(torch.rand(layer.weight.shape, generator=rng), over="row"))
+        layer.weight.mul_(
+            pattern.keep(torch.rand(layer.weight.shape, generator=rng).to(layer.weight.device), over="row")
+        )

@@ -23,10 +23,11 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog, quantize
 from models.checkpoints import invariants, mixed
+from models.checkpoints.loading import load_model, moved
 from models.checkpoints.sparsity import Pattern
 from models.evaluation.perplexity import score
 from models.layers.linears import blocks, enough_tokens
@@ -218,7 +219,7 @@ def _sample(documents: dict[str, list[list[int]]], count: int, rng: Random) -> l
 
 
 def _target(bench: Bench, seed: int) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    return load_model(bench.target_dir, device=bench.device)
 
 
 def _outliers(bench: Bench, seed: int) -> PreTrainedModel:
@@ -239,8 +240,7 @@ def _scratch(bench: Bench, seed: int) -> PreTrainedModel:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = LlamaForCausalLM(config).float()
-    return model
+        return moved(LlamaForCausalLM(config).float(), bench.device)
 
 
 MODELS = {"target": _target, "outliers": _outliers, "scratch": _scratch}

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.checkpoints.loading import moved
 from models.evaluation.perplexity import score
 from models.layers.linears import linears
 from models.learning.counting import Cost, counted
@@ -81,7 +82,7 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train and measure one row; see `tasks.measure.comparisons`."""
     model, cost, trained, methods, documents, held_out = _train(bench, row, seed)
-    plain_model = _scratch(model.config.vocab_size, seed)
+    plain_model = _scratch(model.config.vocab_size, seed, bench.device)
     with counted(plain_model) as plain_epoch:
         train(plain_model, documents, _settings(row, num_epochs=1), seed=seed)
     weights = [layer.weight for _, layer in linears(model)]
@@ -115,7 +116,7 @@ def _train(bench: Bench, row: Row, seed: int) -> _Run:
     held_out = _draw(bench.held_out, ids, HELD_OUT_TOKENS, seed)
     method = row.settings["method"]
     methods = [] if method is None else [catalog.parse("regimes", method)]
-    model = _scratch(len(set(ids.values())) + 1, seed)
+    model = _scratch(len(set(ids.values())) + 1, seed, bench.device)
     with counted(model) as cost:
         trained = train_by_name(model, documents, _settings(row, row.settings["num_epochs"]), methods, seed)
     return _Run(model, cost, trained, methods, documents, held_out)
@@ -126,7 +127,7 @@ def _settings(row: Row, num_epochs: int) -> TrainingParams:
     return TrainingParams(num_epochs=num_epochs, batch_tokens=512, max_length=LENGTH, learning_rate=rate)
 
 
-def _scratch(vocab_size: int, seed: int) -> PreTrainedModel:
+def _scratch(vocab_size: int, seed: int, device: str) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -139,7 +140,7 @@ def _scratch(vocab_size: int, seed: int) -> PreTrainedModel:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+        return moved(LlamaForCausalLM(config), device)
 
 
 def _draw(domains: dict[str, list[list[int]]], ids: dict[int, int], num_tokens: int, seed: int) -> list[list[int]]:
@@ -155,7 +156,7 @@ def _exit_agreement(model: PreTrainedModel, documents: list[list[int]]) -> float
     """Return the share of places at which the exit after half of the blocks says what the last layer does."""
     agreed = num_places = 0
     for document in documents:
-        output = model(input_ids=pad([document]).token_ids, output_hidden_states=True, use_cache=False)
+        output = model(input_ids=pad([document]).token_ids.to(model.device), output_hidden_states=True, use_cache=False)
         states: Tensor = output.hidden_states[model.config.num_hidden_layers // 2]
         early = model.lm_head(model.model.norm(states)).argmax(-1)
         agreed += int((early == output.logits.argmax(-1)).sum())

@@ -11,7 +11,6 @@ left out everywhere.
 
 import math
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.checkpoints.loading import load_model
 from models.drafts import lm
 from models.evaluation.perplexity import score
 from models.learning.training import train
@@ -92,16 +92,21 @@ def _teach(bench: Bench, row: Row, seed: int) -> _Taught:
     )
 
     def trained(num_layers: int, chosen: list[int]) -> tuple[lm.Lm, PreTrainedModel]:
-        draft, model = _cut(bench.target_dir, num_layers)
+        draft, model = _cut(bench, num_layers)
         if chosen:
             train(model, [pool[place] for place in chosen], settings, seed=seed)
         return draft, model
 
     sources = Sources(
         train=lambda chosen: trained(row.settings["proxy_layers"], chosen)[1],
-        target=lambda: AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32),
+        target=lambda: load_model(bench.target_dir, device=bench.device),
         acceptance=lambda chosen: acceptance(
-            trained(row.settings["proxy_layers"], chosen)[0], bench.target_dir, pool, 1, bench.work_dir / "pool"
+            trained(row.settings["proxy_layers"], chosen)[0],
+            bench.target_dir,
+            pool,
+            1,
+            bench.work_dir / "pool",
+            bench.device,
         ),
     )
     started = time.perf_counter()
@@ -142,9 +147,9 @@ def _draw(documents: list[list[int]], num_wanted: int, rng: torch.Generator) -> 
     return shuffled(long_enough, rng)[:num_wanted]
 
 
-def _cut(target_dir: Path, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
+def _cut(bench: Bench, num_layers: int) -> tuple[lm.Lm, PreTrainedModel]:
     """Return the target's outer layers as a draft and as a language model of the same weights."""
-    draft = lm.create(lm.Params(num_layers=num_layers), target_dir, np.empty(0))
+    draft = lm.create(lm.Params(num_layers=num_layers), bench.target_dir, np.empty(0)).to(bench.device)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(draft.config)
     model.model, model.lm_head = draft.model, draft.lm_head

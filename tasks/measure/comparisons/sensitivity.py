@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from models.checkpoints import mixed
-from models.checkpoints.loading import load_floats
+from models.checkpoints.loading import load_floats, moved
 from models.layers.linears import blocks, enough_tokens
 from models.stages import Quantize
 from tasks.measure import likeness
@@ -58,7 +58,7 @@ def rows(budget: float) -> list[Row]:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
-    model = load_floats(bench.target_dir)
+    model = moved(load_floats(bench.target_dir), bench.device)
     calibration = draw(bench.train, max(LENGTH, round(enough_tokens(model) * bench.budget)), LENGTH, seed)
     held_out = draw(bench.held_out, max(LENGTH, round(READ_TOKENS * bench.budget)), LENGTH, seed)
     exceptions = _exceptions(row.settings, len(blocks(model)), seed)

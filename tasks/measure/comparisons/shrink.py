@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from models import catalog
 from models.adapters import lora
@@ -110,21 +110,21 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
     """See `tasks.measure.comparisons`."""
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     if "chain" in row.settings:
-        model = load_model(_chain(bench, row, seed))
+        model = load_model(_chain(bench, row, seed), device=bench.device)
     else:
-        model = _shrunk(_load(bench), bench, _shorter(row), seed)
+        model = _shrunk(load_model(bench.target_dir, device=bench.device), bench, _shorter(row), seed)
     return losses.nats_per_token(score(model, held_out, LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """See `tasks.measure.comparisons`."""
-    full = _load(bench)
+    full = load_model(bench.target_dir, device=bench.device)
     held_out = draw(bench.held_out, _scaled(READ_TOKENS, bench), LENGTH, seed)
     started = time.perf_counter()
     chained = None
     if "chain" in row.settings:
         chained = _chain(bench, row, seed)
-    model = load_model(chained) if chained else full
+    model = load_model(chained, device=bench.device) if chained else full
     if not chained and row.settings["method"] is not None:
         model = _shrunk(full, bench, row, seed)
     seconds = math.nan if model is full else time.perf_counter() - started
@@ -170,11 +170,6 @@ def _settings(
     rate = TRAINING.learning_rate if trained or learns else None
     how = {"trained": trained, "learns": learns, "by_lot": by_lot, "mask_steps": mask_steps}
     return {"method": method, "sizes": list(sizes), **how, "learning_rate": rate}
-
-
-def _load(bench: Bench) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
-    return model
 
 
 def _shorter(row: Row) -> Row:
@@ -256,7 +251,12 @@ def _error(model: PreTrainedModel, full: PreTrainedModel, documents: list[list[i
         return math.nan
 
     def states(one: PreTrainedModel) -> Tensor:
-        return torch.cat([one.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in documents])
+        return torch.cat(
+            [
+                one.model(torch.tensor([ids], device=one.device), use_cache=False).last_hidden_state[0]
+                for ids in documents
+            ]
+        )
 
     wanted = states(full)
     return float((states(model) - wanted).norm() / wanted.norm())
@@ -265,11 +265,11 @@ def _error(model: PreTrainedModel, full: PreTrainedModel, documents: list[list[i
 @torch.no_grad()
 def _speed(model: PreTrainedModel) -> float:
     """Return tokens a second of one sequence, the median of five after one that warms up."""
-    token_ids = torch.arange(LENGTH)[None] % model.config.vocab_size
+    token_ids = torch.arange(LENGTH, device=model.device)[None] % model.config.vocab_size
     seconds = []
     for _ in range(6):
         started = time.perf_counter()
-        model(token_ids, use_cache=False)
+        float(model(token_ids, use_cache=False).logits[0, -1, 0])  # waits until a GPU has done it
         seconds.append(time.perf_counter() - started)
     return LENGTH / statistics.median(seconds[1:])
 

@@ -44,8 +44,9 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
         samples = served(draft, then, seed)
         params = distill.Params.model_validate({**lesson.TRAINING, "answers": row.settings["answers"]})
         started = time.perf_counter()
+        work_dir, device = bench.work_dir / "train", bench.device
         report = distill.train(
-            draft, bench.target_dir, samples, params, lesson.NUM_DRAFT_TOKENS, bench.work_dir / "train", seed
+            draft, bench.target_dir, samples, params, lesson.NUM_DRAFT_TOKENS, work_dir, seed, device=device
         )
         num_tokens, train_s = report.num_tokens, time.perf_counter() - started
     return {**lesson.accepted(bench, draft, seed), "train_s": train_s, "tokens_k": num_tokens / 1000}
@@ -54,7 +55,8 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 def served(draft: Draft, bench: Bench, seed: int) -> list[Sample]:
     """Return the target's greedy answers to the training part, with the places at which `draft` was refused in them."""
     samples = lesson.answered(bench, lesson.num_answers(bench), seed)
-    traces = trace(draft, bench.target_dir, samples, lesson.NUM_DRAFT_TOKENS, bench.work_dir / "served")
+    work_dir = bench.work_dir / "served"
+    traces = trace(draft, bench.target_dir, samples, lesson.NUM_DRAFT_TOKENS, work_dir, bench.device)
     refused = {one.request_id: rejected_places(one.drafted, one.accepted, [], len(one.token_ids)) for one in traces}
     return [sample._replace(rejected=refused[sample.id]) for sample in samples]
 

@@ -13,9 +13,10 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 from models import catalog
+from models.checkpoints.loading import load_model
 from models.drafting.multi_draft import exact_outcome, most_kept
 from models.drafts import lm
 from models.engines import Sampling
@@ -72,22 +73,22 @@ def _laws(bench: Bench, sampling: Sampling, seed: int) -> tuple[Tensor, Tensor]:
     """Return p and q [P, 2·10] float64 at places of the seed's, of the tokens that either may say there."""
     documents = draw(bench.held_out, max(LENGTH, round(NUM_PLACES * LENGTH * bench.budget)), LENGTH, seed)
     num_layers = AutoConfig.from_pretrained(bench.target_dir).num_hidden_layers
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(bench.target_dir, dtype=torch.float32)
+    target = load_model(bench.target_dir, device=bench.device)
     kept = num_layers - max(1, num_layers // LAYERS_A_SKIP)
-    draft = lm.create(lm.Params(num_layers=kept), bench.target_dir, np.empty(0))
+    draft = lm.create(lm.Params(num_layers=kept), bench.target_dir, np.empty(0)).to(bench.device)
     rng = torch.Generator().manual_seed(seed)
     p: list[Tensor] = []
     q: list[Tensor] = []
     for document in documents:
         place = int(torch.randint(len(document), (1,), generator=rng))
-        read = torch.tensor([document[: place + 1]])
+        read = torch.tensor([document[: place + 1]], device=bench.device)
         told = target(input_ids=read, use_cache=False).logits[0, -1]
         drafted = draft.lm_head(draft.model(input_ids=read, use_cache=False).last_hidden_state[0, -1])
         tokens = torch.cat([told.topk(TOP_K).indices, drafted.topk(TOP_K).indices])
         # A token that both have among their likeliest stands once; the other place is one that nobody says.
-        again = (tokens[TOP_K:, None] == tokens[:TOP_K]).any(dim=1)
+        again = (tokens[TOP_K:, None] == tokens[:TOP_K]).any(dim=1).cpu()
         for laws, logits in ((p, told), (q, drafted)):
-            law = probabilities(logits[None].double(), sampling)[0, tokens]
+            law = probabilities(logits[None].double(), sampling)[0, tokens].cpu()
             law[TOP_K:][again] = 0
             laws.append(law / law.sum())
     return torch.stack(p), torch.stack(q)

@@ -34,12 +34,18 @@ def answer_all(
 
 
 def answer_each(
-    target: Path, draft: Draft | None, asked: list[list[int]], samplings: Sequence[Sampling], **changes: object
+    target: Path,
+    draft: Draft | None,
+    asked: list[list[int]],
+    samplings: Sequence[Sampling],
+    device: str = "cpu",
+    **changes: object,
 ) -> list[Completion]:
     """Answer prompts one after the other in one engine, in float32, each in its own way."""
+    moved = None if draft is None else draft.to(device)
 
     async def inside() -> list[Completion]:
-        engine = TorchEngine(Decoder.load(target, torch.float32), target, draft, None, Params(**changes))
+        engine = TorchEngine(Decoder.load(target, torch.float32, device), target, moved, None, Params(**changes))
         each = enumerate(zip(asked, samplings, strict=True))
         return [await engine.generate(prompt, sampling, str(number)) for number, (prompt, sampling) in each]
 

@@ -1,0 +1,66 @@
+"""On a GPU every family drafts, learns and is scored as on a processor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import catalog
+from models.drafting.draft_families import family_named
+from models.engines import Completion, Sampling
+from models.evaluation.scoring import score
+from models.learning import distill
+from tests.models import planted
+from tests.models.drafts.answered import GREEDY, answer_all, answer_each, prompts
+from tests.models.drafts.tiny import make_tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+
+FAMILIES = catalog.names("drafts")
+TRAINED = [name for name in FAMILIES if family_named(name).TRAINED]
+TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
+ASKED = prompts(2)
+K = 4
+
+
+def require_equal(answers: list[Completion], plain: list[Completion]) -> None:
+    for one, other in zip(answers, plain, strict=True):
+        assert one.token_ids == other.token_ids or min(one.gaps) < 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_output_is_that_of_a_processor(tiny_target: Path, name: str) -> None:
+    plain = answer_all(tiny_target, None, ASKED)
+    draft = make_tiny(family_named(name), tiny_target)
+    require_equal(answer_all(tiny_target, draft, ASKED, device="cuda", num_draft_tokens=K), plain)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_grown_tree_changes_no_output(tiny_target: Path, name: str) -> None:
+    plain = answer_all(tiny_target, None, ASKED)
+    draft = make_tiny(family_named("eagle3"), tiny_target)
+    answers = answer_all(tiny_target, draft, ASKED, device="cuda", num_draft_tokens=7, trees={"name": name})
+    require_equal(answers, plain)
+    assert max(max(one.drafted) for one in answers) > 1
+
+
+def test_a_seed_draws_the_same_tokens_again(tiny_target: Path) -> None:
+    draft = make_tiny(family_named("eagle3"), tiny_target)
+    sampling = Sampling(max_tokens=24, ignore_eos=True, temperature=1.0, seed=7)
+    answers = answer_each(tiny_target, draft, ASKED[:1] * 2, [sampling] * 2, device="cuda", num_draft_tokens=K)
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].token_ids != answer_all(tiny_target, draft, ASKED[:1], GREEDY, device="cuda")[0].token_ids
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_learnt_there_is_accepted_as_on_a_processor(name: str, tmp_path: Path) -> None:
+    planted.build(tmp_path / "target")
+    samples = planted.answers(tmp_path / "target", 24, 0.0, seed=0)
+    draft = make_tiny(family_named(name), tmp_path / "target")
+    params = distill.Params(num_epochs=2, batch_tokens=256, num_threads=1)
+    distill.train(draft, tmp_path / "target", samples, params, K, tmp_path / "work", device="cuda")
+    there, here = (
+        score(draft, tmp_path / "target", samples[:8], K, tmp_path / device, device) for device in ("cuda", "cpu")
+    )
+    accepted = [[one.accepted for one in scores] for scores in (there, here)]
+    assert sum(accepted[0]) == pytest.approx(sum(accepted[1]), rel=0.05, abs=2)
