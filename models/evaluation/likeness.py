@@ -116,7 +116,7 @@ def accepted(
     ]
     layers = sorted({*draft.taps, model.config.num_hidden_layers})
     states = HiddenStates(work_dir, samples, layers, model.config.hidden_size)
-    states.extract(model)
+    states.extract(model, device=str(model.device))
     draft.to(model.device)
     scores = greedy_scores(draft, states, samples, num_draft_tokens, STANDARD.greedy)
     return [scores[sample.id] for sample in samples]

@@ -118,6 +118,20 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert len(registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")) == 1
 
 
+def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, tmp_path: Path) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        asked = ("verify", "--seeds", "2", "--budget", "0.1", "--only", "spectr, 2*", "--output", str(tmp_path / jobs))
+        measured_so = run(*asked, "--jobs", jobs)
+        assert measured_so.exit_code == 0, measured_so.output
+        found.append(json.loads(measured_so.stdout.splitlines()[-1]))
+    assert [one["jobs"] for one in found] == [1, 2]
+    alone, together = (one["rows_measured"] for one in found)
+    assert len(alone) == 3
+    for row, figures in alone.items():  # another number of threads rounds otherwise
+        assert together[row]["kept_pct"]["value"] == pytest.approx(figures["kept_pct"]["value"], rel=1e-3)
+
+
 @pytest.mark.parametrize(("family", "only"), [("trees", "dynamic, 4*"), ("lengths", "confidence*")])
 def test_ways_to_draft_are_compared_on_a_head_that_is_taught_and_cells_are_kept(run, family: str, only: str) -> None:
     asked = (family, "--seeds", "1", "--budget", "0.05", "--only", only)

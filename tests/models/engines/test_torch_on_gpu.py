@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from models import catalog
+from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_named
 from models.engines import Completion, Sampling
+from models.evaluation.likeness import accepted
 from models.evaluation.scoring import score
 from models.learning import distill
 from tests.models import planted
@@ -64,3 +66,14 @@ def test_what_is_learnt_there_is_accepted_as_on_a_processor(name: str, tmp_path:
     )
     accepted = [[one.accepted for one in scores] for scores in (there, here)]
     assert sum(accepted[0]) == pytest.approx(sum(accepted[1]), rel=0.05, abs=2)
+
+
+def test_a_changed_targets_answers_are_accepted_as_on_a_processor(tiny_target: Path, tmp_path: Path) -> None:
+    draft = make_tiny(family_named("eagle3"), tiny_target)
+    there, here = (
+        accepted(
+            draft, load_model(tiny_target, device=device), [prompt[:8] for prompt in ASKED], K, 24, tmp_path / device
+        )
+        for device in ("cuda", "cpu")
+    )
+    assert [one.steps for one in there] == pytest.approx([one.steps for one in here], abs=2)
