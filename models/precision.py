@@ -1,10 +1,15 @@
-"""Which number format is fast on this machine.
+"""What multiplies on this machine, and which number format is fast there.
 
 On a CPU without bfloat16 units a bfloat16 product is emulated and up to seven times slower than a float32 one, so the
 choice follows the processor.
 """
 
 import torch
+
+
+def gpu_name(device: str) -> str:
+    """Return the name of the GPU that computes, "" on a CPU."""
+    return torch.cuda.get_device_name() if device == "cuda" else ""
 
 
 def fast_dtype(device: str = "cpu") -> torch.dtype:

@@ -42,6 +42,7 @@ from models import catalog
 from models.evaluation.acceptance import CONFIDENCE
 from models.layers.linears import ENOUGH
 from models.params import did_you_mean
+from models.precision import gpu_name
 from models.recipe import Recipe
 from models.targets import describe
 from tasks.measure import chain, decide, sweep
@@ -99,7 +100,7 @@ def compare_methods(
         "sweep": sweep.PLAN if hasattr(comparison, "tune") else None,
         "draft": _champion(recipe),
         "commit": git_commit(),
-        "device": {**describe_machine(load_settings().device), "dtype": DTYPE},
+        "device": {**describe_machine(gpu_name(load_settings().device)), "dtype": DTYPE},
         "jobs": num_jobs,
     }
     cells = Cells(folder / "cells", setup)

@@ -11,6 +11,7 @@ from infra.machine import describe_machine, git_commit
 from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
 from infra.views.results import out
+from models.precision import gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.measure.cells import Cells
@@ -65,7 +66,7 @@ class Run:
             "recipe": self.recipe.model_dump(mode="json"),
             "commit": git_commit(),
             "device": {
-                **describe_machine(self.settings.device),
+                **describe_machine(gpu_name(self.settings.device)),
                 "dtype": engine_dtype(self.recipe.engine, source.device),
             },
         }
