@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -190,8 +190,11 @@ def _side_by_side(
         try:
             for done in as_completed(asked):
                 yield *asked[done], done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in active_children():  # a cell takes minutes, and half of one is worth nothing
+                child.terminate()
+            raise
 
 
 def _kept(comparison_name: str, bench: Bench, cells: Cells, row: Row, seed: int) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """`redraft compare` from end to end with a comparison of its own: real target, real text, cells, table, run, JSON."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -130,6 +135,23 @@ def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, t
     assert len(alone) == 3
     for row, figures in alone.items():  # another number of threads rounds otherwise
         assert together[row]["kept_pct"]["value"] == pytest.approx(figures["kept_pct"]["value"], rel=1e-3)
+
+
+def test_an_interrupt_ends_what_is_measured_at_once_and_keeps_what_is_finished(run, tmp_path: Path) -> None:
+    asked = ["compare", "verify", "--recipe", "tiny", "--seeds", "200", "--jobs", "2"]
+    environment = {**os.environ, "REDRAFT_HOME": str(tmp_path / "home")}
+    running = subprocess.Popen([sys.executable, "-m", "flows.cli", *asked], env=environment, stdout=subprocess.DEVNULL)
+    cells = tmp_path / "home" / "compare" / "verify-tiny" / "cells"
+    until = time.monotonic() + 120
+    while len(finished := list(cells.glob("*-seed-*.json"))) < 2 and time.monotonic() < until:
+        time.sleep(0.2)
+    children = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=20) == 130
+    assert len(finished) >= 2 and len(children) >= 2
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert all(json.loads(one.read_text())["metrics"] for one in cells.glob("*-seed-*.json"))
 
 
 @pytest.mark.parametrize(("family", "only"), [("trees", "dynamic, 4*"), ("lengths", "confidence*")])

@@ -92,6 +92,5 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
 def _prune_by_lot(model: PreTrainedModel, pattern: Pattern, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     for _, layer in linears(model):
-        layer.weight.mul_(
-            pattern.keep(torch.rand(layer.weight.shape, generator=rng).to(layer.weight.device), over="row")
-        )
+        drawn = torch.rand(layer.weight.shape, generator=rng).to(layer.weight.device)
+        layer.weight.mul_(pattern.keep(drawn, over="row"))

@@ -251,12 +251,8 @@ def _error(model: PreTrainedModel, full: PreTrainedModel, documents: list[list[i
         return math.nan
 
     def states(one: PreTrainedModel) -> Tensor:
-        return torch.cat(
-            [
-                one.model(torch.tensor([ids], device=one.device), use_cache=False).last_hidden_state[0]
-                for ids in documents
-            ]
-        )
+        read = [torch.tensor([ids], device=one.device) for ids in documents]
+        return torch.cat([one.model(ids, use_cache=False).last_hidden_state[0] for ids in read])
 
     wanted = states(full)
     return float((states(model) - wanted).norm() / wanted.norm())
