@@ -13,7 +13,7 @@ from models.drafts import Draft, Draw, GoOn, Unrolled
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Decoder
-from tests.models.drafts.answered import GREEDY, answer_all, prompts
+from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
@@ -70,12 +70,6 @@ def make(name: str, target: Path, texts: list[Completion] | None = None) -> Draf
 @pytest.fixture(scope="module")
 def plain(tiny_target: Path) -> list[Completion]:
     return answer_all(tiny_target, None, ASKED)
-
-
-def require_equal(answers: list[Completion], plain: list[Completion]) -> None:
-    for one, other in zip(answers, plain, strict=True):
-        assert one.token_ids == other.token_ids or min(one.gaps) < 1e-3
-        assert one.finish_reason == other.finish_reason
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,12 +8,12 @@ import torch
 from models import catalog
 from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_named
-from models.engines import Completion, Sampling
+from models.engines import Sampling
 from models.evaluation.likeness import accepted
 from models.evaluation.scoring import score
 from models.learning import distill
 from tests.models import planted
-from tests.models.drafts.answered import GREEDY, answer_all, answer_each, prompts
+from tests.models.drafts.answered import GREEDY, answer_all, answer_each, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
@@ -23,11 +23,6 @@ TRAINED = [name for name in FAMILIES if family_named(name).TRAINED]
 TREES = [name for name in catalog.names("trees") if catalog.load("trees", name).BRANCHES]
 ASKED = prompts(2)
 K = 4
-
-
-def require_equal(answers: list[Completion], plain: list[Completion]) -> None:
-    for one, other in zip(answers, plain, strict=True):
-        assert one.token_ids == other.token_ids or min(one.gaps) < 1e-3
 
 
 @pytest.mark.parametrize("name", FAMILIES)
