@@ -66,8 +66,8 @@ def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]
         seed: see the module.
     """
     draft, directory = _draft(bench, seed)
-    draft.to(bench.device)
     engine = _fitted(engine, draft, directory, bench, seed)
+    draft.to(bench.device)  # which a policy that learns takes to a processor
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
     decoder = Decoder.load(bench.target_dir, torch.float32, bench.device)
     plain, drafting = (
