@@ -292,6 +292,7 @@ def test_a_draft_that_computes_nan_though_its_weights_are_finite_changes_no_outp
 
 PREFIX = [5, 9, 30, 41, 12, 60]
 NUM_DRAWS = 10_000
+NUM_TOLD_OF = 500  # three steps each; the target takes about one in forty of what look-up drafts for it
 SAMPLING_ENGINE = Params(max_model_len=64, max_num_seqs=256)
 
 
@@ -349,7 +350,8 @@ async def draw(
             pairs += [(ids[1], ids[2]) for ids in answers.values()]
         if asked is not None:
             sampled = Sampling(temperature=TEMPERATURE, max_tokens=4, ignore_eos=True, drafting="auto")
-            asked += [await engine.generate(PREFIX, sampled, f"asked-{number}") for number in range(20)]
+            names = [f"asked-{number}" for number in range(NUM_TOLD_OF)]
+            asked += await asyncio.gather(*(engine.generate(PREFIX, sampled, name) for name in names))
         return pairs
     finally:
         await engine.close()
