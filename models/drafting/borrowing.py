@@ -19,6 +19,7 @@ from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafting import draft_format
 from models.drafting.draft_files import made_for, require_llama_layout
 from models.drafting.features import FeatureDraft, layer_config
+from models.layers.packed_linear import Borrowed
 from models.layers.vocabulary import choose_vocabulary
 from models.targets import describe
 
@@ -37,7 +38,7 @@ class BorrowingDraft(FeatureDraft):
     """See `models.drafting.features.FeatureDraft`; it reads the target's last residual stream."""
 
     target_norm: Tensor
-    output: Tensor
+    output: Borrowed
     token_map: Tensor
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -50,7 +51,7 @@ class BorrowingDraft(FeatureDraft):
         size = config["draft_vocab_size"]
         self.num_target_layers = 0
         self.register_buffer("target_norm", torch.ones(config["hidden_size"]), persistent=False)
-        self.register_buffer("output", torch.empty(0), persistent=False)
+        self.output = Borrowed(torch.empty(0))
         self.register_buffer("token_map", torch.arange(size), persistent=size < config["vocab_size"])
 
     def borrow(self, target_dir: Path) -> Self:
@@ -58,7 +59,7 @@ class BorrowingDraft(FeatureDraft):
         self.num_target_layers = AutoConfig.from_pretrained(target_dir).num_hidden_layers
         self.embedding = read_tensor(target_dir, "model.embed_tokens.weight").float()
         self.target_norm = read_tensor(target_dir, "model.norm.weight").float()
-        self.output = output_embedding(target_dir)[self.token_map]
+        self.output = Borrowed(output_embedding(target_dir)[self.token_map])
         return self
 
     @property
@@ -82,7 +83,7 @@ class BorrowingDraft(FeatureDraft):
 
     def say(self, state: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
         """The target's output matrix, of the draft's tokens."""
-        return state, functional.linear(state, self.output)
+        return state, self.output(state)
 
 
 class NormedDraft(BorrowingDraft):

@@ -11,13 +11,14 @@ directory is of, `models.drafting.draft_families` finds.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models.drafting.proposal import Proposal
+from models.layers.packed_linear import pack
 from models.losses import forward_kl
 from models.params import BaseParams
 from models.targets import TargetCard
@@ -160,6 +161,14 @@ class Draft(nn.Module, ABC):
     def unroll_all(self, rows: Rows, num_steps: int, keep: KeepRows | None = None) -> list[list[Unrolled]]:
         """Unroll the draft as `unroll` does, and after it each draft that is nested in it; training learns them all."""
         return [self.unroll(rows, num_steps, keep)]
+
+    def pack(self, dtype: torch.dtype) -> Self:
+        """Multiply in `dtype` from now on, by matrices laid out for a drafter's few rows; return the draft.
+
+        Weights stay what they are; it is trained and moved no more.
+        """
+        pack(self, dtype)
+        return self
 
     @abstractmethod
     def drafter(self, max_len: int) -> Drafter:

@@ -31,6 +31,7 @@ from models.drafting.borrowing import BorrowingDraft, Format
 from models.drafting.features import FeatureDrafter, decoder_layer, linear
 from models.drafting.heads import Block
 from models.drafts import Procedure, Rows
+from models.layers.packed_linear import Borrowed
 from models.losses import feature_l2
 from models.params import BaseParams
 
@@ -77,7 +78,7 @@ class Chimera(BorrowingDraft):
     def borrow(self, target_dir: Path) -> Self:
         """See the base; the output matrices are its own."""
         super().borrow(target_dir)
-        self.output = torch.empty(0)
+        self.output = Borrowed(torch.empty(0))
         return self
 
     @property

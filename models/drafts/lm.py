@@ -14,7 +14,7 @@ that is sure of it (`models.drafting.nested`).
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -81,6 +81,7 @@ class Lm(Draft):
         for matrix in (self.model.embed_tokens, self.lm_head):
             matrix.requires_grad_(False)
         self._decoder: tuple[tuple[int, ...], Decoder] | None = None
+        self._decoded_in: torch.dtype | None = None
 
     @property
     def nested(self) -> tuple[int, ...]:
@@ -120,6 +121,11 @@ class Lm(Draft):
 
         return step_by_step(torch.arange(len(rows.index), device=rows.index.device), num_steps, keep, say)
 
+    def pack(self, dtype: torch.dtype) -> Self:
+        """See `models.drafts.Draft`; the forward pass that drafts packs its own."""
+        self._decoder, self._decoded_in = None, dtype
+        return self
+
     def drafter(self, max_len: int) -> Reader:
         """See `models.drafts.Draft`."""
         return NestedReader(self, max_len) if self.nested else _Drafter(self, max_len)
@@ -129,7 +135,8 @@ class Lm(Draft):
         versions = tuple(parameter._version for parameter in self.parameters())
         if self._decoder is None or self._decoder[0] != versions:
             weight = self.lm_head.weight
-            self._decoder = versions, Decoder(self.config, self.state_dict(), weight.dtype, str(weight.device))
+            dtype = self._decoded_in or weight.dtype
+            self._decoder = versions, Decoder(self.config, self.state_dict(), dtype, str(weight.device))
         return self._decoder[1]
 
 

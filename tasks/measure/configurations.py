@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 
 from models import catalog
-from models.drafting.draft_families import class_of, family_named, open_draft
+from models.drafting.draft_families import class_of, family_named, open_for
 from models.drafting.self_draft import TargetRunner
 from models.drafting.weightless import Weightless
 from models.drafts import Draft
@@ -94,7 +94,7 @@ class Target(NamedTuple):
 
     def _draft(self, configuration: Configuration) -> Draft:
         if (directory := self._directory(configuration)) is not None:
-            return open_draft(directory, self.directory).to(self.decoder.device)
+            return open_for(self.decoder, directory, self.directory)
         assert isinstance(configuration.draft, BaseParams)
         counts = np.zeros(describe(self.directory).vocab_size, np.int64)
         return family_named(configuration.draft.name).create(configuration.draft, self.directory, counts)

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 
 from models import catalog
 from models.checkpoints.loading import stop_ids
-from models.drafting.draft_families import family_of, open_draft
+from models.drafting.draft_families import family_of, open_draft, open_for
 from models.drafts import Draft
 from models.engines import Completion, EngineParams, Sampling
 from models.engines.torch.overlapped import Overlapped
@@ -177,7 +177,7 @@ class TorchEngine:
         """
         dtype = fast_dtype(params.device) if params.dtype == "auto" else getattr(torch, params.dtype)
         decoder = Decoder.load(target, dtype, params.device)
-        opened = None if draft is None else open_draft(draft, target).to(params.device)
+        opened = None if draft is None else open_for(decoder, draft, target)
         engine = cls(decoder, target, opened, draft, params)
         engine.draft_version = draft_version
         return engine
@@ -281,7 +281,7 @@ class TorchEngine:
     def _open_like_served(self, directory: Path) -> Draft:
         assert self.draft is not None
         family_of(self.draft).check(directory, self.draft, describe(self._target_dir))
-        return open_draft(directory, self._target_dir).to(self.params.device)
+        return open_for(self.target, directory, self._target_dir)
 
 
 start = TorchEngine.start

@@ -113,7 +113,7 @@ def test_the_vocabulary_follows_the_traffic_and_changes_nothing_else(tiny_target
     counts[100:164] = 1
     after = clover.renew(draft, tiny_target, counts)
     assert after.vocabulary.tolist() == list(range(100, 164))
-    assert torch.equal(after.output, output_embedding(tiny_target)[100:164])
+    assert torch.equal(after.output.weight, output_embedding(tiny_target)[100:164])
     assert len(after.embedding) == 259
     assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.items())
 

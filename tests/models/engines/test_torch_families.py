@@ -14,7 +14,7 @@ from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.layers.decoder import Decoder
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
-from tests.models.drafts.tiny import make_tiny
+from tests.models.drafts.tiny import make_tiny, save_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 FAMILIES = catalog.names("drafts")
@@ -81,6 +81,39 @@ def test_greedy_output_is_that_without_a_draft(
     answers = answer_all(tiny_target, draft, ASKED, num_draft_tokens=num_draft_tokens)
     require_equal(answers, plain)
     assert 0 < max(max(one.drafted) for one in answers) <= num_draft_tokens
+
+
+def start(target: Path, directory: Path, dtype: str) -> TorchEngine:
+    return asyncio.run(TorchEngine.start(target, directory, Params(dtype=dtype, num_draft_tokens=3)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_draft_of_a_directory_drafts_in_either_format_and_keeps_its_weights(
+    tiny_target: Path, plain: list[Completion], tmp_path: Path, name: str
+) -> None:
+    family = family_named(name)
+    directory = save_tiny(family, tiny_target, tmp_path)
+    for dtype in ("bfloat16", "float32"):
+        engine = start(tiny_target, directory, dtype)
+        answers = [asyncio.run(engine.generate(prompt, GREEDY, "0")) for prompt in ASKED]
+        assert sum(sum(one.drafted) for one in answers) > 0 or not family.TRAINED
+        assert asyncio.run(engine.check_draft(directory)) == 0.0
+    require_equal(answers, plain)
+
+
+def test_a_draft_multiplies_in_the_engines_format(tiny_target: Path, tmp_path: Path) -> None:
+    for name in ("eagle3", "lm"):
+        (tmp_path / name).mkdir()
+    head = save_tiny(family_named("eagle3"), tiny_target, tmp_path / "eagle3")
+    model = save_tiny(family_named("lm"), tiny_target, tmp_path / "lm")
+    said = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        draft = start(tiny_target, head, name).loaded
+        said[dtype] = draft.say(torch.linspace(-1, 1, draft.config["hidden_size"])[None])[1]
+        assert start(tiny_target, model, name).loaded.decoder().dtype == dtype
+    torch.testing.assert_close(said[torch.bfloat16], said[torch.float32], rtol=0.02, atol=0.02)
+    assert not torch.equal(said[torch.bfloat16], said[torch.float32])
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -1,0 +1,49 @@
+"""Linear layers that draft and are trained no more: their products of few rows, in the format that multiplies fastest.
+
+What a layer reads and puts out keeps its format, so that norms, attention and sums are as exact as in training.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models.layers.packed_product import product
+
+
+class Borrowed(nn.Module):
+    """A linear layer with somebody else's matrix: read, never trained, and no part of a state dict.
+
+    Attributes:
+        weight: [O, I].
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] → [..., O]."""
+        return functional.linear(x, self.weight)
+
+
+def pack(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let all linear layers of a module multiply in `dtype`, by matrices that are packed now.
+
+    Weights keep their names, values and format, and are not read again: what they learn later, and where they are
+    moved, changes no product.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
+            # An instance's own forward: with another module in its place, names of parameters would change.
+            layer.forward = _Packed(layer.weight, getattr(layer, "bias", None), dtype)  # type: ignore[method-assign]
+
+
+class _Packed:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._multiply, self._dtype = product(weight.detach().to(dtype)), dtype
+        self._bias = None if bias is None else bias.detach().to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x.to(self._dtype), self._bias).to(x.dtype)

@@ -1,0 +1,49 @@
+"""Packed layers multiply as before to the format's rounding, and a module's weights stay what and where they were."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.layers.packed_linear import Borrowed, pack
+
+NUM_ROWS = (1, 5)
+
+
+def layers() -> nn.ModuleDict:
+    """One of each kind, of values that bfloat16 holds."""
+    rng = torch.Generator().manual_seed(0)
+    module = nn.ModuleDict({"plain": nn.Linear(32, 16, bias=False), "biased": nn.Linear(32, 16)})
+    module["borrowed"] = Borrowed(torch.empty(16, 32))
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = torch.randn(tensor.shape, generator=rng).bfloat16().float()
+    return module
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("name", ["plain", "biased", "borrowed"])
+def test_a_packed_layer_gives_the_rounded_product_in_the_format_of_its_input(name: str, num_rows: int) -> None:
+    module, x = layers(), torch.randn(num_rows, 32, generator=torch.Generator().manual_seed(1))
+    layer = module[name]
+    wanted = layer(x.bfloat16().float())
+    pack(module, torch.bfloat16)
+    got = layer(x)
+    assert got.dtype == torch.float32
+    assert bool(((got - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-5).all())
+    assert not torch.equal(got, wanted), "nothing was rounded, so nothing was packed"
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_in_float32_a_product_stays_what_it_was(num_rows: int) -> None:
+    module, x = layers(), torch.randn(num_rows, 32, generator=torch.Generator().manual_seed(1))
+    wanted = {name: layer(x) for name, layer in module.items()}
+    pack(module, torch.float32)
+    for name, layer in module.items():
+        torch.testing.assert_close(layer(x), wanted[name])
+
+
+def test_names_and_values_of_weights_stay_and_what_is_borrowed_is_not_saved() -> None:
+    module = layers()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    pack(module, torch.bfloat16)
+    assert list(before) == list(module.state_dict()) == ["plain.weight", "biased.weight", "biased.bias"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
