@@ -10,9 +10,9 @@ endpoint can't parse tool calls that way.
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from models.evaluation.acceptance import Trace
 from models.params import BaseParams, Frozen
@@ -41,6 +41,28 @@ class EngineParams(BaseParams):
     @abstractmethod
     def rules(self) -> "Rules":
         """What drafted tokens are verified by."""
+
+
+class LookUp(Frozen):
+    """What is looked up beside the draft, see `models.drafting.lookup`.
+
+    Attributes:
+        num_tokens: the most tokens that are drafted so; 0 looks nothing up.
+        shortest, longest: tokens at the end of a sequence that must stand elsewhere too.
+        remembered: tokens of recent answers that are kept in memory for each API key and looked up by its other
+            requests; 0 looks up a request's own text alone.
+    """
+
+    num_tokens: int = Field(8, ge=0, le=64)
+    shortest: int = Field(3, ge=1)
+    longest: int = Field(16, ge=1)
+    remembered: int = Field(8192, ge=0)
+
+    @model_validator(mode="after")
+    def _a_match_has_a_length(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"wanted shortest ≤ longest; got {self.shortest} and {self.longest}")
+        return self
 
 
 class Sampling(Frozen):

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ REPEATS, WARM_TOKENS = 9, 8
 NUM_MEASURED = 3
 AIM = 0.15  # share of a measured speed that the expected one may miss it by
 TREE_SIZES = (4, 8, 16)
-# A chain that ends where the draft is unsure: it is seen as it is and not cut, as trees are.
-UNSURE = {"num_draft_tokens": 8, "lengths": {"name": "confidence"}}
+ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are
+UNSURE = {"num_draft_tokens": ENDED, "lengths": {"name": "confidence"}}
 
 Row = dict[str, Any]
 
@@ -86,9 +86,13 @@ def ways_of(served_k: int) -> dict[str, Configuration]:
     """Return the ways to see: each draft that there is without training, and the served one also while it is sure.
 
     A chain has as many tokens as it may have; a tree is another one for each number of tokens, so there are several.
+    What a policy ends has as many as that lets it.
     """
     ways: dict[str, Configuration] = {}
     for name, way in read_configurations(None, served_k).items():
+        if "lengths" in way.engine:
+            ways[name] = way.model_copy(update={"engine": {**way.engine, "num_draft_tokens": ENDED}})
+            continue
         sizes = SIZES[-1:] if is_cut(way) else TREE_SIZES
         for size in sizes:
             sized_name = name if is_cut(way) else f"{name}, {size} tokens"
@@ -137,19 +141,23 @@ def _see(
     decoded = list(map(_decoded, answers))
     rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
     for name, way in ways.items():
-        steps, whole_ms = _steps(target.engine(way), prompts, max_tokens, bar)
-        drafting = Drafting(whole_ms)
-        if is_cut(way) and (longest := max(step.proposed for step in steps)) > 1:
-            _, first_ms = _steps(target.engine(sized(way, Option(name, 1, 0.0))), prompts[:1], max_tokens, None)
-            drafting = Drafting(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
+        steps, draft_ms = _steps(target.engine(way), prompts, max_tokens, bar)
+        drafting = Drafting(fmean(draft_ms) if draft_ms else 0.0)
+        if is_cut(way):
+            longest, whole_ms = _of_longest(steps, draft_ms)
+            drafting = Drafting(whole_ms)
+            if longest > 1:
+                one = target.engine(sized(way, Option(name, 1, 0.0)))
+                _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None))
+                drafting = Drafting(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
         rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
     return rows
 
 
 def _steps(
     engine: TorchEngine, prompts: Sequence[list[int]], max_tokens: int, bar: Bar | None
-) -> tuple[list[Step], float]:
-    """Return the steps of all answers, and the median ms that drafting a proposal of the longest took."""
+) -> tuple[list[Step], list[float]]:
+    """Return the steps of all answers, and the ms that drafting took in each."""
     steps: list[Step] = []
     draft_ms: list[float] = []
     _answer(engine, prompts[0], WARM_TOKENS)
@@ -159,9 +167,14 @@ def _steps(
         steps += map(Step, answer.drafted, answer.accepted)
         if bar is not None:
             bar.advance()
+    return steps, draft_ms
+
+
+def _of_longest(steps: Sequence[Step], draft_ms: Sequence[float]) -> tuple[int, float]:
+    """Return how long the longest proposals were, and the median ms that drafting one took."""
     longest = max((step.proposed for step in steps), default=0)
     of_longest = [ms for ms, step in zip(draft_ms, steps, strict=True) if step.proposed == longest]
-    return steps, median(of_longest) if of_longest else 0.0
+    return longest, median(of_longest) if of_longest else 0.0
 
 
 @torch.inference_mode()
@@ -219,7 +232,8 @@ def _measure(
 
 
 def _answer(engine: TorchEngine, prompt: list[int], max_tokens: int) -> Completion:
-    return asyncio.run(engine.generate(prompt, Sampling(max_tokens=max_tokens, ignore_eos=True), "sample"))
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, drafting="auto")
+    return asyncio.run(engine.generate(prompt, sampling, "sample"))
 
 
 def _decoded(answer: Completion) -> Decoded:

@@ -9,7 +9,8 @@
     num_draft_tokens = 4
     distill = { learning_rate = 1e-3 }
 
-Without a file they are the served draft, and each family that needs neither training nor a store, as it comes.
+Without a file they are the served draft, alone and with look-up, and each family that needs neither training nor a
+store, as it comes.
 """
 
 import os
@@ -39,6 +40,8 @@ from tasks.promote import open_champions
 
 SERVED = "served"
 NUM_DRAFT_TOKENS = 8
+# Look-up joined to a draft, each step drafted by what pays more, as the serving engine does.
+JOINED = {"lengths": {"name": "goodput"}, "lookup": {"num_tokens": NUM_DRAFT_TOKENS}}
 # What is the same for all of them, so that they are compared on one target.
 SHARED = ("name", "dtype", "device", "max_model_len")
 
@@ -110,6 +113,15 @@ def open_target(run: Run) -> Target:
     return Target(directory, Decoder.load(directory, getattr(torch, dtype), device), pair.draft_files.path, shared)
 
 
+def of_served(served_k: int) -> dict[str, Configuration]:
+    """Return the served draft alone, and with look-up joined to it as it is served."""
+    engine = {"num_draft_tokens": served_k}
+    return {
+        "served draft": Configuration(draft=SERVED, engine=engine),
+        "served draft, look-up": Configuration(draft=SERVED, engine={**engine, **JOINED}),
+    }
+
+
 def read_configurations(file: Path | None, served_k: int, makes: bool = False) -> dict[str, Configuration]:
     """Return name to configuration.
 
@@ -122,7 +134,7 @@ def read_configurations(file: Path | None, served_k: int, makes: bool = False) -
         ValueError: the file can't be read, or a configuration is wrong; names it.
     """
     if file is None:
-        found = {"served draft": Configuration(draft=SERVED, engine={"num_draft_tokens": served_k})}
+        found = of_served(served_k)
         for name in catalog.names("drafts"):
             family = family_named(name)
             if not family.TRAINED and not hasattr(family, "collect"):

@@ -16,16 +16,16 @@ from models.learning import distill
 from models.params import BaseParams, validate
 from models.recipe import Recipe
 from tasks.distill_draft import distill_draft
-from tasks.measure.configurations import SERVED, Configuration, usual_k
+from tasks.measure.configurations import Configuration, of_served, usual_k
 
 
 def every_family(recipe: Recipe) -> dict[str, Configuration]:
-    """Return the served draft and a new one of each family, of the family's own shape.
+    """Return the served draft, alone and with look-up, and a new one of each family, of the family's own shape.
 
     A family that has a vocabulary of its own gets one as large as the served draft's, if that has one.
     """
     k = recipe.num_draft_tokens
-    found = {"served draft": Configuration(draft=SERVED, engine={"num_draft_tokens": k})}
+    found = of_served(k)
     for name in catalog.names("drafts"):
         fields, served = family_named(name).Params.model_fields, recipe.draft.model_dump()
         shape = served if served["name"] == name else {key: served[key] for key in ("vocab_size",) if key in served}

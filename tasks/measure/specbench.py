@@ -151,7 +151,9 @@ def _answer(
                 rows.append(about)
                 break
             # All sides tell the gaps, which greedy outputs are judged by.
-            sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed + len(rows), num_logprobs=2)
+            sampling = Sampling(
+                max_tokens=max_tokens, temperature=temperature, seed=seed + len(rows), num_logprobs=2, drafting="auto"
+            )
             sides = [(PLAIN, plain), *engines.items()]
             found = {}
             for name, engine in sides[::-1] if turned else sides:

@@ -22,7 +22,8 @@ from models import catalog
 from models.checkpoints.loading import stop_ids
 from models.drafting.draft_families import family_of, open_draft, open_for
 from models.drafts import Draft
-from models.engines import Completion, EngineParams, Sampling
+from models.engines import Completion, EngineParams, LookUp, Sampling
+from models.engines.torch.joined import Joined
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
 from models.layers.decoder import Decoder
@@ -52,6 +53,7 @@ class Params(EngineParams):
         verify_greedy: the rule for temperature 0; it sees logits in place of p, and mostly no q.
         lengths: the length policy.
         trees: what is proposed side by side, by drafts of families that can go on from any node of a tree.
+        lookup: what is looked up beside the draft, for requests whose `drafting` is "auto"; nothing unless it says so.
         nested_confidence: with a draft in which others are nested, the smallest of them says each token of which its
             likeliest is at least so probable; else the next larger one does. None asks the whole draft alone.
     """
@@ -63,6 +65,7 @@ class Params(EngineParams):
     verify_greedy: Annotated[BaseParams, catalog.Method("verify")] = greedy.Params()
     lengths: Annotated[BaseParams, catalog.Method("lengths")] = fixed.Params()
     trees: Annotated[BaseParams, catalog.Method("trees")] = chain.Params()
+    lookup: LookUp = LookUp(num_tokens=0)
     nested_confidence: float | None = Field(None, ge=0, le=1)
 
     @property
@@ -102,6 +105,9 @@ class Params(EngineParams):
             raise ValueError(
                 f"nested_confidence is for chains after what is certain; {at_fault} always asks the whole draft"
             )
+        if self.lookup.num_tokens and (tree.BRANCHES or not hasattr(lengths, "plan")):
+            at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
+            raise ValueError(f"look-up is joined to chains that a policy plans; {at_fault} does otherwise")
         return self
 
 
@@ -116,6 +122,7 @@ class TorchEngine:
         on_step: called after every step but a request's first, which reads its prompt; must not block.
         target, loaded, params, rules, lengths, trees, stops: what requests are answered with: both models, the keys,
             rules by whether decoding is greedy, policies with their keys, and the token ids that end an answer.
+        joined: what joins look-up to the draft; None where nothing is looked up.
         running, cost: requests on their way, and what their steps took.
     """
 
@@ -144,6 +151,16 @@ class TorchEngine:
                 f"{type(draft).__name__} can't go on from tokens that are not certain; length policy "
                 f"{params.lengths.name} wants a draft that can"
             )
+        self.joined: Joined | None = None
+        if params.lookup.num_tokens:
+            if draft is None:
+                raise ValueError("look-up is joined to a draft; got none (families suffix and ngram look up alone)")
+            if draft.num_vectors(params.num_draft_tokens):
+                raise ValueError(
+                    f"{type(draft).__name__} has the target read vectors of its own beside what it proposes; look-up "
+                    "can't be joined to it"
+                )
+            self.joined = Joined(params.lookup, self.lengths, params.num_draft_tokens)
         self.cost = Cost()
         self.stops = stop_ids(target_dir)
         self.running: set[Request] = set()
@@ -211,6 +228,8 @@ class TorchEngine:
         finally:
             self.running.discard(request)
             request.end()
+            if self.joined is not None:
+                self.joined.close_all_but(one.request_id for one in self.running)
             completion = request.completion()
             if self.on_finish is not None and request.token_ids:
                 self.on_finish(completion, sampling)
@@ -228,6 +247,8 @@ class TorchEngine:
         opened = self._open_like_served(directory)
         self.loaded, self.draft, self.draft_version = opened, directory, version
         self._find_heads(directory)
+        if self.joined is not None:
+            self.joined.swapped()
         for request in self.running:
             request.use(opened, version)
         return 1000 * (time.monotonic() - started)

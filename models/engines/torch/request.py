@@ -12,6 +12,7 @@ from models.drafting.drafters import Asker, Expander, Nested, Observer, Remember
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
+from models.engines.torch.joined import NO_TURN
 from models.engines.torch.sampling import draw, probabilities
 from models.layers.decoder import Cache
 from models.lengths import View
@@ -41,6 +42,7 @@ class Request:
     """One request on its way: its caches, its drafter, and what came so far.
 
     Attributes:
+        request_id: its name.
         draft_version: of the draft that it drafts with.
         token_ids: of the answer so far.
         finish_reason: None until it ends.
@@ -49,14 +51,14 @@ class Request:
     CHUNKS = 1  # of K tokens, that are drafted beyond what is certain
 
     def __init__(self, engine: "TorchEngine", prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
-        self._engine, self._sampling, self._request_id = engine, sampling, request_id
+        self._engine, self._sampling, self.request_id = engine, sampling, request_id
         self._target, self._params = engine.target, engine.params
         self._prompt_ids = list(prompt_ids)
         limit = min(self._params.max_model_len, len(prompt_ids) + sampling.max_tokens)
         self._max_new = limit - len(prompt_ids)
         self._draft, self.draft_version = engine.loaded, engine.draft_version
         # A step's last drafted tokens may reach past the end, and stand there with what is read beside them.
-        drafted = self._params.num_draft_tokens
+        drafted = max(self._params.num_draft_tokens, self._params.lookup.num_tokens)
         beside = 0 if self._draft is None else self._draft.num_vectors(drafted)
         self._cache = Cache(self._target, limit + self.CHUNKS * drafted + 1 + beside)
         self._drafter: Drafter | None = None
@@ -76,6 +78,9 @@ class Request:
             self._rng.seed()
         self._drafted_ids: list[tuple[int, ...]] = []
         self._counts: list[tuple[int, int]] = []  # drafted and accepted tokens of each step
+        self._joined = engine.joined if sampling.drafting == "auto" else None
+        self._turn = NO_TURN
+        self._matches: list[int] = []
         self._gaps: list[float] = []
         self._started, self._times = time.monotonic(), [0.0, 0.0]
         self.token_ids: list[int] = []
@@ -106,7 +111,7 @@ class Request:
         drafted = time.perf_counter()
         tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
         last, before = self.token_ids[-1], self._cache.length
-        begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) else None
+        begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) and not self._turn.match else None
         asker = self._drafter if tokens and isinstance(self._drafter, Asker) else None
         vectors, beside = (None, ()) if asker is None else asker.ask(proposal)
         states, tapped = self._target.forward(
@@ -121,6 +126,9 @@ class Request:
         self._cache.keep(before, rows)
         self._drafted_ids.append(tuple(tokens))
         self._counts.append((len(tokens), accepted))
+        if self._joined is not None:
+            self._joined.see(self._turn, len(tokens), accepted)
+            self._matches.append(self._turn.match)
         self._observe([last, *tokens], logits)
         self._extend([last], emitted, tapped[rows])
         if asker is not None:
@@ -136,12 +144,18 @@ class Request:
 
     def _propose(self) -> tuple[Proposal, int]:
         """Return what is drafted, and in how many passes."""
-        nothing = Proposal.chain([], device=self._target.device), 0
+        nothing, self._turn = (Proposal.chain([], device=self._target.device), 0), NO_TURN
         if self._drafter is None or not self._engine.speculating:
             return nothing
         policy, params = self._engine.lengths
         view = self._view()
-        num_tokens = policy.num_draft_tokens(view, params)
+        if self._joined is not None:
+            self._turn = self._joined.turn(self.request_id, self._prompt_ids, self.token_ids, view.cost)
+            if self._turn.match:
+                return Proposal.chain(self._turn.token_ids, device=self._target.device), 0
+            num_tokens = self._turn.num_tokens
+        else:
+            num_tokens = policy.num_draft_tokens(view, params)
         if num_tokens == 0:
             return nothing
         tree, tree_params = self._engine.trees
@@ -255,7 +269,7 @@ class Request:
         """What came so far."""
         first, last = self._times
         return Completion(
-            request_id=self._request_id,
+            request_id=self.request_id,
             prompt_ids=tuple(self._prompt_ids),
             token_ids=tuple(self.token_ids),
             drafted=tuple(drafted for drafted, _ in self._counts),
@@ -267,4 +281,6 @@ class Request:
             draft_version=self.draft_version,
             speculating=self._drafter is not None,
             gaps=tuple(self._gaps),
+            matches=tuple(self._matches),
+            drafting=self._sampling.drafting,
         )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from models import catalog
-from models.engines import Engine, EngineParams
+from models.engines import Engine, EngineParams, LookUp
 from models.engines.vllm.installed import engine_arguments, tool_parsers
 from models.lengths import goodput
-from models.params import BaseParams, Frozen, did_you_mean
+from models.params import BaseParams, did_you_mean
 
 if TYPE_CHECKING:
     from models.verify import Rules
@@ -42,28 +42,6 @@ OWNED = {
     "trust_remote_code": "code out of a model's directory is never run",
     "logits_processors": "speculation does not honour them",
 }
-
-
-class LookUp(Frozen):
-    """What is looked up beside the draft, see models/drafting/lookup.py.
-
-    Attributes:
-        num_tokens: the most tokens that are drafted so; 0 looks nothing up.
-        shortest, longest: tokens at the end of a sequence that must stand elsewhere too.
-        remembered: tokens of recent answers that are kept in memory for each API key and looked up by its other
-            requests; 0 looks up a request's own text alone.
-    """
-
-    num_tokens: int = Field(8, ge=0, le=64)
-    shortest: int = Field(3, ge=1)
-    longest: int = Field(16, ge=1)
-    remembered: int = Field(8192, ge=0)
-
-    @model_validator(mode="after")
-    def _a_match_has_a_length(self) -> Self:
-        if self.shortest > self.longest:
-            raise ValueError(f"wanted shortest ≤ longest; got {self.shortest} and {self.longest}")
-        return self
 
 
 class Params(EngineParams):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from models import catalog
-from models.engines.vllm import LookUp
+from models.engines import LookUp
 from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
 from models.engines.vllm.parent import WithParent
 from models.lengths import Plan, Running

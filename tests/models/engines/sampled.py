@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from models.drafts import Draft
-from models.engines import Sampling
+from models.engines import Sampling, Way
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.sampling import probabilities
 from models.layers.decoder import Decoder
@@ -27,10 +27,12 @@ def sampled_p_value(
     rule: str = "rejection",
     tree: str = "chain",
     lengths: str = "fixed",
+    drafting: Way = "head",
     **changes: object,
 ) -> float:
     """χ² of all tokens after the first ones, each against the library's distribution given the tokens before it."""
-    prompt, settings = prompts(1)[0], Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompt = prompts(1)[0]
+    settings = Sampling(temperature=0.8, top_k=40, max_tokens=NUM_TOKENS, ignore_eos=True, drafting=drafting)
 
     async def draw() -> list[tuple[int, ...]]:
         ways = {"verify": {"name": rule}, "trees": {"name": tree}, "lengths": {"name": lengths}}

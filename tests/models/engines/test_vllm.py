@@ -19,8 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from models.drafts import Rows, eagle3
-from models.engines import Completion, Sampling
-from models.engines.vllm import LookUp, Params
+from models.engines import Completion, LookUp, Sampling
+from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.tap import EngineEnded
 from models.engines.vllm.worker import DraftWorker

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.engines import Completion, Sampling, Way
-from models.engines.vllm import LookUp, Params
+from models.engines import Completion, LookUp, Sampling, Way
+from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine

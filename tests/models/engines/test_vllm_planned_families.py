@@ -17,9 +17,9 @@ import vllm
 from vllm import SamplingParams
 
 from models.drafting.draft_families import family_named, family_of
-from models.engines import Completion, Sampling
+from models.engines import Completion, LookUp, Sampling
 from models.engines import torch as reference
-from models.engines.vllm import LookUp, Params
+from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from models.engines.vllm import LookUp
+from models.engines import LookUp
 from models.engines.vllm.drafting import NOTHING, PASSES, WISHES, Drafting, Row, Wishes
 from models.engines.vllm.planning import MEASURED, Asked, Choice, Planner, Setup, Step, _chances, measured_for
 from models.lengths import Plan, fixed, goodput

@@ -88,7 +88,7 @@ def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
 
 def test_without_a_file_there_is_the_served_draft_and_every_family_with_its_vocabulary(tiny: Recipe) -> None:
     ways = every_family(tiny)
-    assert [*ways] == ["served draft", *catalog.names("drafts")]
+    assert [*ways] == ["served draft", "served draft, look-up", *catalog.names("drafts")]
     assert ways["eagle3"].draft == tiny.draft
     assert ways["eagle"].draft.vocab_size == tiny.draft.vocab_size
     tokens = {name: way.engine["num_draft_tokens"] for name, way in ways.items()}
