@@ -267,9 +267,15 @@ def drift(
 
 @command
 def specbench(
-    data: Annotated[Path, typer.Option("--data", help="Questions with id, domain and messages, as Spec-Bench's.")],
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            help="Questions with id, domain and messages, as Spec-Bench's; by default the recipe's held-out prompts.",
+        ),
+    ] = None,
     configurations: Annotated[
         Path | None,
         typer.Option(
@@ -297,7 +303,8 @@ def specbench(
 
     Example: redraft bench specbench --data spec_bench.jsonl --train 5 --temperature 0 --temperature 1 --per-task 10
     """
-    files = {"data": str(data.absolute()), "configurations": str(configurations.absolute()) if configurations else None}
+    given = {"data": data, "configurations": configurations}
+    files = {name: str(file.absolute()) if file else None for name, file in given.items()}
     options: dict[str, Any] = {"per_task": per_task, "per_cell": per_cell, "max_tokens": max_tokens}
     options |= {"temperatures": sorted(set(temperatures)), "minutes": minutes}
     run_benchmark("specbench", recipe, output, **files, **options)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.decoder import rope_frequencies
-from models.layers.norms import rms_norm
+from models.layers.kernels import rms_norm
 from models.trees import path_to
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.checkpoints.checkpoint import read_parts
 from models.layers import factors
-from models.layers.norms import rms_norm
+from models.layers.kernels import gated, rms_norm, rotated
 from models.layers.packed_product import Product, product
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -263,7 +263,7 @@ class Decoder:
     def _rows(self, start: int, stop: int, positions: Tensor, mask: Tensor | None) -> "_Rows":
         """`mask` [n, T] is added to scores, once for every head of a group."""
         group = self.num_heads // self.num_kv_heads
-        return _Rows(start, stop, *self._rotation(positions), None if mask is None else mask.repeat(group, 1), group)
+        return _Rows(start, stop, self._rotation(positions), None if mask is None else mask.repeat(group, 1), group)
 
     def _through(
         self, layers: range, state: Tensor, cache: Cache, rows: "_Rows", skipped: Sublayers | None = None
@@ -272,7 +272,7 @@ class Decoder:
         for number in layers:
             layer = self._layers[number]
             if skipped is None or number not in skipped.attention:
-                queries, keys, values = self._project(layer, state, rows.cos, rows.sin)
+                queries, keys, values = self._project(layer, state, rows.rotation)
                 all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
                 all_keys[:, rows.start :], all_values[:, rows.start :] = keys.transpose(0, 1), values.transpose(0, 1)
                 state = state + layer.output(self._attend(queries, all_keys, all_values, rows.mask))
@@ -282,17 +282,16 @@ class Decoder:
 
     def _mlp(self, layer: "_Layer", state: Tensor) -> Tensor:
         """[n, H] → [n, H], what the layer's MLP adds."""
-        gate, up = layer.gate_up(self._normed(state, layer.norm_after)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate) * up)
+        return layer.down(gated(layer.gate_up(self._normed(state, layer.norm_after))))
 
-    def _project(self, layer: "_Layer", state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: "_Layer", state: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [n, heads, width], keys and values [n, kv heads, width]."""
         joined = layer.qkv(self._normed(state, layer.norm_before), layer.qkv_bias).view(len(state), -1, self.head_dim)
         turned, values = joined.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = turned.split([self.num_heads, self.num_kv_heads], dim=1)
             turned = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], dim=1)
-        queries, keys = _rotate(turned, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        queries, keys = rotated(turned, rotation).split([self.num_heads, self.num_kv_heads], dim=1)
         return queries, keys, values
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -302,11 +301,10 @@ class Decoder:
         attended = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask)
         return attended.reshape(self.num_heads, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[n] → [n, 1, width] cosine and signed sine."""
-        angles = positions[:, None, None] * self._frequencies.to(self.device)
-        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
-        return torch.cat([cos, cos], -1).to(self.dtype), torch.cat([-sin, sin], -1).to(self.dtype)
+    def _rotation(self, positions: Tensor) -> Tensor:
+        """[n] → [n, width], see `rotated`."""
+        angles = positions[:, None] * self._frequencies.to(self.device)
+        return (torch.cat([angles.cos(), angles.sin()], -1) * self._rope_scale).to(self.dtype)
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         return rms_norm(x, gain, self.eps)
@@ -330,19 +328,18 @@ def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a pass stand: places of the cache, rotation [n, 1, width], and what they see [G·n, stop]."""
+    """Where the rows of a pass stand: places of the cache, rotation [n, width], and what they see [G·n, stop]."""
 
     start: int
     stop: int
-    cos: Tensor
-    sin: Tensor
+    rotation: Tensor
     mask: Tensor | None
     group: int
 
     def after(self, done: int) -> "_Rows":
         """Return all but the first rows, which the others still see."""
         mask = None if self.mask is None else self.mask.unflatten(0, (self.group, -1))[:, done:].flatten(0, 1)
-        return self._replace(start=self.start + done, cos=self.cos[done:], sin=self.sin[done:], mask=mask)
+        return self._replace(start=self.start + done, rotation=self.rotation[done:], mask=mask)
 
 
 class _Layer:
@@ -376,11 +373,6 @@ def _require_known(config: Any) -> None:
         raise ValueError("sliding-window attention is not one that this forward pass knows")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act is {config.hidden_act!r}; wanted silu")
-
-
-def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([second, first], dim=-1) * signed_sin
 
 
 def _product(tensors: dict[str, Tensor], *layers: str) -> Product:

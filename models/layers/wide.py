@@ -36,10 +36,10 @@ class WideDecoder(Decoder):
             raise ValueError(f"a cache of {max(cache.max_len for cache in caches)} tokens is full")
         state = functional.embedding(token_ids, self._embedding)
         places = [cache.length for cache in caches]
-        cos, sin = self._rotation(torch.tensor(places, dtype=torch.float32, device=self.device))
+        rotation = self._rotation(torch.tensor(places, dtype=torch.float32, device=self.device))
         for number in range(self.num_layers) if layers is None else sorted(layers):
             layer = self._layers[number]
-            queries, keys, values = self._project(layer, state, cos, sin)
+            queries, keys, values = self._project(layer, state, rotation)
             attended = []
             for row, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 cache.keys[number, :, place], cache.values[number, :, place] = keys[row], values[row]
@@ -78,7 +78,7 @@ class WideDecoder(Decoder):
                 attended = []
                 for number in group:
                     layer = self._layers[number]
-                    queries, keys, values = self._project(layer, state, rows.cos, rows.sin)
+                    queries, keys, values = self._project(layer, state, rows.rotation)
                     all_keys, all_values = cache.keys[number, :, : rows.stop], cache.values[number, :, : rows.stop]
                     all_keys[:, rows.start :] = keys.transpose(0, 1)
                     all_values[:, rows.start :] = values.transpose(0, 1)

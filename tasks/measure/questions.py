@@ -1,7 +1,7 @@
 """Questions in Spec-Bench's fields: id, domain (the task) and messages, of which each user's waits for an answer."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from models.params import validate
 from models.rowfiles import read_rows
-from models.sources import Message
+from models.sources import Message, Prompt
 
 
 class Question(BaseModel):
@@ -64,6 +64,15 @@ def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
             of_task.append(question)
     if not tasks:
         raise ValueError(f"{file} has no rows")
+    return tasks
+
+
+def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
+    """Return domain to its prompts as questions of one turn, in their order."""
+    tasks: dict[str, list[Question]] = {}
+    for prompt in prompts:
+        question = Question(id=prompt.id, domain=prompt.domain, messages=prompt.messages)
+        tasks.setdefault(prompt.domain, []).append(question)
     return tasks
 
 

@@ -34,7 +34,7 @@ from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.families import every_family, make_drafts
 from tasks.measure.latency import Decoded, compare_speed, spread
-from tasks.measure.questions import Question, chat_before, fingerprint, read_questions
+from tasks.measure.questions import Question, as_questions, chat_before, fingerprint, read_questions
 from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
 from tasks.register import first_samples
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 def measure(
     run: Run,
-    data: str,
+    data: str | None,
     configurations: str | None,
     per_task: int,
     per_cell: int,
@@ -62,7 +62,7 @@ def measure(
 
     Args:
         run: the benchmark.
-        data: file of the questions.
+        data: file of the questions; None for the recipe's held-out prompts.
         configurations: file of the configurations; None for every family where drafts are made, else for what there is
             without that.
         per_task: questions of each task, 0 for all.
@@ -78,7 +78,8 @@ def measure(
     if below := [one for one in temperatures if one < 0]:
         raise ValueError(f"a temperature is 0 or more; got {below[0]:g}")
     run.served()
-    tasks, k = read_questions(Path(data), per_task), run.recipe.num_draft_tokens
+    tasks = as_questions(run.prompts("held_out", per_task)) if data is None else read_questions(Path(data), per_task)
+    k = run.recipe.num_draft_tokens
     if configurations is None and minutes:
         ways = every_family(run.recipe)
     else:

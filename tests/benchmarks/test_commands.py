@@ -234,6 +234,15 @@ def test_every_way_to_follow_a_shift_is_held_to_the_specialist(served, tmp_path)
     assert (tmp_path / "drift" / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_questions_the_recipes_held_out_prompts_are_asked(built, tmp_path):
+    ways = tmp_path / "ways.toml"
+    ways.write_text('[suffix]\ndraft = { name = "suffix" }\n')
+    options = ("--per-task", "2", "--max-tokens", "8", "--configurations", str(ways))
+    found = run(built[0], "specbench", tmp_path / "specbench", *options)
+    assert list(found["temperatures"]["0"]["tasks"]) == ["chat", "code", "all tasks"]
+    assert found["temperatures"]["0"]["tasks"]["code"]["suffix"]["num_prompts"] == 2
+
+
 def test_ways_of_drafting_are_held_to_plain_decoding_task_by_task(built, tmp_path):
     questions = [
         {"id": f"{task}{number}", "domain": task, "messages": [{"role": "user", "content": f"{task} {number}"}]}
