@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence
 from models.layers.decoder import rope_frequencies
-from models.layers.kernels import rms_norm
+from models.layers.kernels import rms_norm, rotated
 from models.trees import path_to
 
 
@@ -54,12 +54,14 @@ class LayeredDraft(Draft):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def rotated(self, projected: Tensor, num_heads: int, positions: Tensor) -> Tensor:
-        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width]."""
+        """[..., heads·width] at `positions` [...] (or broadcast over leading axes) → [..., heads, width].
+
+        What is projected may be written to.
+        """
         heads = projected.unflatten(-1, (num_heads, self.head_dim))
         angles = positions[..., None].float() * self.frequencies
-        cos, sin = ((wave[..., None, :] * self.rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        rotation = (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.rope_scale).to(heads.dtype)
+        return rotated(heads, rotation)
 
     def attend(
         self,
@@ -80,6 +82,10 @@ class LayeredDraft(Draft):
         Returns:
             [n, S, heads·width].
         """
+        if len(queries) == 1:
+            seen = sequence[0], slice(int(index[0]) + 1)
+            keys, values = (torch.cat([of_text[seen], mine[0]]) for of_text, mine in zip(text, own, strict=True))
+            return self._attend_one(queries[0], keys, values)[None]
         queries = queries.unflatten(2, (self.num_kv_heads, -1)) * self.head_dim**-0.5
         own_scores = torch.einsum("nskgw,nukw->nskgu", queries, own[0])
         parts: list[Tensor] = []
@@ -99,6 +105,14 @@ class LayeredDraft(Draft):
                 + torch.einsum("nskgu,nukw->nskgw", weights[..., limit:], own[1][here])
             )
         return (torch.cat(parts) if parts else queries).flatten(2)
+
+    def _attend_one(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[S, heads, width] of one row against [t, kv heads, width], all of which it sees → [S, heads·width]."""
+        num_queries = len(queries)
+        grouped = queries.unflatten(1, (self.num_kv_heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+        seen = (grouped, keys.transpose(0, 1), values.transpose(0, 1))
+        attended = functional.scaled_dot_product_attention(*(one[None] for one in seen))[0]
+        return attended.unflatten(1, (num_queries, -1)).transpose(0, 1).flatten(1)
 
     def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
         """[…, H] → […, H] with the output of a layer's MLP added."""

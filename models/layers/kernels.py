@@ -49,11 +49,12 @@ def rotated(heads: Tensor, rotation: Tensor) -> Tensor:
     """Turn heads to their positions (RoPE, arXiv:2104.09864, in the order of Llama's checkpoints).
 
     Args:
-        heads: [n, m, width]; may be written to.
-        rotation: [n, width] of each row the cosines of its angles, then their sines.
+        heads: [..., m, width]; may be written to.
+        rotation: [..., width], or broadcast over leading axes, of each row the cosines of its angles, then their sines.
     """
-    if (kernels := _kernels(heads, rotation)) is None or heads.stride(-2) != heads.shape[-1]:
-        cos, sin = rotation[:, None].chunk(2, dim=-1)
+    kernels = _kernels(heads, rotation) if heads.ndim == 3 and len(rotation) == len(heads) else None
+    if kernels is None or heads.stride(-2) != heads.shape[-1]:
+        cos, sin = rotation[..., None, :].chunk(2, dim=-1)
         first, second = heads.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     kernels.rotary_embedding(_places(len(heads)), heads.flatten(1), None, heads.shape[-1], rotation, True)
