@@ -110,9 +110,10 @@ class LayeredDraft(Draft):
         """[S, heads, width] of one row against [t, kv heads, width], all of which it sees → [S, heads·width]."""
         num_queries = len(queries)
         grouped = queries.unflatten(1, (self.num_kv_heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
-        seen = (grouped, keys.transpose(0, 1), values.transpose(0, 1))
-        attended = functional.scaled_dot_product_attention(*(one[None] for one in seen))[0]
-        return attended.unflatten(1, (num_queries, -1)).transpose(0, 1).flatten(1)
+        seen_keys, seen_values = keys.transpose(0, 1), values.transpose(0, 1)
+        attended: Tensor = functional.scaled_dot_product_attention(grouped[None], seen_keys[None], seen_values[None])[0]
+        by_query: Tensor = attended.unflatten(1, (num_queries, -1)).transpose(0, 1)
+        return by_query.flatten(1)
 
     def feed_forward(self, layer: Any, residual: Tensor) -> Tensor:
         """[…, H] → […, H] with the output of a layer's MLP added."""

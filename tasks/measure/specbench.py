@@ -2,8 +2,8 @@
 
 All of them share one process, one copy of the target's weights and the same prompts, one stream. Prompt by prompt plain
 decoding and the configurations take turns, in an order that is turned round each time, and ratios are paired by prompt.
-A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench. The second turn of
-a chat goes on from what plain decoding answered, so that all are asked the same.
+A speed counts from the start of a request to its last token, the prompt included, as in Spec-Bench, and once more from
+its first token. The second turn of a chat goes on from what plain decoding answered, so that all are asked the same.
 
 Greedy outputs are held to plain decoding's. Above temperature 0 each way draws an answer of its own, so there is
 nothing to hold them to: that a rule keeps the target's distribution is tested elsewhere, and one that doesn't is named.
@@ -171,6 +171,7 @@ def _timed(engine: TorchEngine, prompt_ids: list[int], sampling: Sampling) -> Ro
     answer = asyncio.run(engine.generate(prompt_ids, sampling, "question"))
     return {
         "seconds": time.perf_counter() - started_s,
+        "decode_s": answer.per_token_ms * (len(answer.token_ids) - 1) / 1000,
         "token_ids": answer.token_ids,
         "gaps": answer.gaps,
         "drafted_per_step": answer.drafted,
@@ -223,7 +224,10 @@ def make_report(
     ]
     return Report(
         figures={"temperatures": {f"{at:g}": {"tasks": tasks} for at, tasks in found.items()}},
-        grids=[*(_speeds(tasks, ways, at) for at, tasks in found.items()), *_over_all(over_all, ways)],
+        grids=[
+            *(grid for at, tasks in found.items() for grid in _speeds(tasks, ways, at)),
+            *_over_all(over_all, ways),
+        ],
         notes=notes,
         verdict=" ".join(verdicts),
         failures=failures,
@@ -252,11 +256,9 @@ def _by_task(
 def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir: Path, seed: int) -> Row:
     verdicts = judge_outputs(plain, rows, target_dir) if greedy else {}
     passed = {row["prompt_id"] for row in rows if verdicts.get(row["prompt_id"]) != "different"}
-    here, there = (
-        {row["prompt_id"]: Decoded(len(row["token_ids"]), row["seconds"]) for row in side if row["prompt_id"] in passed}
-        for side in (rows, plain)
-    )
-    speedup = compare_speed(here, there, seed)
+    kept = [[row for row in side if row["prompt_id"] in passed] for side in (rows, plain)]
+    here, there = ({row["prompt_id"]: Decoded(len(row["token_ids"]), row["seconds"]) for row in side} for side in kept)
+    speedup, decoding = compare_speed(here, there, seed), compare_speed(_decoding(kept[0]), _decoding(kept[1]), seed)
     traces = [
         Trace(
             request_id=row["prompt_id"],
@@ -276,10 +278,17 @@ def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir
         "outputs": dict(Counter(verdicts.values())),
         "tokens_per_s": spread([one.num_tokens / one.seconds for one in here.values()]).model_dump() if here else None,
         "speedup": speedup.model_dump() if speedup else None,
+        "decoding_speedup": decoding.model_dump() if decoding else None,
         "tau": accepted.tau.model_dump() if accepted.tau else None,
         "tau_without_loops": accepted.tau_without_loops.model_dump() if accepted.tau_without_loops else None,
         "acceptance_by_place": places,
     }
+
+
+def _decoding(rows: Iterable[Row]) -> dict[str, Decoded]:
+    """Return what the tokens after the first took, by prompt."""
+    timed = {row["prompt_id"]: Decoded(len(row["token_ids"]) - 1, row["decode_s"]) for row in rows}
+    return {prompt: one for prompt, one in timed.items() if one.seconds > 0}
 
 
 def _bar(found: Row) -> tuple[float, float, float]:
@@ -287,9 +296,12 @@ def _bar(found: Row) -> tuple[float, float, float]:
     return prompts["median"], prompts["p10"], prompts["p90"]
 
 
-def _speeds(tasks: Mapping[str, Mapping[str, Row]], ways: Iterable[str], at: float) -> Grid:
-    rows = [[way, *(_ratio(found[way]) for found in tasks.values())] for way in ways]
-    return Grid(f"times plain decoding{_at(at)}", ["way", *tasks], rows)
+def _speeds(tasks: Mapping[str, Mapping[str, Row]], ways: Iterable[str], at: float) -> Iterator[Grid]:
+    """Yield the speeds of whole requests, and those of decoding alone."""
+    ways = [*ways]
+    for title, key in (("times plain decoding", "speedup"), ("the same after the first token", "decoding_speedup")):
+        rows = [[way, *(_ratio(found[way], key) for found in tasks.values())] for way in ways]
+        yield Grid(f"{title}{_at(at)}", ["way", *tasks], rows)
 
 
 def _over_all(over_all: Mapping[float, Mapping[str, Row]], ways: Iterable[str]) -> Iterator[Grid]:
@@ -317,8 +329,8 @@ def _over_all(over_all: Mapping[float, Mapping[str, Row]], ways: Iterable[str]) 
         yield Grid(f"over all tasks{_at(at)}", columns, rows)
 
 
-def _ratio(figures: Row) -> str:
-    return interval(figures["speedup"]["overall"]) if figures["speedup"] else "–"
+def _ratio(figures: Row, key: str = "speedup") -> str:
+    return interval(figures[key]["overall"]) if figures[key] else "–"
 
 
 def _tau(figures: Row) -> str:

@@ -67,6 +67,7 @@ def ways(*names: str, **engine: object) -> dict[str, Configuration]:
 def rows(side: str, seconds: float, token_ids: list[int], accepted: tuple[int, ...]) -> list[Row]:
     about = {"side": side, "domain": "qa", "fits": True, "gaps": [5.0] * len(token_ids), "token_ids": token_ids}
     steps = {"drafted_per_step": [2] * len(accepted), "accepted_per_step": accepted, "seconds": seconds}
+    steps["decode_s"] = seconds - 0.25
     return [{"prompt_id": f"{number}-0", **about, **steps} for number in range(3)]
 
 
@@ -80,6 +81,7 @@ def test_figures_are_worked_by_hand_and_the_fastest_is_named(judged_by: Path, tm
     found = report.figures["temperatures"]["0"]["tasks"][ALL]
     assert found["fast"]["speedup"]["overall"]["value"] == 4.0
     assert found["slow"]["speedup"]["overall"]["value"] == 0.5
+    assert found["fast"]["decoding_speedup"]["overall"]["value"] == 7.0
     assert found["fast"]["tau"]["value"] == 2.0
     assert found["fast"]["acceptance_by_place"] == [0.5, 0.5]
     assert report.verdict == "The fastest is fast: 4.00 (4.00 to 4.00)× plain decoding over all tasks."
