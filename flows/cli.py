@@ -242,7 +242,7 @@ def compare(
         int, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin.")
     ] = 12,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Measure so many cells at once; more than 1 blurs all that is in seconds.")
+        int, typer.Option(min=1, help="Measure so many cells at once, where none is timed; more than 1 blurs seconds.")
     ] = 1,
 ) -> None:
     """Measure every method of a family on a recipe's target and text. Finished cells are reused.

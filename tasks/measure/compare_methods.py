@@ -85,11 +85,13 @@ def compare_methods(
         What was found, and the setup that it belongs to.
 
     Raises:
-        ValueError: the recipe has no text, cells are of another setup, the margin's metric is none of the columns, or a
-            pattern fits no row.
+        ValueError: the recipe has no text, cells are of another setup, the margin's metric is none of the columns, a
+            pattern fits no row, or rows that are timed would be measured at once.
     """
     if margin is not None and margin.metric not in comparison.COLUMNS:
         raise ValueError(f'--margin: no column "{margin.metric}"{did_you_mean(margin.metric, comparison.COLUMNS)}')
+    if num_jobs > 1 and getattr(comparison, "TIMED", False):
+        raise ValueError(f"--jobs: rows of {family} are told apart by what they take; wanted 1, got {num_jobs}")
     rows = choose_rows(comparison, budget, only)
     setup = {
         "name": family,

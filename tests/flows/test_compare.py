@@ -123,6 +123,13 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert len(registry_of(tmp_path / "home").store.recorded("compare unigrams: unigram")) == 1
 
 
+@pytest.mark.parametrize("family", ["all", "lengths", "systems", "trees"])
+def test_rows_that_are_timed_are_not_measured_at_once(run, family: str) -> None:
+    refused = run(family, "--jobs", "2")
+    assert refused.exit_code == 2
+    assert f"--jobs: rows of {family} are told apart by what they take; wanted 1, got 2" in refused.output
+
+
 def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, tmp_path: Path) -> None:
     found = []
     for jobs in ("1", "2"):

@@ -12,6 +12,7 @@ A file has
   that rows are compared document by document;
 - `tune(bench, row, seed) -> float`, optional: the loss of a row on `bench.held_out` after training at the rate that its
   settings call `learning_rate`; rows that have one are then measured at their best rate (`tasks.measure.sweep`);
+- `TIMED`, optional: true where rows are told apart by what they take, so that none is measured beside another;
 - `claims(report, found) -> Report`, optional: the report with what the rows' papers claim beside what was seen.
 
 Rows and seeds are measured in any order, each kept as soon as it is finished, so `measure` depends on its arguments

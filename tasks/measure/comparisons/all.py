@@ -28,6 +28,7 @@ from tasks.measure.comparisons.shrink import DEPTH, WIDTH, asked
 
 QUESTION = "Which smaller form of the target is answered fastest, and what does it keep?"
 BASELINE = "float"
+TIMED = True
 COLUMNS = {
     **likeness.COLUMNS,
     "one_stream": "one stream, tokens/s (higher is better)",

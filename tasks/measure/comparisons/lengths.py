@@ -12,6 +12,7 @@ QUESTION = "Which length policy drafts as many tokens as pay?"
 LIMIT, SHORTER = 8, (1, 3)
 BASELINE = f"fixed, at most {LIMIT}"
 COLUMNS = decoding.COLUMNS
+TIMED = True
 TREES = {"hardware_aware": "sequoia"}  # what it chooses the size of
 
 

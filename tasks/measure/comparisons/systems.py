@@ -19,6 +19,7 @@ from tasks.measure.part_times import part_times
 
 QUESTION = "Which claims about running models on several requests or devices hold, as far as this machine can tell?"
 BASELINE = "the plain way"
+TIMED = True
 COLUMNS = {
     "gain": "plain way / method, × ↑",
     "kept": "kept of the plain way's output, share ↑",

@@ -11,6 +11,7 @@ from tasks.measure.comparisons import Bench, Row
 QUESTION = "Which tree of drafted tokens has most accepted, and which pays on this machine?"
 BASELINE = "chain, 4 tokens"
 COLUMNS = decoding.COLUMNS
+TIMED = True
 NUM_TOKENS = (4, 12)
 
 
