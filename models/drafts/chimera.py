@@ -28,8 +28,9 @@ from torch.nn import functional
 
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafting.borrowing import BorrowingDraft, Format
-from models.drafting.features import FeatureDrafter, decoder_layer, linear
+from models.drafting.features import decoder_layer, linear
 from models.drafting.heads import Block
+from models.drafting.path_drafters import FeatureDrafter
 from models.drafts import Procedure, Rows
 from models.layers.packed_linear import Borrowed
 from models.losses import feature_l2

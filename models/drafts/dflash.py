@@ -28,7 +28,8 @@ from torch.nn import functional
 from models.checkpoints.checkpoint import read_tensor
 from models.drafting.draft_files import read_config
 from models.drafting.eagle3_heads import Format, MaskedParams, TappedDraft, engine_weights, require_mask
-from models.drafting.features import PathDrafter, Scale, decoder_layer
+from models.drafting.features import Scale, decoder_layer
+from models.drafting.path_drafters import PathDrafter
 from models.drafts import EngineWeights, KeepRows, Procedure, Rows, Unrolled, step_by_step
 from models.losses import cross_entropy
 

@@ -33,7 +33,8 @@ from torch.nn import functional
 
 from models.checkpoints.checkpoint import read_tensor
 from models.drafting.borrowing import Format, NormedDraft
-from models.drafting.features import PathDrafter, decoder_layer
+from models.drafting.features import decoder_layer
+from models.drafting.path_drafters import PathDrafter
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.losses import feature_regression
 from models.params import BaseParams

@@ -31,7 +31,7 @@ from models.drafting.eagle3_heads import (
     require_mask,
     start_from_last_layer,
 )
-from models.drafting.features import FeatureDrafter
+from models.drafting.path_drafters import FeatureDrafter
 from models.drafting.proposal import Proposal
 from models.drafts import Draw, EngineWeights, GoOn, KeepRows, Procedure, Rows, Unrolled
 

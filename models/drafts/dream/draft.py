@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from models.drafting.borrowing import NormedDraft
-from models.drafting.features import PathDrafter, Scale, decoder_layer
+from models.drafting.features import Scale, decoder_layer
+from models.drafting.path_drafters import PathDrafter
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.drafts.dream import images, watched
 from models.drafts.dream.memory import Memory, Pair, Pairs, joined, stacked
