@@ -1,10 +1,10 @@
 """Small operations of Llama-like models, one kernel each where vLLM's for CPUs are installed.
 
-torch makes about nine operations of a norm on a CPU, five of a rotation and three of a gate: together they
-are a tenth of a pass of one token. vLLM's kernels round once where torch rounds after each operation.
+torch makes about nine operations of a norm on a CPU, five of a rotation and three of a gate, and in a pass
+of one token the calls count. vLLM's kernels round once where torch rounds after each operation.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def rotated(heads: Tensor, rotation: Tensor) -> Tensor:
     return heads
 
 
-@cache
+@lru_cache(64)
 def _places(num_rows: int) -> Tensor:
     return torch.arange(num_rows)
 
