@@ -1,6 +1,7 @@
 """The outcome of a comparison of methods: a row a method, a column a metric, intervals over seeds."""
 
 from collections.abc import Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -33,6 +34,11 @@ class MethodFigure(Shown):
     def differs(self) -> bool:
         """Whether the interval of the difference from the baseline leaves out 0."""
         return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
+
+    @property
+    def tells(self) -> bool:
+        """Whether it differs and was measured: what is the same under every seed, such as bytes, is counted."""
+        return self.differs and self.gain is not None and not _counted(self.gain)
 
 
 class Comparison(Shown):
@@ -76,7 +82,8 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
         for row, of_row in figures.items()
         if row != found.baseline
     ]
-    grids = [Grid(f"mean over {num_seeds} seeds", ["", *headings.values(), "seconds, all seeds"], values)]
+    mean = f"mean over {num_seeds} {'seed' if num_seeds == 1 else 'seeds'}"
+    grids = [Grid(mean, ["", *headings.values(), "seconds, all seeds"], values)]
     notes = []
     if any(figure.gain is not None for of_row in figures.values() for figure in of_row.values()):
         title = f"difference from {found.baseline}, by seed, and by document where a column has a figure for each"
@@ -93,7 +100,7 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
     if found.verdicts:
         each = "; ".join(f"{row}: {verdict}" for row, verdict in found.verdicts.items())
         notes.append(f"Within {found.margin}, at 95% over all looks: {each}.")
-    told = {heading: [row for row in figures if figures[row][metric].differs] for metric, heading in headings.items()}
+    told = {heading: [row for row in figures if figures[row][metric].tells] for metric, heading in headings.items()}
     said = "; ".join(f"{heading}: {', '.join(rows)}" for heading, rows in told.items() if rows)
     return Report(
         figures={
@@ -217,8 +224,13 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
+def _counted(interval: Interval) -> bool:
+    """Whether an interval has no width."""
+    return isclose(interval.low, interval.high, rel_tol=1e-9)
+
+
 def _spread(figure: MethodFigure) -> str:
-    if figure.interval is None:
+    if figure.interval is None or _counted(figure.interval):
         return number(figure.value)
     return f"{number(figure.value)} ± {number(figure.interval.high - figure.interval.value)}"
 
@@ -226,5 +238,7 @@ def _spread(figure: MethodFigure) -> str:
 def _gain(figure: MethodFigure) -> str:
     if figure.gain is None:
         return "–"
+    if _counted(figure.gain):
+        return number(figure.gain.value)
     low, high = number(figure.gain.low), number(figure.gain.high)
     return f"{number(figure.gain.value)} ({low} to {high}){'*' if figure.differs else ''}"

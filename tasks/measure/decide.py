@@ -56,7 +56,8 @@ def needed(cells: Mapping[str, Sequence[Metrics]], baseline: str, margin: Margin
     told = {}
     for row, of_row in _differences(cells, baseline, margin.metric).items():
         more = seeds_needed(of_row, margin.value, num_looks)
-        told[row] = f"undecided, needs {'far' if more is None else f'about {more}'} more seeds"
+        number = "far" if more is None else f"about {more}"
+        told[row] = f"undecided, needs {number} more {'seed' if more == 1 else 'seeds'}"
     return told
 
 

@@ -42,7 +42,7 @@ def test_values_stand_with_their_intervals_and_differences_with_a_star(tmp_path:
 
 def test_few_seeds_are_said(tmp_path: Path) -> None:
     report = comparison_report(comparison(num_seeds=1), tmp_path / "compare.png")
-    assert [grid.title.partition(",")[0] for grid in report.grids] == ["mean over 1 seeds", "difference from dense"]
+    assert [grid.title.partition(",")[0] for grid in report.grids] == ["mean over 1 seed", "difference from dense"]
     assert report.notes[-1].startswith("Only 1 of at least 3 seeds: ")
     one = comparison(num_seeds=1)
     for of_row in one.figures.values():
@@ -54,6 +54,19 @@ def test_a_difference_whose_interval_holds_nothing_does_not_differ() -> None:
     assert not MethodFigure(value=1.0, gain=interval(0.1, 0.2)).differs
     assert number(None) == "–"
     assert (number(0.123456), number(123456.7)) == ("0.1235", "123,457")
+
+
+def test_what_is_counted_has_no_interval_and_is_no_finding(tmp_path: Path) -> None:
+    counted = comparison()
+    counted.figures["dense"]["counted"] = MethodFigure(value=12.0, interval=interval(12.0, 0.0))
+    counted.figures["half"]["counted"] = MethodFigure(
+        value=6.3, interval=interval(6.3, 0.0), gain=interval(-5.7, 1e-12)
+    )
+    report = comparison_report(counted, tmp_path / "compare.png")
+    values, gains = report.grids
+    assert [row[2] for row in values.rows] == ["12", "6.3"]
+    assert gains.rows[0][2] == "-5.7"
+    assert report.verdict == "different from dense at 95%: loss, nats: half."
 
 
 def test_rows_are_told_apart_by_colour_and_mark() -> None:
