@@ -73,11 +73,11 @@ def _kernels(*tensors: Tensor) -> Any | None:
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    return _loaded()
+    return vllm_kernels()
 
 
 @cache
-def _loaded() -> Any | None:
+def vllm_kernels() -> Any | None:
     """Load the library that vLLM has for this processor; None where vLLM is not installed, or is built for GPUs."""
     try:
         found = distribution(DISTRIBUTION)

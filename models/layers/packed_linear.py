@@ -1,13 +1,15 @@
 """Linear layers that draft and are trained no more: their products of few rows, in the format that multiplies fastest.
 
-What a layer reads and puts out keeps its format, so that norms, attention and sums are as exact as in training.
+Beside a target in bfloat16 that is int8 where the processor has a kernel for it: drafted tokens are verified, so what
+rounding costs is a few of them. What a layer reads and puts out keeps its format, so that norms, attention and sums are
+as exact as in training.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.layers.packed_product import product
+from models.layers.packed_product import int8_product, product, takes_int8
 
 
 class Borrowed(nn.Module):
@@ -29,7 +31,7 @@ class Borrowed(nn.Module):
 
 
 def pack(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let all linear layers of a module multiply in `dtype`, by matrices that are packed now.
+    """Let all linear layers of a module multiply in `dtype`, or in int8 instead of bfloat16, by matrices packed now.
 
     Weights keep their names, values and format, and are not read again: what they learn later, and where they are
     moved, changes no product.
@@ -42,7 +44,8 @@ def pack(module: nn.Module, dtype: torch.dtype) -> None:
 
 class _Packed:
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self._multiply, self._dtype = product(weight.detach().to(dtype)), dtype
+        rounded = dtype == torch.bfloat16 and takes_int8(weight)
+        self._multiply, self._dtype = int8_product(weight) if rounded else product(weight.detach().to(dtype)), dtype
         self._bias = None if bias is None else bias.detach().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:

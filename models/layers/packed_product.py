@@ -6,6 +6,9 @@
 they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM reads them as float16, and multiplies
 and adds in float32 as before. Weights that would move further, such as those of a checkpoint in float32, keep torch's
 own product, and so do all of them on processors whose products of floats are fast.
+
+**int8.** A draft's products may be rounded, because the target verifies its tokens. In 8 bits bytes halve once more: a
+matrix with one scale an output and what it reads with one scale a row, multiplied by vLLM's kernel for CPUs.
 """
 
 from typing import Protocol
@@ -14,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from models.layers.kernels import vllm_kernels
+
+BLOCK = 32  # inputs, and outputs, that the kernel in int8 takes at once
+BYTE = 127
 # What a weight may move by to be read as float16: half of the smallest step between two of them.
 HALF_STEP = 2.0**-25
 
@@ -70,5 +77,33 @@ def half_product(weight: Tensor) -> Product:
     def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
         output: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
         return output if bias is None else output + bias
+
+    return multiply
+
+
+def takes_int8(weight: Tensor) -> bool:
+    """Whether vLLM's kernel can multiply by a matrix [O, I] in int8 on this processor."""
+    if weight.device.type != "cpu" or not weight.numel() or any(size % BLOCK for size in weight.shape):
+        return False
+    return torch.cpu._is_vnni_supported() and hasattr(vllm_kernels(), "int8_scaled_mm_with_quant")
+
+
+def int8_product(weight: Tensor) -> Product:
+    """Return the product of rows in bfloat16 with a matrix that is rounded to 127 steps each way, as are the rows.
+
+    Both are scaled by their own largest value (the vector-wise product of LLM.int8(), arXiv:2208.07339, section 2).
+    """
+    kernels = vllm_kernels()
+    assert kernels is not None
+    scales = weight.detach().float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / BYTE
+    packed = kernels.convert_weight_packed((weight.detach() / scales[:, None]).round().to(torch.int8))
+
+    def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if not len(rows):  # the kernel divides by their number
+            return x.new_empty(*x.shape[:-1], len(weight))
+        added = None if bias is None else bias.float()
+        output: Tensor = kernels.int8_scaled_mm_with_quant(rows, packed, scales, added, x.dtype, True)
+        return output.view(*x.shape[:-1], -1)
 
     return multiply

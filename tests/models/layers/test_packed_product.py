@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from models.layers.packed_product import (
+    BYTE,
     HALF_STEP,
     bfloat16_product,
     fits_half,
     half_product,
+    int8_product,
     product,
     takes_bfloat16,
+    takes_int8,
+)
+
+needs_int8 = pytest.mark.skipif(
+    not takes_int8(torch.zeros(32, 32)), reason="vLLM has no int8 kernel for this processor"
 )
 
 
@@ -55,3 +62,40 @@ def test_a_packed_matrix_in_bfloat16_gives_the_rounded_product(num_rows: int) ->
 def test_only_matrices_in_bfloat16_are_packed_as_such() -> None:
     assert not takes_bfloat16(torch.zeros(1, 1))
     assert not takes_bfloat16(torch.zeros(1, 1, dtype=torch.bfloat16, device="meta"))
+
+
+@needs_int8
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+@pytest.mark.parametrize("shape", [(32, 32), (64, 128), (160, 96)], ids=str)
+def test_a_product_in_int8_is_off_by_no_more_than_rounding_matrix_and_rows_makes_it(
+    shape: tuple[int, int], num_rows: int
+) -> None:
+    rng = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(shape, generator=rng), torch.randn(shape[0], generator=rng)
+    weight[3] = 0
+    x = torch.randn(num_rows, shape[1], generator=rng).bfloat16()
+    x[0] = 0  # has no largest value
+    got = int8_product(weight)(x, bias).double()
+    read, exact, added = x.double(), weight.double(), bias.double()
+    step, row_step = (one.abs().amax(1, keepdim=True) / BYTE for one in (exact, read))
+    wanted = read @ exact.T + added
+    rounded = (read.abs().sum(1, keepdim=True) @ step.T + row_step @ (exact.abs() + step).sum(1)[None]) / 2
+    assert bool(((got - wanted).abs() <= 1.01 * rounded + 2.0**-8 * wanted.abs() + 1e-5).all())
+    assert bool((rounded[1:] < wanted.std()).all()), "the bound holds of anything"
+
+
+@needs_int8
+def test_rows_are_rounded_each_by_itself() -> None:
+    rng = torch.Generator().manual_seed(0)
+    multiply, x = int8_product(torch.randn(64, 32, generator=rng)), torch.randn(2, 3, 32, generator=rng).bfloat16()
+    alone = torch.stack([multiply(row) for row in x.view(6, 32)]).view(2, 3, 64)
+    x[1] *= 1000
+    assert torch.equal(multiply(x)[0], alone[0])
+    assert multiply(x[:, :0]).shape == (2, 0, 64)
+
+
+def test_int8_takes_whole_blocks_on_a_processor_alone() -> None:
+    assert not takes_int8(torch.zeros(32, 48))
+    assert not takes_int8(torch.zeros(48, 32))
+    assert not takes_int8(torch.zeros(0, 32))
+    assert not takes_int8(torch.zeros(32, 32, device="meta"))
