@@ -11,7 +11,7 @@ say every token has none, because the engine makes no room for it.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -108,6 +108,11 @@ class TappedDraft(LayeredDraft):
     def taps(self) -> tuple[int, ...]:
         """Which residual streams are read."""
         return tuple(self.config["eagle_aux_hidden_state_layer_ids"])
+
+    @property
+    def unrounded(self) -> Sequence[nn.Module]:
+        """What reads the tapped states."""
+        return (self.fc,)
 
     def combine(self, hidden: Tensor) -> Tensor:
         """One product of all tapped states; ValueError if they are of another width."""

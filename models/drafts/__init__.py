@@ -162,12 +162,17 @@ class Draft(nn.Module, ABC):
         """Unroll the draft as `unroll` does, and after it each draft that is nested in it; training learns them all."""
         return [self.unroll(rows, num_steps, keep)]
 
+    @property
+    def unrounded(self) -> Sequence[nn.Module]:
+        """Layers that int8 would spoil: they read residual streams, of which a few features are far the largest."""
+        return ()
+
     def pack(self, dtype: torch.dtype) -> Self:
         """Multiply in `dtype` from now on, by matrices laid out for a drafter's few rows; return the draft.
 
         Weights stay what they are; it is trained and moved no more.
         """
-        pack(self, dtype)
+        pack(self, dtype, self.unrounded)
         return self
 
     @abstractmethod

@@ -5,6 +5,8 @@ rounding costs is a few of them. What a layer reads and puts out keeps its forma
 as exact as in training.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,22 +32,30 @@ class Borrowed(nn.Module):
         return functional.linear(x, self.weight)
 
 
-def pack(module: nn.Module, dtype: torch.dtype) -> None:
+def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] = ()) -> None:
     """Let all linear layers of a module multiply in `dtype`, or in int8 instead of bfloat16, by matrices packed now.
 
     Weights keep their names, values and format, and are not read again: what they learn later, and where they are
     moved, changes no product.
+
+    Args:
+        module: its layers are packed in place.
+        dtype: the target's.
+        unrounded: layers that are not multiplied in int8.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
             # An instance's own forward: with another module in its place, names of parameters would change.
-            layer.forward = _Packed(layer.weight, getattr(layer, "bias", None), dtype)  # type: ignore[method-assign]
+            rounded = (
+                dtype == torch.bfloat16 and takes_int8(layer.weight) and all(layer is not one for one in unrounded)
+            )
+            layer.forward = _Packed(layer, dtype, rounded)  # type: ignore[method-assign]
 
 
 class _Packed:
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        rounded = dtype == torch.bfloat16 and takes_int8(weight)
-        self._multiply, self._dtype = int8_product(weight) if rounded else product(weight.detach().to(dtype)), dtype
+    def __init__(self, layer: nn.Linear | Borrowed, dtype: torch.dtype, rounded: bool) -> None:
+        weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
+        self._multiply, self._dtype = int8_product(weight) if rounded else product(weight.to(dtype)), dtype
         self._bias = None if bias is None else bias.detach().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:

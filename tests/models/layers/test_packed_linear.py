@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from models.layers.packed_linear import Borrowed, pack
 from models.layers.packed_product import takes_int8
@@ -60,3 +61,12 @@ def test_beside_bfloat16_products_are_in_int8_where_there_is_a_kernel() -> None:
     assert bool(((exact - nearest).abs() > 2 * allowed).any()), "int8 rounds no more than bfloat16 here"
     pack(layer, torch.bfloat16)
     assert bool(((layer(x)[0] - nearest).abs() <= allowed).all())
+
+
+def test_what_is_not_to_be_rounded_is_multiplied_in_the_format() -> None:
+    layers = nn.ModuleList([nn.Linear(32, 64), nn.Linear(32, 64)])
+    layers.load_state_dict({name: torch.randn_like(tensor) for name, tensor in layers.state_dict().items()})
+    x = torch.randn(3, 32).bfloat16()
+    wanted = functional.linear(x, layers[1].weight.bfloat16(), layers[1].bias.bfloat16())
+    pack(layers, torch.bfloat16, [layers[1]])
+    torch.testing.assert_close(layers[1](x), wanted)
