@@ -6,13 +6,13 @@ import torch
 from models.layers.packed_product import (
     BYTE,
     HALF_STEP,
-    bfloat16_product,
     fits_half,
     half_product,
     int8_product,
+    onednn_product,
     product,
-    takes_bfloat16,
     takes_int8,
+    takes_onednn,
 )
 
 needs_int8 = pytest.mark.skipif(
@@ -43,25 +43,31 @@ def test_a_product_in_half_is_exact_to_the_rounding_of_its_smallest_weights(num_
     assert bool(((got - wanted).abs() <= allowed + 1e-6).all())
 
 
-def test_a_matrix_that_float16_does_not_hold_keeps_its_values() -> None:
-    weight, x = matrix(), torch.ones(2, 64)
-    assert torch.equal(product(weight)(x), torch.nn.functional.linear(x, weight))
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 40])
+def test_a_matrix_that_float16_does_not_hold_keeps_its_values(num_rows: int) -> None:
+    weight, rng = matrix(), torch.Generator().manual_seed(1)
+    x, bias = torch.randn(num_rows, 64, generator=rng), torch.randn(64, generator=rng)
+    wanted = x.double() @ weight.double().T + bias.double()
+    allowed = 1e-6 * (x.abs().double() @ weight.abs().double().T + bias.abs().double())
+    assert bool(((product(weight)(x, bias).double() - wanted).abs() <= allowed).all())
 
 
-@pytest.mark.skipif(not takes_bfloat16(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no bfloat16 products here")
+@pytest.mark.skipif(not takes_onednn(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no bfloat16 products here")
 @pytest.mark.parametrize("num_rows", [1, 4, 40])
 def test_a_packed_matrix_in_bfloat16_gives_the_rounded_product(num_rows: int) -> None:
     weight, rng = matrix().bfloat16(), torch.Generator().manual_seed(1)
     x, bias = (torch.randn(rows, 64, generator=rng).bfloat16() for rows in (num_rows, 1))
-    got = bfloat16_product(weight)(x, bias[0]).double()
+    got = onednn_product(weight)(x, bias[0]).double()
     wanted = x.double() @ weight.double().T + bias[0].double()
     allowed = 2.0**-8 * wanted.abs() + 1e-6 * (x.abs().double() @ weight.abs().double().T)
     assert bool(((got - wanted).abs() <= allowed).all())
 
 
-def test_only_matrices_in_bfloat16_are_packed_as_such() -> None:
-    assert not takes_bfloat16(torch.zeros(1, 1))
-    assert not takes_bfloat16(torch.zeros(1, 1, dtype=torch.bfloat16, device="meta"))
+def test_onednn_packs_matrices_of_a_processor_in_float32_or_bfloat16_alone() -> None:
+    assert takes_onednn(torch.zeros(1, 1)) == torch.backends.mkldnn.is_available()
+    assert not takes_onednn(torch.zeros(1, 1, dtype=torch.float64))
+    assert not takes_onednn(torch.zeros(1, 1, device="meta"))
+    assert not takes_onednn(torch.zeros(0, 1))
 
 
 @needs_int8
