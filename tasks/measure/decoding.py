@@ -13,6 +13,7 @@ way is in the arithmetic that is served, `redraft bench specbench` tells.
 import asyncio
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,9 +68,9 @@ def measure(bench: Bench, engine: dict[str, Any], seed: int) -> dict[str, float]
     """
     draft, directory = _draft(bench, seed)
     engine = _fitted(engine, draft, directory, bench, seed)
-    draft.to(bench.device)  # which a policy that learns takes to a processor
     prompts = lesson.opening(bench.held_out, max(2, round(NUM_PROMPTS * bench.budget)), seed)
     decoder = Decoder.load(bench.target_dir, torch.float32, bench.device)
+    draft = deepcopy(draft).to(decoder.device).pack(decoder.dtype)  # all rows of a seed share the one that learnt
     plain, drafting = (
         TorchEngine(decoder, bench.target_dir, loaded, None, _params(keys))
         for loaded, keys in ((None, {"num_draft_tokens": 0}), (draft, engine))

@@ -95,7 +95,9 @@ def told(fit: Fit, rows: Mapping[str, Mapping[str, MethodFigure]], best: str, he
         return "nothing fits" + (f"; undecided: {_open(fit.open)}" if fit.open else "") + "."
     said = f"{fit.winner} fits, at {number(rows[fit.winner][best].value)} ({heading})"
     if fit.level:
-        said += f"; level with it by their intervals: {', '.join(fit.level)}"
+        known = rows[fit.winner][best].interval is not None
+        how = "level with it by their intervals" if known else "more seeds would tell whether it is ahead of"
+        said += f"; {how}: {', '.join(fit.level)}"
     if fit.open:
         said += f"; more seeds would tell whether these fit: {_open(fit.open)}"
     return said + "."

@@ -66,6 +66,17 @@ def test_the_fastest_that_keeps_to_all_bounds_wins_and_doubts_are_told() -> None
     )
 
 
+def test_one_seed_says_nothing_of_who_is_level() -> None:
+    rows = {
+        name: {**row, "one_stream": row["one_stream"].model_copy(update={"interval": None})}
+        for name, row in ROWS.items()
+    }
+    found = fit.choose(rows, fit.parse_bounds("110 MiB", WORDS), "one_stream")
+    assert found.level
+    said = fit.told(found, rows, "one_stream", "tokens/s")
+    assert f"; more seeds would tell whether it is ahead of: {', '.join(found.level)}" in said
+
+
 def test_where_nothing_fits_that_is_said() -> None:
     found = fit.choose(ROWS, fit.parse_bounds("95 MiB, KL 0.1", WORDS), "one_stream")
     assert found.winner is None
