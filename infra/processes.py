@@ -156,6 +156,15 @@ def require_port_free(host: str, port: int) -> None:
             raise ValueError(f"{what}: {error.strerror}") from error
 
 
+def port_is_free(host: str, port: int) -> bool:
+    """Return whether `require_port_free` would let a service start there."""
+    try:
+        require_port_free(host, port)
+    except ValueError:
+        return False
+    return True
+
+
 def process_identity(pid: int) -> str | None:
     """Return what tells a process from a later one with the same id, or None if there is no such process.
 

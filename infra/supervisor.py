@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.processes import Child, answers, process_identity, require_port_free
+from infra.processes import Child, answers, port_is_free, process_identity
 
 STATE = "up.json"
 POLL_S = 0.5
@@ -234,8 +234,4 @@ def _port_held(program: Program) -> bool:
         return False
     address = urlsplit(program.url)
     assert address.hostname is not None and address.port is not None
-    try:
-        require_port_free(address.hostname, address.port)
-    except ValueError:
-        return True
-    return False
+    return not port_is_free(address.hostname, address.port)

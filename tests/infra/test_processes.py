@@ -14,6 +14,7 @@ from infra.processes import (
     children_named,
     free_port,
     process_identity,
+    port_is_free,
     require_port_free,
     wait_until,
 )
@@ -112,7 +113,9 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
         port = server.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use"):
             require_port_free("127.0.0.1", port)
+        assert not port_is_free("127.0.0.1", port)
     require_port_free("127.0.0.1", free_port())
+    assert port_is_free("127.0.0.1", free_port())
 
 
 def test_a_server_answers_once_it_is_up(tmp_path: Path) -> None:

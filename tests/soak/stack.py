@@ -16,7 +16,7 @@ import psutil
 
 from infra.artifacts import staged
 from infra.keys import bring_keys
-from infra.processes import free_port, require_port_free, wait_until
+from infra.processes import free_port, port_is_free, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.service_process import is_served
@@ -229,11 +229,8 @@ class Stack(Served):
         )
 
     def _is_down(self) -> bool:
-        try:
-            require_port_free("127.0.0.1", self._port)
-        except ValueError:
-            return False
-        return read_state(self.home) is None and not is_served(self.home)
+        free = port_is_free("127.0.0.1", self._port)
+        return free and read_state(self.home) is None and not is_served(self.home)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.5):
