@@ -13,8 +13,8 @@ from infra.processes import (
     answers,
     children_named,
     free_port,
-    process_identity,
     port_is_free,
+    process_identity,
     require_port_free,
     wait_until,
 )
