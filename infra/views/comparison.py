@@ -225,7 +225,7 @@ def number(value: float | None) -> str:
 
 
 def _counted(interval: Interval) -> bool:
-    """Whether an interval has no width."""
+    """Whether an interval has no width, as that of something that is the same under every seed."""
     return isclose(interval.low, interval.high, rel_tol=1e-9)
 
 

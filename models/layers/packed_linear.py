@@ -46,9 +46,7 @@ def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] =
     for layer in module.modules():
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
             # An instance's own forward: with another module in its place, names of parameters would change.
-            rounded = (
-                dtype == torch.bfloat16 and takes_int8(layer.weight) and all(layer is not one for one in unrounded)
-            )
+            rounded = dtype == torch.bfloat16 and layer not in unrounded and takes_int8(layer.weight)
             layer.forward = _Packed(layer, dtype, rounded)  # type: ignore[method-assign]
 
 

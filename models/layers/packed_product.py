@@ -86,10 +86,10 @@ def half_product(weight: Tensor) -> Product:
 
 
 def takes_int8(weight: Tensor) -> bool:
-    """Whether vLLM's kernel can multiply by a matrix [O, I] in int8 on this processor."""
+    """Whether vLLM's kernel can multiply by a matrix [O, I] in int8 on this processor, one with bfloat16 units."""
     if weight.device.type != "cpu" or not weight.numel() or any(size % BLOCK for size in weight.shape):
         return False
-    return torch.cpu._is_vnni_supported() and hasattr(vllm_kernels(), "int8_scaled_mm_with_quant")
+    return torch.cpu._is_avx512_bf16_supported() and hasattr(vllm_kernels(), "int8_scaled_mm_with_quant")
 
 
 def int8_product(weight: Tensor) -> Product:
@@ -99,13 +99,14 @@ def int8_product(weight: Tensor) -> Product:
     """
     kernels = vllm_kernels()
     assert kernels is not None
-    scales = weight.detach().float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / BYTE
-    packed = kernels.convert_weight_packed((weight.detach() / scales[:, None]).round().to(torch.int8))
+    weight = weight.detach().float()
+    scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / BYTE
+    packed, num_outputs = kernels.convert_weight_packed((weight / scales[:, None]).round().to(torch.int8)), len(weight)
 
     def multiply(x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if not len(rows):  # the kernel divides by their number
-            return x.new_empty(*x.shape[:-1], len(weight))
+            return x.new_empty(*x.shape[:-1], num_outputs)
         added = None if bias is None else bias.float()
         output: Tensor = kernels.int8_scaled_mm_with_quant(rows, packed, scales, added, x.dtype, True)
         return output.view(*x.shape[:-1], -1)
