@@ -1,7 +1,7 @@
 """Products with matrices that are packed once, for steps of few rows on CPUs: those take as long as weights to read.
 
 **oneDNN** multiplies by a matrix in its own packed form, in bfloat16 where the processor has it and in float32. One row
-takes about 0.6 of the time of torch's product, and two to nine rows in float32 less than half.
+takes about 0.6 of the time of torch's product, and a few rows in float32 less than half.
 
 **float32 without AVX-512.** A bfloat16 checkpoint that is computed in float32 has twice the bytes that its values need:
 they fit float16, but for those below 2⁻¹⁴, which move by 2⁻²⁵ at most. So FBGEMM reads them as float16, and multiplies

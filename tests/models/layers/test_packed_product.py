@@ -15,9 +15,7 @@ from models.layers.packed_product import (
     takes_onednn,
 )
 
-needs_int8 = pytest.mark.skipif(
-    not takes_int8(torch.zeros(32, 32)), reason="vLLM has no int8 kernel for this processor"
-)
+needs_int8 = pytest.mark.skipif(not takes_int8(torch.zeros(32, 32)), reason="no int8 products here")
 
 
 def matrix() -> torch.Tensor:
