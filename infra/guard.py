@@ -15,10 +15,12 @@ import hmac
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from infra.processes import hold_port
 from infra.secret import home_secret
 from infra.settings import load_settings
 
@@ -104,7 +106,7 @@ def _load(path: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a page until a signal comes."""
+    """Serve a page until a signal comes; raise ValueError if its port is in use."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="python -m infra.guard", description="Serve a page to this home alone.")
@@ -117,8 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_settings()
     settings.prepare_environment()
     password = pages_password(settings.home) if options.login else None
-    guard = Guard(_load(options.app), (*NAMES, *options.name), password)
-    uvicorn.run(guard, host=options.host, port=options.port, log_level="warning")
+    with hold_port(options.host, options.port) as held, suppress(KeyboardInterrupt):  # a page takes seconds to load
+        guard = Guard(_load(options.app), (*NAMES, *options.name), password)
+        uvicorn.Server(uvicorn.Config(guard, log_level="warning")).run(sockets=[held])
     return 0
 
 

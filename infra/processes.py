@@ -145,15 +145,31 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
+def hold_port(host: str, port: int) -> socket.socket:
+    """Bind a port for a server that starts later, and return what holds it until it is closed.
+
+    Meanwhile nobody else gets the port, and whoever asks for a free one gets another. Only a process of this user that
+    sets SO_REUSEPORT, as HAProxy and Ray's proxy do, can listen there.
+
+    Raises:
+        ValueError: something listens on the port, or nothing can.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection is no user
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        what = f"port {port} of {host} is in use" if error.errno == errno.EADDRINUSE else f"{host} can't be bound"
+        raise ValueError(f"{what}: {error.strerror}") from error
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else any server could bind it beside this one
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return held
+
+
 def require_port_free(host: str, port: int) -> None:
     """Raise ValueError if something listens on the port, or nothing can, before a service is started that fails."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing connection is no user
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            what = f"port {port} of {host} is in use" if error.errno == errno.EADDRINUSE else f"{host} can't be bound"
-            raise ValueError(f"{what}: {error.strerror}") from error
+    hold_port(host, port).close()
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infra.home import close_to_others, open_home
 from infra.keys import bring_keys, require_client
-from infra.processes import require_port_free
+from infra.processes import hold_port
 from infra.secret import home_secret
 from infra.service_process import serving
 from infra.settings import load_settings
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
             require_client(config.keys, config.host)
             home_secret(config.keys.parent)  # the replica's, which could tell nobody that it is wrong
-            require_port_free(config.host, config.port)
+            held.enter_context(hold_port(config.host, config.port))  # Ray takes many before the proxy starts
             held.enter_context(serving(settings.home, f"http://{config.host}:{config.port}"))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)

@@ -2,12 +2,16 @@
 
 import asyncio
 import base64
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.guard import Guard, pages_login, pages_password
+from infra.processes import Child, answers, free_port, port_is_free, wait_until
+from tests.infra.rows import ROOT
 
 PASSWORD = "the-homes-secret"
 
@@ -83,3 +87,27 @@ def test_a_home_has_one_password_that_only_its_owner_can_read(tmp_path: Path) ->
     assert pages_login(tmp_path) == f"redraft:{pages_password(tmp_path)}"
     assert len(pages_password(tmp_path)) == 64
     assert (tmp_path / "pages.key").stat().st_mode & 0o777 == 0o600
+
+
+# Loads until a file is there.
+SLOW_PAGE = """
+import pathlib, time
+print("loading", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+from tests.infra.test_guard import page
+"""
+
+
+def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_PAGE)
+    monkeypatch.chdir(tmp_path)
+    argv = [sys.executable, "-m", "infra.guard", "--port", str(port := free_port()), "slow:page"]
+    environment = {"REDRAFT_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with Child.start(argv, environment, tmp_path / "log", "the page") as child:
+        wait_until(lambda: "loading" in child.tail(), 30, child, "the page to be loaded")
+        assert not port_is_free("127.0.0.1", port)
+        (tmp_path / "go").touch()
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/"), 30, child, "the page")

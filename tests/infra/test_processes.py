@@ -13,6 +13,7 @@ from infra.processes import (
     answers,
     children_named,
     free_port,
+    hold_port,
     port_is_free,
     process_identity,
     require_port_free,
@@ -116,6 +117,24 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not() -> None:
         assert not port_is_free("127.0.0.1", port)
     require_port_free("127.0.0.1", free_port())
     assert port_is_free("127.0.0.1", free_port())
+
+
+def test_a_port_that_is_held_goes_to_a_proxy_that_shares_it_and_to_nobody_else() -> None:
+    with hold_port("127.0.0.1", port := free_port()), socket.socket() as proxy:
+        for option in ((), (socket.SO_REUSEADDR,)):
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                for name in option:
+                    stranger.setsockopt(socket.SOL_SOCKET, name, 1)
+                stranger.bind(("127.0.0.1", port))
+        assert not port_is_free("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        for name in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            proxy.setsockopt(socket.SOL_SOCKET, name, 1)
+        proxy.bind(("127.0.0.1", port))
+        proxy.listen()
+        socket.create_connection(("127.0.0.1", port)).close()
+    assert port_is_free("127.0.0.1", port)
 
 
 def test_a_server_answers_once_it_is_up(tmp_path: Path) -> None:

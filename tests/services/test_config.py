@@ -1,12 +1,18 @@
 import json
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.processes import Child, free_port, wait_until
+from infra.service_process import is_served
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_config
 from services.main import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def table(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -90,3 +96,14 @@ def test_the_service_does_not_start_with_a_wrong_config(
     told = capsys.readouterr().err
     assert named in told
     assert told.count("\n") == 1
+
+
+def test_the_port_is_the_services_before_ray_starts_which_takes_many(tmp_path: Path) -> None:
+    config, home = write(tmp_path, port=(port := free_port())), tmp_path / "home"
+    argv = [sys.executable, "-m", "services.main", "--config", str(config)]
+    environment = {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    with Child.start(argv, environment, tmp_path / "log", "the service") as service, socket.socket() as stranger:
+        wait_until(lambda: is_served(home), 60, service, "the service to begin")
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
