@@ -15,6 +15,8 @@ from models.serving import Probation
 
 # Turns in a full engine; requests have 0. A probation is short, and until it ends an unproven draft serves.
 FIRST = -1
+# Tokens of a golden prompt that are read in one step: every stream waits for each of them.
+PIECE = 64
 
 
 class Proven(NamedTuple):
@@ -135,7 +137,7 @@ async def answer(engine: Engine, goldens: Sequence[Golden], name: str, priority:
 
     async def ask(index: int, golden: Golden) -> Completion:
         await turns[index].wait()
-        sampling = Sampling(max_tokens=len(golden.token_ids), priority=priority)
+        sampling = Sampling(max_tokens=len(golden.token_ids), priority=priority, piece=PIECE)
         return await engine.generate(list(golden.prompt_ids), sampling, f"{name}-{index}", turns[index + 1].set)
 
     try:

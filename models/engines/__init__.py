@@ -73,6 +73,8 @@ class Sampling(Frozen):
         num_logprobs: from 2 on, the gaps of the two best tokens are recorded.
         stop_ids: tokens that end an answer beside the model's own, and stand at its end.
         priority: whose turn is first where an engine is full; the lower comes first.
+        piece: tokens of the prompt that are read in one step beside other requests, so that these wait less; 0 leaves
+            it to the engine.
         drafting: "head" is what acceptance is judged by, "auto" what is served; an engine without plans does the same.
     """
 
@@ -85,6 +87,7 @@ class Sampling(Frozen):
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
+    piece: int = 0
     drafting: Way = "head"
 
 

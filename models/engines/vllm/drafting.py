@@ -23,6 +23,7 @@ class Wishes(NamedTuple):
         promised: τ at `K` that the draft was promoted for in this domain; 0 if that is not known.
         num_swaps: drafts that had been swapped in before it was asked.
         capture: name under which its hidden states are held for a `capture.Claim`; "" holds none.
+        piece: see `models.engines.Sampling`.
     """
 
     drafting: str = "head"
@@ -31,6 +32,7 @@ class Wishes(NamedTuple):
     promised: float = 0.0
     num_swaps: int = 0
     capture: str = ""
+    piece: int = 0
 
     @classmethod
     def of(cls, sampling_params: Any) -> "Wishes":

@@ -224,7 +224,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        wishes = Wishes(sampling.drafting)
+        wishes = Wishes(sampling.drafting, piece=sampling.piece)
         async for output in self.llm.generate(prompt, wanted, request_id, wishes, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
@@ -264,7 +264,10 @@ class VllmEngine:
         """
         if (weights := family_of(directory).vllm_weights(directory)) is None:
             return 0.0
-        errors: dict[str, float] = await self._call("draft_errors", str(weights.file), weights.parameters)
+        file = str(weights.file)
+        errors: dict[str, float] = await self._call("derived_errors", file)
+        for parameter, parts in weights.parameters.items():  # apart, because every stream waits for each
+            errors[parameter] = await self._call("parameter_error", file, parameter, parts)
         name = max(errors, key=lambda parameter: errors[parameter])
         if not errors[name] <= TOLERANCE:
             raise ValueError(

@@ -54,6 +54,7 @@ class TracingScheduler(Scheduler):
             self._longest -= speculation.use_dflash()  # whose block begins with a token that is certain
         setup = self.vllm_config.additional_config
         self.planner = Planner(setup) if isinstance(setup, Setup) else None
+        self._longest_piece = self.scheduler_config.long_prefill_token_threshold
         self._scheduled_s = 0.0
         self._step: Step | None = None
 
@@ -62,6 +63,9 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             self._settle(self.draft_keys)  # before the look-ups in the cache
             self._ran = ()
+        unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
+        pieces = [wishes.piece for one in unread if (wishes := Wishes.of(one.sampling_params)).piece]
+        self.scheduler_config.long_prefill_token_threshold = min(pieces, default=self._longest_piece)
         output: Any = super().schedule(*args, **options)
         if self.draft_keys is not None:
             ends = {name: self.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}

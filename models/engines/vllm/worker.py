@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -145,40 +145,43 @@ class DraftWorker:
         return len(weights)
 
     @answering
-    def draft_errors(self, path: str, parameters: Parameters) -> dict[str, float]:
-        """Compare what the loaded modules compute with what the file says they should.
+    def parameter_error(self, path: str, name: str, parts: Sequence[str]) -> float:
+        """Compare what a loaded module computes with what the file says it should.
 
-        Packed weights can't be read back, so each linear layer answers fixed random inputs, and the answer is held
-        against the product with the file's matrix. Gains, biases, maps of token ids and learnt vectors are compared as
-        they are. What vLLM computed from weights when they were loaded is compared too; see `derived`.
+        Packed weights can't be read back, so a linear layer answers fixed random inputs, and the answer is held against
+        the product with the file's matrix. Gains, biases, maps of token ids and learnt vectors are compared as they
+        are.
 
         Args:
             path: a safetensors file.
-            parameters: as in `swap_draft`.
+            name: of the engine's parameter.
+            parts: the file's tensors that it is stacked of.
 
         Returns:
-            for each parameter max |got − wanted| / max |wanted|; infinite where it computes what is not finite.
+            max |got − wanted| / max |wanted|; infinite where it computes what is not finite, 0 for a target's module.
 
         Raises:
             ValueError: the engine's draft has no such parameter.
         """
-        weights, shared, errors = load_file(path), self._shared(parameters), {}
-        for name, parts in parameters.items():
-            if shared.issuperset(parts):
-                continue
-            module, leaf = self._place(name)
-            wanted = torch.cat([weights[part] for part in parts])
-            if not wanted.is_floating_point():
-                errors[name] = float((getattr(module, leaf).cpu() != wanted).any())
-            elif wanted.ndim == 1 or leaf in module._buffers:
-                errors[name] = relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
-            else:
-                dtype = self.vllm_config.model_config.dtype
-                inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-                with torch.no_grad():
-                    got = _product(module, inputs.to(self.device)).cpu()
-                errors[name] = relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
-        return errors | derived.errors(self.model_runner.drafter, weights)
+        module, leaf = self._place(name)
+        if id(module) in self._targets():
+            return 0.0
+        with safe_open(path, "pt") as file:
+            wanted = torch.cat([file.get_tensor(part) for part in parts])
+        if not wanted.is_floating_point():
+            return float((getattr(module, leaf).cpu() != wanted).any())
+        if wanted.ndim == 1 or leaf in module._buffers:
+            return relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
+        dtype = self.vllm_config.model_config.dtype
+        inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+        with torch.no_grad():
+            got = _product(module, inputs.to(self.device)).cpu()
+        return relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
+
+    @answering
+    def derived_errors(self, path: str) -> dict[str, float]:
+        """Compare what vLLM computed from weights when they were loaded in the same way; see `derived`."""
+        return derived.errors(self.model_runner.drafter, load_file(path))
 
     @answering
     def set_speculation(self, on: bool) -> None:

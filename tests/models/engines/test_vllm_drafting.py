@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
@@ -216,3 +218,40 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
         assert [curve.num_sequences for curve in kept.curves] == [1, 2, 4]
     speed = engine.speeds[""]
     assert 0.2 < speed.tokens_per_s / speed.plain_tokens_per_s < 4
+
+
+def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
+    planned: VllmEngine, loop: Loop
+) -> None:
+    prompt, piece = prompts(1, seed=9)[0] * 4, 16  # 192 tokens
+
+    async def steps_beside(wanted: Sampling, tag: str) -> tuple[int, Completion]:
+        """Return how often the other request was answered until the prompt was read, and the prompt's answer."""
+        counts, read = [0, 0], asyncio.Event()
+
+        async def other() -> None:
+            sampling = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+            asked = {"prompt_token_ids": prompts(1, seed=8)[0][:8]}
+            async for _ in planned.llm.generate(asked, sampling, f"other-{tag}", Wishes("off")):
+                counts[read.is_set()] += 1
+                began.set()
+
+        began = asyncio.Event()
+        beside = asyncio.create_task(other())
+        await began.wait()
+        before = counts[0]
+        answered = await planned.generate(prompt, wanted, tag, read.set)
+        await beside
+        return counts[0] - before, answered
+
+    async def run() -> list[tuple[int, Completion]]:
+        plain = Sampling(max_tokens=8, ignore_eos=True, num_logprobs=2, drafting="off")
+        await planned.llm.reset_prefix_cache()
+        whole = await steps_beside(plain, "whole")
+        await planned.llm.reset_prefix_cache()
+        return [whole, await steps_beside(plain.model_copy(update={"piece": piece}), "pieces")]
+
+    (at_once, whole), (between, read) = loop.run_until_complete(run())
+    assert at_once < len(prompt) // piece - 2 <= between
+    golden = Golden(prompt_ids=whole.prompt_ids, token_ids=whole.token_ids, gaps=whole.gaps)
+    assert equal_output(golden, read.token_ids, THRESHOLD) != "different"
