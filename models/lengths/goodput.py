@@ -53,7 +53,7 @@ class Params(BaseParams):
     """
 
     name: Literal["goodput"] = "goodput"
-    margin: float = Field(0.03, ge=0)
+    margin: float = Field(0.01, ge=0)
     explore: float = Field(0.01, ge=0, lt=1)
     rest_after: int = Field(32, ge=0)
 

@@ -69,8 +69,8 @@ def test_where_all_tokens_cost_one_pass_more_of_them_pay() -> None:
 
 
 def test_a_gain_under_the_margin_changes_nothing() -> None:
-    # 1.32 / 13 is 1.5% more than 1 / 10.
-    acceptance, running = known(code=0.32), [Running("code")]
+    # 1.308 / 13 is 0.6% more than 1 / 10.
+    acceptance, running = known(code=0.308), [Running("code")]
     assert goodput.plan(COST, acceptance, running, 1, None, STEADY).num_passes == 0
     eager = goodput.Params(explore=0.0, margin=0.0)
     drafts = goodput.plan(COST, acceptance, running, 1, None, eager)
