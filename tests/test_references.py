@@ -5,6 +5,7 @@ import pytest
 from tests import references
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", references.REFERENCES)
 def test_a_reference_is_what_the_code_says(name: str) -> None:
     written = (references.ROOT / name).read_text(encoding="utf-8")
@@ -20,6 +21,7 @@ def test_every_route_and_option_says_what_it_does() -> None:
         assert "|  |" not in (references.ROOT / name).read_text(encoding="utf-8"), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", references.REFERENCES)
 def test_every_row_of_a_table_is_one_line(name: str) -> None:
     rows = [line for line in references.REFERENCES[name]().splitlines() if line.startswith("|")]

@@ -64,6 +64,7 @@ def test_help_names_the_table_of_a_recipe_in_its_brackets(run):
         assert table in run(command, "--help").output
 
 
+@pytest.mark.slow
 def test_a_command_ends_without_a_last_search_for_garbage():
     code = (
         "import atexit, gc, sys; from flows.cli import main; sys.argv = ['redraft', '--help']; "
@@ -80,6 +81,7 @@ def test_help_names_every_benchmark(run):
         assert name in result.output
 
 
+@pytest.mark.slow
 def test_keys_are_made_listed_and_revoked_and_shown_once(run, tmp_path):
     made = run("keys", "add", "team-one", "--log", "metadata").stdout.strip()
     assert run("keys", "add", "prometheus", "--role", "scraper").exit_code == 0
@@ -171,12 +173,14 @@ def test_a_draft_that_is_not_there_is_refused_before_a_flow_starts(run, tmp_path
     assert result.stderr == f"redraft: there is no folder {tmp_path / 'none'}\n"
 
 
+@pytest.mark.slow
 def test_a_refresh_before_a_build_is_one_line_and_exit_code_2(run):
     result = run("refresh", "--recipe", "tiny")
     assert result.exit_code == 2
     assert result.stderr == "redraft: the registry has no champion target and draft yet; run: redraft build\n"
 
 
+@pytest.mark.slow
 def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):
     (tmp_path / "old.jsonl").write_text("{}\n")
     result = run("import-logs", str(tmp_path / "old.jsonl"), "--recipe", "tiny")
@@ -187,6 +191,7 @@ def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):
     assert "old.txt: wanted a file ending in .jsonl, .parquet, .csv" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [(("promote", "7"), "draft 7"), (("rollback",), "there is no champion"), (("diff", "1", "2"), "draft 1")],
@@ -198,12 +203,14 @@ def test_a_version_that_is_not_there_is_exit_code_2(run, arguments, reason):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_report_that_can_not_be_written_is_exit_code_2(run, tmp_path):
     result = run("report", "--output", str(tmp_path / "none" / "page.html"))
     assert result.exit_code == 2
     assert "there is no folder" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_report_of_nothing_is_a_page(run, tmp_path):
     result = run("report", "--output", str(tmp_path / "page.html"))
     assert result.exit_code == 0
@@ -219,6 +226,7 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
     assert run("doctor").exit_code == 130
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_torch_prefect_and_mlflow():
     code = (
         "import sys, flows.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'vllm', 'ray') if m in sys.modules])"

@@ -60,6 +60,7 @@ def serve(settings: Settings) -> tuple[int, ...]:
     return asyncio.run(answer())
 
 
+@pytest.mark.slow
 def test_what_was_backed_up_while_rows_came_in_is_served_from_an_empty_home(settings: Settings, tmp_path: Path) -> None:
     wanted, writer = serve(settings), BackgroundWriter(QueryLog(settings.querylog))
     file = tmp_path / "kept.tar"
@@ -124,6 +125,7 @@ def test_a_torn_log_is_set_aside_and_a_service_that_lost_rows_meanwhile_logs_aga
     assert (copies / "queries.db.torn").read_bytes() == b"torn" * 4096
 
 
+@pytest.mark.slow
 def test_what_was_erased_since_is_erased_again(settings: Settings, tmp_path: Path) -> None:
     log, file = QueryLog(settings.querylog), tmp_path / "kept.tar"
     his = row("his", subject="b" * 64).model_copy(update={"prompt": HIS.decode()})

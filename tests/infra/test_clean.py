@@ -98,6 +98,7 @@ def home(store: Path, tmp_path: Path) -> Iterator[Home]:
     made.log.close()
 
 
+@pytest.mark.slow
 def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_look_makes_nothing_younger(home: Home) -> None:
     assert looks == [["old"], ["old"]]
 
 
+@pytest.mark.slow
 def test_prefects_history_and_rays_sessions_go_by_age_and_bytes_and_what_runs_never_does(
     home: Home, empty: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_every_way_to_fail_has_its_name(server):
     assert [answer.status for answer in answers] == ["ok", "http 503", "truncated", "error frame: engine died"]
 
 
+@pytest.mark.slow
 def test_a_service_that_is_not_there_fails_each_request(server):
     server.shutdown()
     server.server_close()

@@ -47,6 +47,7 @@ def test_with_the_orchestrator_down_nothing_waits_and_everything_is_counted() ->
     assert (emitter.sent, emitter.dropped) == (0, 20)
 
 
+@pytest.mark.slow
 def test_a_full_queue_drops_without_waiting(collector: Collector) -> None:
     collector.delay_s = 0.3
     emitter = Emitter(collector.api, capacity=1)

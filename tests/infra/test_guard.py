@@ -99,6 +99,7 @@ from tests.infra.test_guard import page
 """
 
 
+@pytest.mark.slow
 def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

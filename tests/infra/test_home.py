@@ -100,6 +100,7 @@ def test_its_query_log_and_its_champions_are_read(settings: Settings) -> None:
     assert open_draft(draft, target).taps
 
 
+@pytest.mark.slow
 def test_its_service_starts_with_what_it_remembers_and_serves(settings: Settings) -> None:
     open_home(settings)
     registry, target = open_registry(settings), open_registry(settings).champion("target")

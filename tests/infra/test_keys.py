@@ -107,6 +107,7 @@ def test_a_service_that_others_reach_needs_a_clients_key_that_is_accepted(file: 
         revoke_key(file, "team")
 
 
+@pytest.mark.slow
 def test_processes_that_change_the_file_at_the_same_time_lose_nothing(file: Path) -> None:
     script = (
         "import sys; from concurrent.futures import ThreadPoolExecutor; from pathlib import Path\n"

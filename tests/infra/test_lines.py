@@ -77,6 +77,7 @@ def pool_of(registry: Registry, domain: str = "chat", first_seq: int = 100) -> l
     return [one.number for one in past_champions(registry.versions("draft"), champion, domain, 3, window)]
 
 
+@pytest.mark.slow
 def test_the_pool_has_those_that_served_the_best_in_the_domain_first_and_none_that_does_not_fit(registry, tmp_path):
     serve(registry, tmp_path, tau='{"chat": 2.0}', parent="")
     serve(registry, tmp_path, tau='{"chat": 1.5, "code": 1.9}', parent="1")
@@ -91,6 +92,7 @@ def test_the_pool_has_those_that_served_the_best_in_the_domain_first_and_none_th
     assert pool_of(registry, "math") == [5, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_draft_found_bad_is_never_in_the_pool_nor_are_its_files_under_another_number(registry, tmp_path):
     first = serve(registry, tmp_path)
     serve(registry, tmp_path, parent="1")
@@ -101,6 +103,7 @@ def test_a_draft_found_bad_is_never_in_the_pool_nor_are_its_files_under_another_
     assert pool_of(registry) == []
 
 
+@pytest.mark.slow
 def test_a_draft_that_somebody_took_back_or_that_saw_the_rows_is_not_in_the_pool(registry, tmp_path):
     serve(registry, tmp_path)
     serve(registry, tmp_path, parent="1", window_first_seq="90", window_last_seq="100", window_sha256="w")
@@ -148,6 +151,7 @@ def test_all_challengers_of_a_champion_count_and_those_of_others_do_not(registry
     assert next_challenger(registry.versions("draft"), 1) == 3
 
 
+@pytest.mark.slow
 def test_a_challenger_goes_on_from_its_last_undecided_snapshot_and_anew_with_each_champion(registry, tmp_path):
     def snapshot(parent: int, gate: str, first_seq: int, gate_test: int = 1, **tags: str) -> int:
         rows = {"window_first_seq": str(first_seq), "window_last_seq": str(first_seq + 8), "window_sha256": "w"}
@@ -209,6 +213,7 @@ def test_a_window_in_the_champions_line_is_not_trained_on_again(registry, tmp_pa
     assert promote_candidate.fn(now, find_candidate.fn(now, WINDOW)) == "already trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quarantined", [False, True])
 def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path, quarantined):
     target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
@@ -221,6 +226,7 @@ def test_a_refused_or_quarantined_candidate_stays_where_it_is(registry, tmp_path
     assert registry.champion("draft").number == first.number
 
 
+@pytest.mark.slow
 def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_the_champion_it_beat(registry, tmp_path):
     target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
     promote_build.fn(target, first)
@@ -240,6 +246,7 @@ def test_a_candidate_that_a_person_must_approve_of_waits_and_is_promoted_over_th
     assert promote_version.fn(newer.number).number == newer.number  # it was the champion before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["passed", "refused"])
 @pytest.mark.parametrize("quarantine", ["", "slow on phones"])
 def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the_draft_that_is_back(
@@ -258,6 +265,7 @@ def test_a_rollback_during_training_is_not_overwritten_and_the_rows_wait_for_the
     assert not is_quarantined(candidate)
 
 
+@pytest.mark.slow
 def test_an_outdated_candidate_that_a_person_promotes_has_the_rows_already(registry, tmp_path):
     target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
     promote_build.fn(target, first)
@@ -292,6 +300,7 @@ def test_a_candidate_of_a_draft_that_is_no_longer_served_is_left_alone(registry,
     assert find_candidate.fn(pair(target, other), WINDOW) is None
 
 
+@pytest.mark.slow
 def test_building_again_does_not_take_a_refreshed_champion_back(registry, tmp_path):
     target, first = register(registry, tmp_path, "target"), register(registry, tmp_path)
     promote_build.fn(target, first)

@@ -65,6 +65,7 @@ def rows(draw: st.DrawFn) -> QueryRow:
     )
 
 
+@pytest.mark.slow
 @given(header=header_values, store=st.none() | st.booleans(), policy=st.none() | levels)
 def test_consent_is_that_of_the_strictest_who_spoke(header: str | None, store: bool | None, policy: str | None) -> None:
     said: list[Consent] = [] if store is None else ["full" if store else "none"]
@@ -76,6 +77,7 @@ def test_consent_is_that_of_the_strictest_who_spoke(header: str | None, store: b
     assert all(CONSENT_LEVELS.index(found) <= CONSENT_LEVELS.index(level) for level in spoke)
 
 
+@pytest.mark.slow
 @given(
     sent=st.lists(header_values.filter(lambda value: value is not None), max_size=3),
     store=st.none() | values,
@@ -132,6 +134,7 @@ def test_a_row_that_may_be_written_comes_back_as_it_was(log: QueryLog, row: Quer
         assert found.model_copy(update={"seq": None}) == kept
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(sizes=st.lists(st.integers(0, 40), max_size=4), capacity=st.integers(1, 16), batch=st.integers(1, 8))
 def test_every_row_that_a_writer_is_offered_is_in_the_log_or_counted(

@@ -26,6 +26,7 @@ def log(tmp_path: Path) -> QueryLog:
     return made
 
 
+@pytest.mark.slow
 def test_a_log_of_the_fourth_schema_is_upgraded_once_by_processes_that_open_it_at_the_same_time(log: QueryLog) -> None:
     script = (
         "import sys; from pathlib import Path; from infra.querylog import QueryLog; from tests.infra.rows import row\n"
@@ -50,6 +51,7 @@ def test_a_log_of_the_fourth_schema_is_upgraded_once_by_processes_that_open_it_a
     log.close()
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_an_older_log_is_older_though_another_opens_it_meanwhile(
     log: QueryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

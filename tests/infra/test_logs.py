@@ -2,6 +2,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from infra.logs import follow_logs, last_lines
 
 
@@ -13,6 +15,7 @@ def test_the_last_lines_are_shown(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "empty.log", 5) == []
 
 
+@pytest.mark.slow
 def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path) -> None:
     first, second = tmp_path / "a.log", tmp_path / "b.log"
     first.write_text("old\n")

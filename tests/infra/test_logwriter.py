@@ -48,6 +48,7 @@ def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., Backgro
         writer().offer(row("a1").model_copy(update={"consent": "none"}))
 
 
+@pytest.mark.slow
 def test_a_locked_database_never_makes_an_offer_wait(
     log: QueryLog,
     writer: Callable[..., BackgroundWriter],

@@ -49,6 +49,7 @@ def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
     assert RAY_VARIABLES["RAY_worker_oom_score_adjustment"] == "0"  # by Ray's own the kernel would take the replica
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [True, False])
 def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
     reading = tmp_path / "used"
@@ -77,6 +78,7 @@ def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_servic
             trainer.kill()
 
 
+@pytest.mark.slow
 def test_last_words_that_hang_delay_the_end_by_half_a_second_at_most() -> None:
     ended: list[float] = []
     started_s = time.monotonic()
@@ -89,6 +91,7 @@ def test_last_words_that_hang_delay_the_end_by_half_a_second_at_most() -> None:
     assert ended[0] - started_s < 1.5
 
 
+@pytest.mark.slow
 def test_who_watches_knows_what_the_process_held_at_most() -> None:
     dog = Watchdog(lambda: True, read=lambda: Memory(100, 10))
     with dog.watching():

@@ -52,6 +52,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: P
     assert time.monotonic() - started < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["parent", "guard"])
 def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim: str) -> None:
     log = tmp_path / "log"

@@ -165,6 +165,7 @@ def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are
     sets.close()
 
 
+@pytest.mark.slow
 def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the_window(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(4)])
     for _ in range(3):
@@ -176,6 +177,7 @@ def test_a_killed_run_was_an_attempt_and_the_claim_after_the_third_goes_past_the
     assert [(aside.last_seq, aside.error) for aside in log.stats().set_aside] == [(2, ENDED)]
 
 
+@pytest.mark.slow
 def test_a_window_is_set_aside_even_if_too_few_rows_come_after_it(log: QueryLog) -> None:
     log.append([row("a1"), row("a2")])
     for _ in range(3):
@@ -230,6 +232,7 @@ def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
     assert b"prompt of a1" not in remains
 
 
+@pytest.mark.slow
 def test_a_held_window_outlives_its_lease_and_is_free_when_it_is_let_go(log: QueryLog) -> None:
     log.append([row("a1")])
     window = claimed(log, lease_s=0.3)
@@ -265,6 +268,7 @@ def test_a_log_of_the_first_schema_keeps_its_rows_and_its_open_window(log: Query
     assert log.cursor() == 2
 
 
+@pytest.mark.slow
 def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(60)])
     script = (
@@ -290,6 +294,7 @@ def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
     assert [seq for first, last in ranges for seq in range(first, last + 1)] == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_processes_may_open_a_new_log_at_the_same_time(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from infra.querylog import QueryLog; from tests.infra.rows import row\n"

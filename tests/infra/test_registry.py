@@ -133,6 +133,7 @@ def together(slow: Elsewhere, first: Callable[[], object], second: Callable[[], 
         return two.exception(30)
 
 
+@pytest.mark.slow
 def test_what_somebody_promotes_while_another_is_reverted_stays(
     registry: Registry, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -146,6 +147,7 @@ def test_what_somebody_promotes_while_another_is_reverted_stays(
     assert registry.get("draft", 3).previous == 1
 
 
+@pytest.mark.slow
 def test_a_rollback_does_not_take_back_what_was_promoted_meanwhile(
     registry: Registry, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -158,6 +160,7 @@ def test_a_rollback_does_not_take_back_what_was_promoted_meanwhile(
     assert [version.number for version in registry.versions("draft") if is_quarantined(version)] == [2]
 
 
+@pytest.mark.slow
 def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(
     registry: Registry, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -334,6 +337,7 @@ def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_
     assert champion_number(registry) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["hello", "", "A" * 60])
 def test_a_version_whose_digest_somebody_overwrote_is_left_alone_and_the_others_go_on(
     registry: Registry, checkpoint: Callable[[str], Path], tag: str

@@ -73,6 +73,7 @@ def test_nearly_all_secrets_of_labelled_texts_go_and_nearly_nothing_else(name: s
     assert score.recall >= 0.95 and score.precision >= 0.9, "\n".join(faults)
 
 
+@pytest.mark.slow
 def test_a_row_of_500_tokens_takes_at_most_5_ms() -> None:
     """Prose and code, 2,200 characters each, with a labelled text in each."""
     rng, sources = random.Random(0), [inspect.getsource(module) for module in (argparse, email.message, json.decoder)]
@@ -91,6 +92,7 @@ def test_a_row_of_500_tokens_takes_at_most_5_ms() -> None:
     assert median_ms <= 5
 
 
+@pytest.mark.slow
 def test_scrubbing_twice_equals_scrubbing_once_whatever_stands_together() -> None:
     rng = random.Random(0)
     parts = [*"aB10-.@+()[]:=é \n", "4111", "com", "sk-", "eyJ", "GB82", "WEST", "x1234567890123456", "Bearer "]
@@ -140,6 +142,7 @@ ATTACKS += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_time_grows_linearly_on_repetition(attack: str) -> None:
     """A quadratic pattern would take 16 times as long for a text 4 times as long, hence minutes for this one."""

@@ -97,6 +97,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(settings: Settings) -> 
     assert not config_path(settings).exists()
 
 
+@pytest.mark.slow
 def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: Settings) -> None:
     with serving(settings.home, "http://127.0.0.1:4711"):
         for second in (
@@ -109,6 +110,7 @@ def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: 
     write_config({"host": "127.0.0.1", "port": 0}, settings)
 
 
+@pytest.mark.slow
 def test_f39_a_service_that_was_killed_holds_its_home_no_more(settings: Settings) -> None:
     code = "import sys, time; from pathlib import Path; from infra.service_process import serving\n"
     code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
@@ -197,6 +199,7 @@ def test_a_start_that_compiles_is_told_before_it_takes_minutes(tmp_path: Path) -
     assert starting({"engine": {"name": "vllm"}}, settings) == "starting the service"
 
 
+@pytest.mark.slow
 def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = [sys.executable, "-c", SLOW_SERVICE, str(config_path(settings)), str(compiled_folder(settings.cache))]
     monkeypatch.setattr(service_process, "service_argv", lambda _: argv)

@@ -63,6 +63,7 @@ def wait_ready(home: Path) -> UpState:
     return state
 
 
+@pytest.mark.slow
 def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: Start, tmp_path: Path) -> None:
     late, next_door = server(free_port(), "late", delay_s=3.0), server(free_port(), "next door")
     start(late, next_door, "Program('last', ['sleep', '60'], after=('late', 'next door'))")
@@ -79,6 +80,7 @@ def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: 
     assert all(program.ready and program.pid for program in wait_ready(tmp_path).programs)
 
 
+@pytest.mark.slow
 def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
     port = free_port()
     process = start(server(port), "Program('idle', ['sleep', '60'])")
@@ -93,6 +95,7 @@ def test_programs_come_up_and_end_with_it(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / STATE).exists()
 
 
+@pytest.mark.slow
 def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> None:
     port = free_port()
     start(server(port))
@@ -108,6 +111,7 @@ def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> N
     assert answers(f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_follows(
     start: Start, tmp_path: Path
 ) -> None:
@@ -131,6 +135,7 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
     wait_until(caught_up, 20, None, "the state that is true again")
 
 
+@pytest.mark.slow
 def test_a_program_that_can_not_be_started_again_now_is_tried_again_later(start: Start, tmp_path: Path) -> None:
     process = start("Program('idle', ['sleep', '60'])")
     before = wait_ready(tmp_path).programs[0]
@@ -173,6 +178,7 @@ def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Sta
     assert "in use" not in Path(state.programs[0].log).read_text()
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tmp_path: Path) -> None:
     process = start(
         "Program('idle', ['sleep', '60'])",

@@ -64,6 +64,7 @@ def test_a_run_acknowledges_what_fell_before_it_and_not_what_falls_meanwhile(tri
     assert seen.last_run.outcome == "promoted"
 
 
+@pytest.mark.slow
 def test_a_second_run_at_the_same_time_acknowledges_nothing(trigger: TriggerFile) -> None:
     with trigger.run(RETRY):
         trigger.tell({"code": FELL})

@@ -74,6 +74,7 @@ def test_a_home_is_watched_by_one_process(watches: Watches) -> None:
     assert other.stdout == "alone\n"
 
 
+@pytest.mark.slow
 def test_a_watch_that_ends_in_time_is_waited_for(watches: Watches) -> None:
     released = threading.Event()
 

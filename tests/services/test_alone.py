@@ -1,3 +1,5 @@
+import pytest
+
 from models.evaluation.watch import DOUBTED, FIRST, SHARE
 from services.alone import STEPS, Alone
 
@@ -19,6 +21,7 @@ def test_later_only_a_share_is() -> None:
     assert abs(sum(alone.draws("1", "chat", doubted=True) for _ in range(20_000)) / 20_000 - DOUBTED) < 0.012
 
 
+@pytest.mark.slow
 def test_where_many_run_and_no_draft_pays_few_steps_have_one() -> None:
     alone = Alone()
     drawn = [alone.draws("1", "chat", resting=64) for _ in range(40_000)]

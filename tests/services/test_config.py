@@ -98,6 +98,7 @@ def test_the_service_does_not_start_with_a_wrong_config(
     assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_port_is_the_services_before_ray_starts_which_takes_many(tmp_path: Path) -> None:
     config, home = write(tmp_path, port=(port := free_port())), tmp_path / "home"
     argv = [sys.executable, "-m", "services.main", "--config", str(config)]

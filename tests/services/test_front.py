@@ -126,6 +126,7 @@ def test_a_request_passes_and_its_callers_address_is_not_what_it_says(scene: Sce
     assert answer.json() == ["127.0.0.1", "1"]
 
 
+@pytest.mark.slow
 def test_a_body_that_turns_out_malformed_is_a_400_in_openais_shape(scene: Scene, replica: Child) -> None:
     with socket.create_connection(("127.0.0.1", scene.port), timeout=10) as client:
         client.sendall(b"POST /v1/whole HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
@@ -148,6 +149,7 @@ def test_after_an_answer_that_came_before_the_body_was_read_the_same_client_is_s
             assert client.get("/v1/caller").status_code == httpx.codes.OK
 
 
+@pytest.mark.slow
 def test_a_whole_stream_is_left_alone_for_one_who_reads_late_too(scene: Scene, replica: Child) -> None:
     assert scene.get("/v1/short").text == EVENT * 20 + DONE
     with httpx.stream("GET", f"{scene.url}/v1/large", trust_env=False, timeout=30) as answer:
@@ -160,6 +162,7 @@ def test_a_whole_stream_is_left_alone_for_one_who_reads_late_too(scene: Scene, r
     assert parts.decode() == EVENT * NUM_EVENTS + DONE
 
 
+@pytest.mark.slow
 def test_the_stream_of_a_killed_replica_ends_with_an_error_frame_and_the_next_replica_answers(scene: Scene) -> None:
     killed, received = scene.replica(), bytearray()
     with httpx.Client(trust_env=False, timeout=30) as client:
@@ -175,6 +178,7 @@ def test_the_stream_of_a_killed_replica_ends_with_an_error_frame_and_the_next_re
         assert client.get(f"{scene.url}/v1/caller").status_code == httpx.codes.OK
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_no_stream_is_never_completed_with_something_else(scene: Scene) -> None:
     killed = scene.replica()
     with httpx.Client(trust_env=False, timeout=30) as client, client.stream("GET", f"{scene.url}/v1/half") as answer:
@@ -185,6 +189,7 @@ def test_an_answer_that_is_no_stream_is_never_completed_with_something_else(scen
             next(parts)
 
 
+@pytest.mark.slow
 def test_a_replica_takes_the_place_of_one_that_ends_what_it_accepted(scene: Scene) -> None:
     scene.replica()
     with httpx.stream("GET", f"{scene.url}/v1/short", trust_env=False, timeout=30) as answer:
@@ -195,6 +200,7 @@ def test_a_replica_takes_the_place_of_one_that_ends_what_it_accepted(scene: Scen
         assert (first + b"".join(parts)).decode() == EVENT * 20 + DONE
 
 
+@pytest.mark.slow
 def test_a_killed_haproxy_is_back(scene: Scene) -> None:
     scene.replica()
     process = scene.front._process
@@ -210,6 +216,7 @@ def test_its_files_are_for_nobody_else_and_it_takes_no_commands(scene: Scene) ->
     assert "socket" not in (folder / "haproxy.cfg").read_text().replace("unix@", "").replace("replica.sock", "")
 
 
+@pytest.mark.slow
 def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_path: Path) -> None:
     with ExitStack() as stack:
         scene = Scene(tmp_path, stack)
@@ -249,6 +256,7 @@ def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None
     assert len(held) == most
 
 
+@pytest.mark.slow
 def test_all_addresses_hold_no_more_than_there_may_be_and_the_next_one_waits_for_room(
     scene: Scene, many_files: None
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
     assert [version.number for version in read_memory(running.config.state).good] == [2, 1]
 
 
+@pytest.mark.slow
 def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: World) -> None:
     world.goldens = world.goldens * 3
     world.push()
@@ -296,6 +297,7 @@ def test_golden_prompts_are_read_one_by_one_and_answered_side_by_side(world: Wor
     assert world.engine.most_running > 2
 
 
+@pytest.mark.slow
 def test_a_golden_prompt_that_the_engine_can_not_answer_ends_the_probation_and_the_others(world: World) -> None:
     world.goldens = world.goldens * 3
     world.push()
@@ -317,6 +319,7 @@ def make_nan(tensors: dict[str, Tensor]) -> None:
     tensors["fc.weight"][0, 0] = float("nan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "fault", "tags", "reason"),
     [
@@ -344,6 +347,7 @@ def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
     assert read_memory(running.config.state).refused == {label(bad): running.loop.state.refused[label(bad)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["target_sha256", "tokenizer_sha256", "vocab_size"])
 def test_a_draft_for_another_target_is_left_alone(running: World, tag: str) -> None:
     other = running.push({tag: "5"})
@@ -377,6 +381,7 @@ def test_a_draft_of_another_shape_asks_for_a_new_replica_which_boots_with_it(run
 OTHERS = [name for name in catalog.names("drafts") if name != "eagle3" and family_named(name).SERVED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_draft_of_another_family_asks_for_a_new_replica_which_boots_with_it(running: World, family: str) -> None:
     version = running.push(family=family)
@@ -398,6 +403,7 @@ def directory_name(world: World, version: Version) -> str:
     return world.source.fetch(version).name
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_k_asks_for_a_new_replica_which_boots_with_its_k(running: World) -> None:
     running.push({"num_draft_tokens": "5"})
     running.tick(2)
@@ -417,6 +423,7 @@ def test_a_draft_of_another_k_asks_for_a_new_replica_which_boots_with_its_k(runn
     assert running.serving() == 4
 
 
+@pytest.mark.slow
 def test_a_good_draft_of_another_k_is_not_fallen_back_to(world: World) -> None:
     for k in (3, 5):
         world.push({"num_draft_tokens": str(k)})
@@ -457,6 +464,7 @@ def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: Wor
     assert "started without one" in (world.loop.state.replacement or "")
 
 
+@pytest.mark.slow
 def test_a_draft_that_the_engine_fails_to_take_is_tried_again_after_waits_that_double(running: World) -> None:
     running.boot(probation=Probation(timeout_s=1000))
     running.tick()
@@ -543,6 +551,7 @@ def test_a_postponed_boot_draft_that_turns_out_bad_is_refused(undecided: World) 
 MACHINE = [RuntimeError("Engine core initialization failed"), OSError("address in use"), MemoryError("no memory")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", MACHINE, ids=lambda failure: type(failure).__name__)
 def test_a_draft_that_the_engine_did_not_start_with_waits_and_is_then_served(
     running: World, failure: Exception
@@ -600,6 +609,7 @@ def test_when_every_draft_fails_and_the_target_starts_none_is_refused(running: W
     assert (running.loop.state.refused, running.champion(), running.is_quarantined(version)) == ({}, 2, False)
 
 
+@pytest.mark.slow
 def test_a_draft_that_alone_fails_start_after_start_is_refused_for_everyone(running: World) -> None:
     version = running.push()
     running.unstartable["2"] = MACHINE[0]
@@ -629,6 +639,7 @@ def test_a_boot_draft_is_not_blamed_for_an_output_that_the_target_alone_gives_to
     assert reason == "the target alone parts from its reference too, on 1 golden prompts"
 
 
+@pytest.mark.slow
 def test_a_champion_is_not_blamed_for_an_output_that_the_target_alone_gives_too(running: World) -> None:
     running.loop._goldens = misquote(running.goldens)
     version = running.push()
@@ -649,6 +660,7 @@ def test_a_draft_is_blamed_for_its_own_output_though_the_target_fails_elsewhere(
     assert running.loop.state.refused[label(version)].startswith("golden prompt 1 gave another output")
 
 
+@pytest.mark.slow
 def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried_again(running: World) -> None:
     version = running.push(fault="corrupts")
     running.tick()
@@ -660,6 +672,7 @@ def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried
     assert read_memory(running.config.state).refused == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"good", "refused"}, {*Memory.model_fields}], ids=["of before", "of now"])
 def test_a_replica_that_starts_again_does_not_report_what_somebody_cleared(running: World, keys: set[str]) -> None:
     version = running.push(fault="corrupts")
@@ -674,6 +687,7 @@ def test_a_replica_that_starts_again_does_not_report_what_somebody_cleared(runni
     assert (boot.version.number, running.serving(), running.is_quarantined(version)) == (2, 2, False)
 
 
+@pytest.mark.slow
 def test_a_draft_that_fails_again_after_it_was_cleared_is_quarantined_again(running: World) -> None:
     version = running.push(fault="corrupts")
     running.tick()
@@ -691,6 +705,7 @@ def test_a_refusal_that_the_registry_could_not_be_told_of_is_reported_after_a_re
     assert read_memory(running.config.state).unreported == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("champion", [1, 3])
 def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champion: int) -> None:
     running.push(fault="crashes")
@@ -704,6 +719,7 @@ def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champio
     assert (running.serving(), running.loop.state.postponed) == (champion, {})
 
 
+@pytest.mark.slow
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
     world.push({"probe_tau": "3.9"})
     world.boot()
@@ -730,6 +746,7 @@ def test_when_the_last_good_draft_can_not_be_put_back_speculation_goes_off(runni
     assert running.counts["errors"] == 1
 
 
+@pytest.mark.slow
 def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_reported_later(running: World) -> None:
     bad = running.push({"probe_tau": "3.9"})
     database = running.home / "mlflow.db"
@@ -775,6 +792,7 @@ def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from
     assert (boot.version.number, running.counts["errors"]) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tag", "value"),
     [("tau", "{"), ("vocab_size", "many"), ("probe_tau", "nan"), ("num_draft_tokens", "0"), ("parent", "the first")],
@@ -795,6 +813,7 @@ def test_a_champion_with_a_tag_changed_by_hand_is_left_alone_and_named(running: 
     assert (boot.version.number, running.counts["errors"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_draft_that_there_is_no_memory_for_is_not_loaded_and_comes_when_there_is(world: World) -> None:
     world.push()
     world.boot(min_free_memory_gib=1e6)
@@ -814,6 +833,7 @@ def test_a_draft_that_there_is_no_memory_for_is_not_loaded_and_comes_when_there_
     assert (world.serving(), world.counts["swaps"], world.loop.state.postponed) == (newer.number, 1, {})
 
 
+@pytest.mark.slow
 def test_swaps_are_kept_apart(running: World) -> None:
     running.boot(min_swap_interval_s=3600)
     running.tick()
@@ -888,6 +908,7 @@ def make_slow(world: World) -> SlowSource:
     return slow
 
 
+@pytest.mark.slow
 def test_an_operator_who_switches_off_while_a_champion_is_fetched_gets_it_at_once(running: World) -> None:
     running.push()
     slow = make_slow(running)
@@ -895,6 +916,7 @@ def test_an_operator_who_switches_off_while_a_champion_is_fetched_gets_it_at_onc
     assert (running.serving(), running.counts["swaps"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_an_operator_who_switches_off_while_a_draft_is_put_back_gets_it_at_once(running: World) -> None:
     running.push({"probe_tau": "3.9"})
     running.boot()
@@ -903,6 +925,7 @@ def test_an_operator_who_switches_off_while_a_draft_is_put_back_gets_it_at_once(
     assert (running.serving(), running.loop.state.speculates) == (1, False)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_not_put_back_in_time_leaves_speculation_off_until_it_is(running: World) -> None:
     running.push({"probe_tau": "3.9"})
     running.boot(probation=Probation(timeout_s=60, put_back_s=0.2))
@@ -952,6 +975,7 @@ def checked(world: World) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_canary_prompts_or_traffic_that_fall_alone_change_nothing(checked: World) -> None:
     checked.tick()
     assert (checked.counts["canaries"], checked.counts["canaries_fell"]) == (1, 0)
@@ -969,6 +993,7 @@ def test_canary_prompts_or_traffic_that_fall_alone_change_nothing(checked: World
     )
 
 
+@pytest.mark.slow
 def test_a_pair_that_broke_is_loaded_again_and_no_draft_is_blamed(checked: World) -> None:
     checked.engine.accepts, checked.traffic = 0, traffic(0)
     checked.tick()
@@ -1030,6 +1055,7 @@ def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World
     assert read_memory(running.config.state).good == ()
 
 
+@pytest.mark.slow
 def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
     running.push(fault="crashes")
 

@@ -447,6 +447,7 @@ def engine_speculates(before: bool, event: Event, state: DraftState, actions: tu
     return on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boot", [None, draft(1)], ids=["without a draft", "with one"])
 def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) -> None:
     seen = set()

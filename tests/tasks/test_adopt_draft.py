@@ -12,6 +12,7 @@ from models.targets import random
 from tasks.adopt_draft import adopt_draft
 
 
+@pytest.mark.slow
 def test_a_nested_draft_is_taken_by_itself_and_remembered(
     tmp_path: Path, tiny_draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_sa
     assert not {one.id for one in first["train"]} & {one.id for one in second["train"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True], ids=["near copies", "a group of different ones"])
 def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_samples, pair, named):
     rows = [row(n, prompt_ids=words(n)) for n in range(60)]
@@ -227,6 +228,7 @@ def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_sample
     assert {one.id for one in second["train"]} >= members
 
 
+@pytest.mark.slow
 def test_a_client_can_not_choose_the_side_of_its_prompts(tmp_path, monkeypatch, first_samples, pair):
     def unsalted_side(prompt_ids: list[int]) -> str:
         digest = hashlib.sha256(json.dumps(prompt_ids).encode()).digest()
@@ -267,6 +269,7 @@ def test_near_copies_and_turns_of_a_chat_stay_on_one_side(log, first_samples, pa
         assert len(copies) == 1 or copies == {"probe", None}, n
 
 
+@pytest.mark.slow
 def test_an_idle_domain_keeps_its_probes_and_nothing_like_them_or_bridging_trains(log, first_samples, pair):
     first = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
     probes, trained = ([one for one in first[part] if one.domain == "code"] for part in ("probe", "train"))
@@ -292,6 +295,7 @@ def test_the_first_drafts_held_out_conversations_fill_up_a_set_as_far_as_no_row_
     assert sorted(one.id for one in parts["probe"] if one.domain == "chat") == sorted(f"h{n}" for n in range(7, 30))
 
 
+@pytest.mark.slow
 def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fresh_once(log, first_samples, pair):
     held(log, pair, first_samples, [row(n) for n in range(100)])
     log.append([row(n, domain="math" if n % 4 == 0 else "code") for n in range(100, 180)])
@@ -331,6 +335,7 @@ def test_a_repeated_attempt_splits_alike_and_reserves_nothing_more(log, first_sa
     assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == once
 
 
+@pytest.mark.slow
 def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, first_samples, pair):
     """622 rows that would all fall on the held-out side of a split without a secret, and as many near-copies."""
     refresh = REFRESH.model_copy(update={"max_rows": 2000})
@@ -364,6 +369,7 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
     assert sizes(last)[0] > 0.6 * sizes(before)[0]
 
 
+@pytest.mark.slow
 def test_a_client_that_puts_all_it_asks_into_one_group_stops_nobody(log, first_samples, pair):
     refresh = REFRESH.model_copy(update={"max_rows": 2000})
     names = itertools.count()

@@ -51,6 +51,7 @@ def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_client
     assert untrained(retrieval.Params(), tmp_path, tiny_target, later).store.texts == draft.store.texts
 
 
+@pytest.mark.slow
 def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     assert self_skip.load(draft.path, target.path).skipped == Sublayers(inner, inner)
 
 
+@pytest.mark.slow
 def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_refresh(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Re
     return open_registry()
 
 
+@pytest.mark.slow
 def test_drafts_whose_files_are_gone_or_of_another_shape_are_passed_over(
     registry: Registry, tiny_target: Path, tmp_path: Path
 ) -> None:

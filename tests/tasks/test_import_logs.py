@@ -82,6 +82,7 @@ def test_chats_questions_and_token_ids_become_rows_that_can_be_trained_on(log: Q
     assert not left_out
 
 
+@pytest.mark.slow
 def test_importing_twice_adds_nothing_whatever_the_domain_and_the_file(log: QueryLog, write: Write) -> None:
     rows = [{"prompt": f"question {i}", "completion": "answer"} for i in range(600)]
     assert import_logs.fn([write(*rows, rows[0])], max_len=256).line() == "read 601, added 600, repeated 1, skipped 0"
@@ -156,6 +157,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "reason", "fault"), BAD)
 def test_a_row_that_cannot_be_used_is_counted_with_its_reason_or_refused_with_its_place(
     log: QueryLog, write: Write, row: dict[str, Any], reason: str, fault: str
@@ -180,6 +182,7 @@ def test_a_domain_for_all_rows_is_checked_first(log: QueryLog, write: Write) -> 
         import_logs.fn([write({"messages": CHAT})], max_len=256, domain="No Domain")
 
 
+@pytest.mark.slow
 def test_without_a_target_nothing_can_be_imported(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def described(registry: Registry, version: Version) -> str:
     return client.get_model_version(version.kind, str(version.number)).description
 
 
+@pytest.mark.slow
 def test_a_draft_carries_the_teachers_that_it_learnt_from(
     registry: Registry, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_draft_carries_the_teachers_that_it_learnt_from(
     assert [list(one.lineage.teachers.values()) for one in (pair.draft, first, later)] == [[], [told], [told]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gains", "verdict", "line"),
     [
@@ -106,6 +108,7 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     assert (version.tags["state_uri"], version.tags["state_sha256"]) == (STATE.uri, STATE.sha256)
 
 
+@pytest.mark.slow
 def test_what_is_undecided_is_gone_on_with_and_what_is_shown_worse_is_not(
     registry: Registry, pair: Pair, tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ def test_what_is_undecided_is_gone_on_with_and_what_is_shown_worse_is_not(
     assert (start.version.number, start.going_on, start.evidence.challenger) == (1, False, 2)
 
 
+@pytest.mark.slow
 def test_only_states_that_a_run_may_go_on_from_are_kept(pair: Pair, tmp_path: Path) -> None:
     states = load_settings().artifacts / "state"
     for name in ("old", "new"):
@@ -137,6 +141,7 @@ def test_only_states_that_a_run_may_go_on_from_are_kept(pair: Pair, tmp_path: Pa
     assert find_challenger.fn(RECIPE, pair, later).state == new
 
 
+@pytest.mark.slow
 def test_evidence_at_another_k_is_not_gone_on_with_but_the_weights_are(pair: Pair, tmp_path: Path) -> None:
     register(pair, tmp_path, {"chat": 0.0})
     engine = RECIPE.engine.model_copy(update={"num_draft_tokens": 3})

@@ -145,6 +145,7 @@ def looked(**changed: object) -> Watch:
     return watch
 
 
+@pytest.mark.slow
 def test_a_draft_that_does_worse_is_taken_back_with_the_evidence(scene: Scene, drafts: Path, tmp_path: Path) -> None:
     worse = scene.promote(drafts, "worse")
     for first in range(0, NUM_PROMPTS, 8):
@@ -166,6 +167,7 @@ def test_a_draft_that_does_worse_is_taken_back_with_the_evidence(scene: Scene, d
     assert not (scene.watches.folder / WORK).exists()
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_no_worse_is_settled_and_then_left_alone(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 50)
@@ -177,6 +179,7 @@ def test_a_draft_that_is_no_worse_is_settled_and_then_left_alone(scene: Scene, d
     assert looked(per_look=30, num_requests=40) == settled
 
 
+@pytest.mark.slow
 def test_a_request_counts_once_and_only_with_the_draft_that_served_it(scene: Scene, drafts: Path) -> None:
     scene.serve(0, 20, draft=1)
     scene.promote(drafts, "same")
@@ -188,6 +191,7 @@ def test_a_request_counts_once_and_only_with_the_draft_that_served_it(scene: Sce
     assert sorted(compared.seq for compared in looked(per_look=30).compared) == list(range(21, 45))
 
 
+@pytest.mark.slow
 def test_of_requests_that_are_alike_one_counts_however_often_they_are_asked(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 10)
@@ -210,6 +214,7 @@ def test_of_requests_that_a_client_says_belong_together_one_counts(scene: Scene,
     assert len(looked().compared) == 14
 
 
+@pytest.mark.slow
 def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 10)
@@ -220,6 +225,7 @@ def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scen
     assert len(looked(per_look=8, patience_s=3600.0).compared) == 16
 
 
+@pytest.mark.slow
 def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     assert looked().blind  # nothing of what it served was logged, as where every request asks for that
@@ -234,6 +240,7 @@ def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) ->
     assert not looked().blind
 
 
+@pytest.mark.slow
 def test_a_watch_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 100)
@@ -246,6 +253,7 @@ def test_a_watch_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: P
     assert scene.watches.unfinished() == []
 
 
+@pytest.mark.slow
 def test_what_a_person_did_meanwhile_stays(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 20)
@@ -257,6 +265,7 @@ def test_what_a_person_did_meanwhile_stays(scene: Scene, drafts: Path) -> None:
     assert scene.registry.get("draft", 2).quarantined == ""
 
 
+@pytest.mark.slow
 def test_a_new_champion_is_watched_anew(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 20)

@@ -24,6 +24,7 @@ def settings(tmp_path: Path, store: Path) -> Settings:
     return make_home(tmp_path / "home", store)
 
 
+@pytest.mark.slow
 def test_what_a_person_asked_is_nowhere_in_the_home_and_all_else_is_where_it_was(settings: Settings) -> None:
     before = planted_in(settings.home)
     assert {"queries.db", "logs/service.log", "logs/old.log.gz", "logs/old.log.xz", "logs/old.log.bz2"} < set(before)
@@ -35,6 +36,7 @@ def test_what_a_person_asked_is_nowhere_in_the_home_and_all_else_is_where_it_was
     assert erase_subject(settings, SUBJECT).rows == 0
 
 
+@pytest.mark.slow
 def test_rows_go_by_age_in_the_same_way(settings: Settings) -> None:
     log = QueryLog(settings.querylog)
     log.append([planted_row(20, "somebody", time_ms=10**15)])
@@ -44,6 +46,7 @@ def test_rows_go_by_age_in_the_same_way(settings: Settings) -> None:
     log.close()
 
 
+@pytest.mark.slow
 def test_an_erasure_hides_rows_at_once_and_waits_for_whoever_reads_them(settings: Settings) -> None:
     log = QueryLog(settings.querylog)
     with log.reading():
@@ -89,6 +92,7 @@ def test_what_others_said_too_is_not_touched(settings: Settings) -> None:
     assert file.read_text() == text
 
 
+@pytest.mark.slow
 def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings, capsys) -> None:
     log = QueryLog(settings.querylog)
     log.begin_erasure(subjects=(SUBJECT,))
@@ -101,6 +105,7 @@ def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings
     log.close()
 
 
+@pytest.mark.slow
 def test_the_command_says_what_was_done(settings: Settings) -> None:
     said = redraft(settings, "erase", "--subject", WHO)
     assert "erased 4 rows, 1 of them in probe sets; 2 snapshots written again" in said

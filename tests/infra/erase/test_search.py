@@ -56,6 +56,7 @@ def test_what_others_said_too_is_nobodys_own() -> None:
     assert Search([], []).spans(content) == []
 
 
+@pytest.mark.slow
 def test_a_megabyte_takes_a_fraction_of_a_second_and_a_place_between_two_pieces_is_found() -> None:
     from infra.erase import search as module
 

@@ -44,6 +44,7 @@ def test_places_outside_of_an_answer_and_a_log_without_refusals_are_refused() ->
     assert rejected.weigh(unknown, rejected.Params()) == [[1, 1, 1]]
 
 
+@pytest.mark.slow
 def test_refused_places_are_those_where_the_engine_emitted_another_token(tiny_target: Path) -> None:
     draft = eagle3.create(eagle3.Params(vocab_size=128), tiny_target, np.ones(259))
     found = 0

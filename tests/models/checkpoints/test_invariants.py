@@ -31,6 +31,7 @@ def pruned(tiny_target: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_what_is_stored_of_a_pruned_model_has_its_pattern(name: str, pruned: PreTrainedModel, tmp_path: Path) -> None:
     settings = {"symmetric": False} if "symmetric" in catalog.load("quantize", name).Params.model_fields else {}

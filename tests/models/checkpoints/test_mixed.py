@@ -53,6 +53,7 @@ def test_each_layer_is_stored_and_loaded_in_the_form_of_the_first_pattern_that_f
     assert scheme["config_groups"]["group_1"]["targets"] == [f"model.layers.{n}.mlp.down_proj" for n in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq", "int8_static"])
 def test_fewer_layers_in_few_bits_are_nearer_to_the_target(name: str, tiny_target: Path, tmp_path: Path) -> None:
     errors = []

@@ -80,6 +80,7 @@ def test_a_token_is_said_by_the_first_that_is_sure_as_if_all_layers_had_seen_all
     assert all(drafter.said_by.values()), drafter.said_by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sure", "end"), [(0.0, 1), (None, 4), (1.0, 4)])
 def test_at_the_limits_one_draft_says_all(draft: lm.Lm, target: Path, sure: float | None, end: int) -> None:
     alone = lm.cut(draft, 1) if end == 1 else draft
@@ -90,6 +91,7 @@ def test_at_the_limits_one_draft_says_all(draft: lm.Lm, target: Path, sure: floa
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["fixed", "confidence"])
 def test_output_stays_that_of_the_target(draft: lm.Lm, target: Path, lengths: str) -> None:
     asked = prompts(4)

@@ -18,6 +18,7 @@ def searched(size: int | None, guessing: bool, seed: int) -> SubsetSearch:
     return search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 5])
 def test_the_search_finds_what_as_many_random_subsets_do_not(size: int | None) -> None:
     assert [searched(size, True, seed).best for seed in range(2)] == [(WANTED, 0.0)] * 2

@@ -9,6 +9,7 @@ from tests.models.drafts.answered import answer_all, prompts
 from tests.models.drafts.hollow import make_hollow
 
 
+@pytest.mark.slow
 def test_a_target_that_is_done_at_the_exit_accepts_all_and_one_layer_less_does_not(tmp_path: Path) -> None:
     make_hollow(tmp_path, 4, {2, 3}, {2, 3})
     plain = answer_all(tmp_path, None, prompts(2))

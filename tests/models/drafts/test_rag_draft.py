@@ -62,6 +62,7 @@ def test_where_the_text_before_hardly_matters_nearly_all_is_accepted(tmp_path: P
     assert sum(sum(one.accepted) for one in answers) > 0.8 * sum(sum(one.drafted) for one in answers)
 
 
+@pytest.mark.slow
 def test_nothing_is_drafted_for_a_prompt_that_fits_into_the_context(tiny_target: Path) -> None:
     asked = prompts(1)
     for context, drafted in ((len(asked[0]), {0}), (len(asked[0]) - 1, {3})):

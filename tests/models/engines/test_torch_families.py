@@ -72,6 +72,7 @@ def plain(tiny_target: Path) -> list[Completion]:
     return answer_all(tiny_target, None, ASKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("num_draft_tokens", [1, 6])
 def test_greedy_output_is_that_without_a_draft(
@@ -87,6 +88,7 @@ def start(target: Path, directory: Path, dtype: str) -> TorchEngine:
     return asyncio.run(TorchEngine.start(target, directory, Params(dtype=dtype, num_draft_tokens=3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_draft_of_a_directory_drafts_in_either_format_and_keeps_its_weights(
     tiny_target: Path, plain: list[Completion], tmp_path: Path, name: str
@@ -116,6 +118,7 @@ def test_a_draft_multiplies_in_the_engines_format(tiny_target: Path, tmp_path: P
     assert not torch.equal(said[torch.bfloat16], said[torch.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("family", EXPANDING)
 def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
@@ -133,6 +136,7 @@ def test_sampled_tokens_follow_the_target(tiny_target: Path, name: str) -> None:
     assert sampled_p_value(tiny_target, make(name, tiny_target), num_draft_tokens=6) > P_VALUE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("room", [1, 3])
 def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
@@ -145,6 +149,7 @@ def test_a_prompt_that_nearly_fills_the_context_gets_the_tokens_that_fit(
     assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_no_tokens_to_draft_every_step_is_a_plain_one(
     tiny_target: Path, plain: list[Completion], name: str

@@ -30,6 +30,7 @@ def plain(tiny_target: Path) -> Completion:
     return answer_all(tiny_target, None, prompts(1))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in catalog.names("drafts") if name != "prompt_tokens"])
 def test_no_output_changes_and_what_was_answered_is_looked_up(tiny_target: Path, plain: Completion, name: str) -> None:
     draft = make_tiny(family_named(name), tiny_target)
@@ -40,6 +41,7 @@ def test_no_output_changes_and_what_was_answered_is_looked_up(tiny_target: Path,
     assert len(answers[2].drafted) < 24 / 3, "an answer that came before takes a step for six tokens"
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_target(tiny_target: Path) -> None:
     draft = make_tiny(family_named("eagle3"), tiny_target)
     assert sampled_p_value(tiny_target, draft, lookup=LOOKUP, drafting="auto") > P_VALUE

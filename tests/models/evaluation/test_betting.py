@@ -73,6 +73,7 @@ def test_nothing_is_known_before_the_first_value() -> None:
     assert 0 < BETS.min() < BETS.max() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster_size", [1, 30])
 def test_a_mean_of_zero_is_left_no_more_often_than_allowed_though_one_looks_at_each_value(cluster_size: int) -> None:
     rng, num_runs, num_values = np.random.default_rng(2), 1000, 1000

@@ -123,6 +123,7 @@ def simulate(canaries: float | None, traffic: float, num_looks: int, seed: int) 
     return {finding: found.count(finding) / num_looks for finding in Finding}
 
 
+@pytest.mark.slow
 def test_a_week_in_which_nothing_happens_or_traffic_drifts_raises_no_alarm() -> None:
     for seed, traffic in enumerate([0.45, 0.45, 0.1, 0.1]):
         shares = simulate(None, traffic, NUM_LOOKS, seed)

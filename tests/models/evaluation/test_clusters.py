@@ -78,6 +78,7 @@ def test_long_turns_join_by_how_much_they_share(kept, joined):
     assert (len(set(names([long, long[: kept * 10] + words(1, 400 - kept * 10)]))) == 1) == joined
 
 
+@pytest.mark.slow
 def test_links_are_those_of_the_exact_resemblance_but_for_few():
     rng = random.Random(0)
     pairs = [(words(2 * n), words(2 * n)[: (cut := rng.randrange(41))] + words(2 * n + 1)[cut:]) for n in range(500)]
@@ -90,6 +91,7 @@ def test_links_are_those_of_the_exact_resemblance_but_for_few():
     assert wrong <= 5
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_take_seconds():
     turns = [words(n % 9000, 100) for n in range(10_000)]
     started = time.process_time()
@@ -144,6 +146,7 @@ def test_a_group_of_several_domains_joins_those_of_which_it_is_a_small_part():
     assert len(set(named)) == 121
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.none() | st.sampled_from(["x", "y", "z"])), max_size=30

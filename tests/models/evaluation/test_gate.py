@@ -162,6 +162,7 @@ def short_answers(rng: np.random.Generator, keeps: float) -> Floor:
     return judge_floor(*scores, PARAMS, seed=0)
 
 
+@pytest.mark.slow
 def test_answers_of_a_word_or_two_do_not_lock_the_gate_unless_they_show_a_loss() -> None:
     rng = np.random.default_rng(0)
     alike = [short_answers(rng, keeps=1.0) for _ in range(200)]
@@ -178,6 +179,7 @@ def test_an_idle_domain_does_not_lock_the_gate() -> None:
     assert judged([0.4], {"code": floor}).outcome == judged([0.4], {}).outcome == "passed"
 
 
+@pytest.mark.slow
 def test_a_floor_is_wrongly_kept_no_more_often_than_allowed_by_clusters_too() -> None:
     rng, num_trials, kept = np.random.default_rng(1), 300, 0
     for seed in range(num_trials):

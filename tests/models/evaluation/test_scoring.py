@@ -99,6 +99,7 @@ def accepted(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "temperature"), [(3, 1.0), (3, 0.7), (1, 1.0), (4, 1.3)])
 def test_the_score_of_sampled_answers_is_what_speculation_accepts(
     target: Path, laws: dict[tuple[int, ...], Tensor], tmp_path: Path, num_steps: int, temperature: float

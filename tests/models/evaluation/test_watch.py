@@ -69,6 +69,7 @@ def test_more_lost_wants_fewer_rows_and_a_domain_of_much_other_traffic_more() ->
     assert enough(0.0) == enough(0.0, num_rows=1000)  # and so many of its own would
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "held_out", "lost", "bound"), [(240, 0.25, 0.67, 3), (1000, 0.15, 0.8, 3), (400, 0.4, 0.8, 7)]
 )

@@ -54,6 +54,7 @@ def test_what_was_said_in_time_is_the_beginning(model: PreTrainedModel) -> None:
     assert said == [alone(model, prompt, 3) for prompt in prompts(2)]
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_the_models_law_at_the_temperature_of_their_row(model: PreTrainedModel) -> None:
     [prompt], number = prompts(1), 4000
     with torch.inference_mode():

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from models.learning import binary_head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, 6.0])
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_where_features_are_alike_it_says_the_weighed_share(num_layers: int, weight: float) -> None:

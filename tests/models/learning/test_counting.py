@@ -39,6 +39,7 @@ def test_memory_held_by_the_two_layer_model_is_that_counted_by_hand(model: PreTr
     assert step_cost(model, B, T).peak_activation_bytes == 4 * floats + token_ids_and_labels
 
 
+@pytest.mark.slow
 def test_a_model_goes_once_nobody_else_holds_it_though_what_it_put_out_was_saved() -> None:
     def count() -> weakref.ref[Tensor]:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())  # whose backward pass wants what it put out

@@ -26,6 +26,7 @@ def params(**changes: object) -> TrainingParams:
     return TrainingParams(**{"num_epochs": 4, "batch_tokens": 128, "learning_rate": 3e-3, **changes})
 
 
+@pytest.mark.slow
 def test_training_lowers_the_perplexity_of_held_out_text(model: PreTrainedModel) -> None:
     before = perplexity(score(model, documents()[20:]))
     trained = training.train(model, documents()[:20], params(num_epochs=20))
@@ -38,6 +39,7 @@ class _Stop(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     tiny_target: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -61,6 +63,7 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     assert [step for step, _ in trained.losses] == list(range(len(trained.losses)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_settings_is_not_gone_on_with(model: PreTrainedModel, tmp_path: Path) -> None:
     settings = params(checkpoint_s=1e-9)
     whole = training.train(model, documents(), settings, work_dir=tmp_path, label="one")

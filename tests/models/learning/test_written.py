@@ -52,6 +52,7 @@ def test_a_draft_that_reads_text_alone_writes_what_it_says_without_a_target(smal
     assert written == text[5:]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_tokens_are_drawn_from_the_drafts_distribution(small: lm.Lm, decoder: Decoder) -> None:
     states = small.model(input_ids=torch.tensor([[*SAMPLE.prompt_ids, 40]])).last_hidden_state
@@ -64,6 +65,7 @@ def test_tokens_are_drawn_from_the_drafts_distribution(small: lm.Lm, decoder: De
     assert (share - q).abs().sum() < 1.25 * (honest - q).abs().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_in_every_family_its_own_tokens_are_its_own_and_the_targets_the_targets(
     name: str, tiny_target: Path, decoder: Decoder

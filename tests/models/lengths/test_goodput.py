@@ -121,6 +121,7 @@ def test_a_batch_without_sequences_is_refused() -> None:
         goodput.plan(COST, Acceptance(), [], 3, None, STEADY)
 
 
+@pytest.mark.slow
 @MACHINES
 @pytest.mark.parametrize("num_sequences", [1, 16, 64])
 def test_what_is_lost_by_learning_is_at_most_its_share_of_the_time(machine: Machine, num_sequences: int) -> None:
@@ -153,6 +154,7 @@ def test_one_sequence_of_the_reference_engine_is_planned_by_its_own_steps() -> N
     assert length((*((1, 0),) * 9, *((0, 0),) * 30)) == 1
 
 
+@pytest.mark.slow
 @MACHINES
 @pytest.mark.parametrize("draft", [BAD, FRESH, ADAPTED], ids=["bad", "fresh", "adapted"])
 @pytest.mark.parametrize("load", [1, 2, 4, 8, 16, 64])
@@ -170,6 +172,7 @@ def test_it_never_loses_and_is_near_the_best_fixed_length(
     assert served.changes() <= 6
 
 
+@pytest.mark.slow
 @MACHINES
 def test_it_never_loses_while_load_acceptance_and_machine_change(machine: Machine) -> None:
     """Requests differ, two domains are mixed, load jumps every 100 steps, and the machine slows down by 15%."""
@@ -183,6 +186,7 @@ def test_it_never_loses_while_load_acceptance_and_machine_change(machine: Machin
     assert served.changes() <= 3 * jumps
 
 
+@pytest.mark.slow
 @MACHINES
 @pytest.mark.parametrize("draft", [BAD, FRESH, ADAPTED], ids=["bad", "fresh", "adapted"])
 def test_it_neither_loses_nor_flaps_on_a_recorded_trace(machine: Machine, draft: tuple[float, ...]) -> None:
@@ -199,6 +203,7 @@ def test_it_neither_loses_nor_flaps_on_a_recorded_trace(machine: Machine, draft:
     assert served.changes() <= loads + 4
 
 
+@pytest.mark.slow
 @MACHINES
 def test_a_better_draft_is_used_at_once_and_one_that_broke_is_dropped_soon(machine: Machine) -> None:
     served = Served(machine, {"code": BAD}, np.random.default_rng(2))
@@ -219,6 +224,7 @@ def test_a_better_draft_is_used_at_once_and_one_that_broke_is_dropped_soon(machi
     assert served.gain(2500 + dropped) >= 0.97
 
 
+@pytest.mark.slow
 @MACHINES
 def test_acceptance_that_rises_without_a_swap_is_found(machine: Machine) -> None:
     """At one stream, where a stretch of 32 steps is all that is learned from."""
@@ -232,6 +238,7 @@ def test_acceptance_that_rises_without_a_swap_is_found(machine: Machine) -> None
     assert served.gain(1000) >= 0.97
 
 
+@pytest.mark.slow
 @MACHINES
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 def test_a_table_whose_draft_is_off_by_a_third_loses_nothing(machine: Machine, wrong: float) -> None:

@@ -68,6 +68,7 @@ def plain(tiny_target: Path) -> list[Completion]:
     return answer_all(tiny_target, None, prompts(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1, 3, 5])
 @pytest.mark.parametrize("family", ["lm", "eagle3", "hydra"])
 def test_the_output_is_that_without_a_draft(

@@ -80,6 +80,7 @@ class Noting(ModuleType):
         return True
 
 
+@pytest.mark.slow
 def test_a_head_tells_tokens_that_are_accepted_from_others(
     tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_head_tells_tokens_that_are_accepted_from_others(
     assert float(said.mean()) == pytest.approx(float(accepted.float().mean()), abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("threshold", "lengths"), [(1.0, {4}), (0.0, {1})])
 def test_steps_are_as_long_as_the_threshold_lets_them_be_and_the_output_is_the_targets(
     tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path, threshold: float, lengths: set[int]
@@ -118,6 +120,7 @@ def test_sampling_is_stopped_too(tiny_target: Path, draft: Draft) -> None:
     assert set(answer.drafted) == {1}
 
 
+@pytest.mark.slow
 def test_a_rejection_that_weighs_more_makes_steps_shorter(
     tiny_target: Path, draft: Draft, samples: list[Sample], tmp_path: Path
 ) -> None:

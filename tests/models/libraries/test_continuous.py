@@ -67,6 +67,7 @@ LAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "p"), LAWS.values(), ids=LAWS)
 def test_what_is_emitted_follows_the_target_whatever_the_draft_is(q: Gaussian, p: Gaussian) -> None:
     found = step(q, q, p)
@@ -107,6 +108,7 @@ def test_a_planted_bug_breaks_the_law(fault: dict) -> None:
     assert kstest(found.numpy(), "norm").pvalue < P_VALUE
 
 
+@pytest.mark.slow
 def test_a_chain_follows_the_target_at_every_place() -> None:
     """Each number is half of the one before it, and a shift that draft and target have different ideas of."""
     rng, blocks, num_drafted = torch.Generator().manual_seed(1), torch.arange(NUM_BLOCKS), 3

@@ -106,6 +106,7 @@ def test_where_big_modules_say_what_small_ones_do_none_is_taken(tiny_target: Pat
     assert not duo_llm.oracle(model, duos, document(0, 6), 2).any()
 
 
+@pytest.mark.slow
 def test_an_oracle_loses_less_than_routers_that_are_fit_to_it_and_than_coins(
     learnt: tuple[PreTrainedModel, list[Duo]],
 ) -> None:

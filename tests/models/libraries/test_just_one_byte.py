@@ -109,6 +109,7 @@ def learn(number: int, target: Path, other: Connection, result: Connection) -> N
         result.send((os.getpid(), {name: weight.tolist() for name, weight in trained.items()}, first, loss(0), sent))
 
 
+@pytest.mark.slow
 def test_two_processes_that_send_a_byte_a_step_have_one_model_and_it_learns(tiny_target: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     ends, results = spawn.Pipe(), [spawn.Pipe(duplex=False) for _ in range(2)]

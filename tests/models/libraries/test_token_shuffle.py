@@ -70,6 +70,7 @@ def windows_in_a_row(first: Tensor) -> Tensor:
     return torch.cat([torch.cat(row[:4], dim=2), torch.cat(row[4:], dim=2)], dim=1)
 
 
+@pytest.mark.slow
 def test_a_model_learns_windows_that_follow_from_those_before_in_a_quarter_of_the_steps() -> None:
     first = torch.randint(VOCABULARY, (64, 2, 2), generator=torch.Generator().manual_seed(0))
     model, losses = trained(windows_in_a_row(first), 2)
@@ -78,6 +79,7 @@ def test_a_model_learns_windows_that_follow_from_those_before_in_a_quarter_of_th
     assert float(losses[:, 0].mean()) == pytest.approx(math.log(VOCABULARY), rel=0.05)  # nothing tells of the first
 
 
+@pytest.mark.slow
 def test_what_tokens_of_a_window_have_in_common_is_lost() -> None:
     """All tokens of a window are one coin's: a window's entropy is log 2, but each of the four tokens costs that."""
     coins = torch.randint(2, (512, 2, 4), generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,6 +28,7 @@ def test_gradients_are_those_of_the_rounded_weights_product(model: PreTrainedMod
     assert torch.equal(layer(inputs), inputs @ layer.weight.T)
 
 
+@pytest.mark.slow
 def test_trained_with_two_bits_beats_rounded_to_two_bits(tiny_target: Path) -> None:
     counting = [[3 + (start + 3 * place) % 60 for place in range(20)] for start in range(24)]
     params = qat.Params(bits=2, group_size=32)

@@ -31,6 +31,7 @@ def test_of_a_threshold_that_nothing_reaches_the_answer_is_the_targets(small: Pa
     assert all(step.by == "target" and step.given_up > 0 for step in steps)
 
 
+@pytest.mark.slow
 def test_of_a_threshold_that_all_reach_the_answer_is_the_small_models(small: Path, tiny_target: Path) -> None:
     steps = think(small, tiny_target, Params(threshold=0))
     assert written(steps) == alone(small)
@@ -43,6 +44,7 @@ def test_the_first_steps_are_the_targets_unasked(small: Path, tiny_target: Path)
     assert {step.by for step in steps[2:]} == {"small"}
 
 
+@pytest.mark.slow
 def test_a_step_is_kept_from_the_score_on_that_the_target_says_next(small: Path, judge: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
     words, text = vocabulary(judge), [*PROMPT]

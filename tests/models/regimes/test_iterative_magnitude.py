@@ -28,6 +28,7 @@ def test_the_ticket_is_as_sparse_as_its_rounds_make_it(tiny_target) -> None:
     assert gone / count == pytest.approx(0.75, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewind", [0.0, 0.5])
 def test_a_ticket_starts_from_the_weights_of_the_step_it_is_rewound_to(tiny_target, rewind: float) -> None:
     model, seen = load(tiny_target), []
@@ -42,6 +43,7 @@ def test_a_ticket_starts_from_the_weights_of_the_step_it_is_rewound_to(tiny_targ
     assert torch.equal(ticket[kept], seen[step][kept]) and 0 < kept.float().mean() < 1
 
 
+@pytest.mark.slow
 def test_controls_keep_what_they_say(tiny_target) -> None:
     models = {}
     for ticket in ("rewound", "random", "reinitialised"):

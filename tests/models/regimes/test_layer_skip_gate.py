@@ -15,6 +15,7 @@ def test_gates_start_at_the_probability_that_was_asked_for() -> None:
     assert memory[0].shape == (3, layer_skip_gate.WIDTH)
 
 
+@pytest.mark.slow
 def test_the_dearer_a_block_the_more_are_skipped_and_the_fewer_flops_run(tiny_target) -> None:
     shares, flops = [], []
     for cost_weight in (0.0, 10.0):

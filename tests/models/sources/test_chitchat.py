@@ -58,6 +58,7 @@ def test_a_document_is_a_whole_chat_that_ends_after_a_turn() -> None:
     assert _document("chitchat:1", [*turns, turn("see www.example.org")], Params()) is None
 
 
+@pytest.mark.slow
 def test_the_corpus_gives_thousands_of_prompts(default_stream: Callable[[str], list[Prompt]]) -> None:
     found = default_stream("chitchat")
     assert len(found) > 5000

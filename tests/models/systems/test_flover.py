@@ -91,6 +91,7 @@ def test_an_output_may_part_at_a_near_tie_and_nowhere_else() -> None:
     assert not flover._same(request, said, said._replace(token_ids=[9, 6, 7]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_eight", "holds"), [(1.0, True), (2.0, True), (8.0, False)])
 def test_the_verdict_follows_from_what_a_step_of_eight_rows_takes(
     decoder: WideDecoder, at_eight: float, holds: bool

@@ -37,6 +37,7 @@ def with_config(**changed: object) -> Callable[[Path], object]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "fault"),
     [

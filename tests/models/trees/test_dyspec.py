@@ -54,6 +54,7 @@ def all_trees(size: int) -> set[frozenset[Tokens]]:
     return trees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_no_tree_of_as_many_nodes_is_expected_to_have_more_accepted(size: int, sharpness: float) -> None:
@@ -109,6 +110,7 @@ def test_a_threshold_that_is_no_probability_is_refused() -> None:
         dyspec.Params(threshold=1.0)
 
 
+@pytest.mark.slow
 def test_the_output_is_that_without_a_draft_and_where_nothing_may_be_drafted_nothing_is(tiny_target: Path) -> None:
     draft = make_tiny(family_named("lm"), tiny_target)
     plain = answer_all(tiny_target, None, prompts(2))

@@ -95,6 +95,7 @@ def fitted(tiny_target: Path, draft: Draft, tmp_path_factory: pytest.TempPathFac
     return Params(head=file)
 
 
+@pytest.mark.slow
 def test_a_head_keeps_more_and_what_it_keeps_beyond_the_targets_own_is_good_more_often(
     tiny_target: Path, draft: Draft, fitted: Params
 ) -> None:

@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_refused() -> None:
             Params(**wrong)
 
 
+@pytest.mark.slow
 def test_more_is_accepted_of_what_is_drafted_after_a_part_of_the_prompt(tiny_target: Path) -> None:
     """A draft of the target's size that reads less, and differs: the rule lets more of it pass."""
     draft, asked = make_tiny(family_named("rag_draft"), tiny_target), prompts(8)

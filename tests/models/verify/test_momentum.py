@@ -90,6 +90,7 @@ def test_no_five_tokens_come_twice_while_a_candidate_is_new() -> None:
     assert RESISTANCE[5] * 0.2 > 1  # above any chance
 
 
+@pytest.mark.slow
 def test_a_draft_changes_nothing_of_what_comes(tiny_target: Path) -> None:
     rule = Params(alpha=0.4)
     plain = answer_all(tiny_target, None, prompts(4), num_draft_tokens=0, verify_greedy=rule)

@@ -25,6 +25,7 @@ def blocks(
     return verify(proposal, torch.tensor([p] * count, dtype=dtype), torch.Generator().manual_seed(0), Params())
 
 
+@pytest.mark.slow
 def test_a_token_is_kept_as_often_as_p_over_q() -> None:
     # 0.2 / 0.8 = 1/4 is kept; what is left of p - q is all on token 1.
     verified = blocks(100_000, [0], q=[[0.8, 0.2, 0.0]], p=[[0.2, 0.8, 0.0], [0.0, 0.0, 1.0]])

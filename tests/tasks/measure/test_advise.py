@@ -62,6 +62,7 @@ def test_every_way_is_seen_with_all_its_steps(rows: dict[str, Row]) -> None:
         assert min(rows[name]["drafting"]) >= 0
 
 
+@pytest.mark.slow
 def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
     target: Target, rows: dict[str, Row], bar: Bar
 ) -> None:

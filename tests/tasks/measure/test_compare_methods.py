@@ -111,6 +111,7 @@ def test_rows_are_chosen_by_pattern_beside_the_baseline() -> None:
         choose_rows(one, 1.0, ["gpqt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "module"),
     [

@@ -47,6 +47,7 @@ def test_a_verdict_belongs_to_its_prompt(tmp_path: Path) -> None:
     assert judge_outputs(references, outputs, tmp_path) == {"p0": "different", "p1": "near-tie"}
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     file = draw_acceptance([row(n, (n % 3,)) for n in range(20)], 10, 5, tmp_path / "plot.png")
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -126,6 +126,7 @@ def splits(traffic: Traffic, number: int, equal: bool = False) -> tuple[list[Spl
     return own, [judging(log, rng, equal) for log in drawn]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shift", "served_gain", "verdict"),
     [(0.0, 0.5, "meets"), (0.0, 0.8, "meets"), (0.4, 0.5, "misses")],
@@ -144,6 +145,7 @@ def test_both_kinds_of_logs_are_held_as_often_as_they_say(shift: float, served_g
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["the home's own log", "logs drawn anew"])
 def test_groups_that_weigh_the_same_however_often_they_are_asked_are_found_out_in_either_kind(place: int) -> None:
     traffic, scored = planted(steeper=0.1)

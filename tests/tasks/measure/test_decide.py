@@ -44,6 +44,7 @@ def test_a_difference_that_is_sure_but_within_the_margin_is_level() -> None:
     assert decide.decide([0.0040, 0.0041, 0.0039], 0.003, 1) == "differs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviation", [0.03, 0.1, 0.3])
 def test_of_many_rows_with_a_known_truth_few_are_told_wrongly(deviation: float) -> None:
     rng = np.random.default_rng(0)
@@ -86,6 +87,7 @@ def test_documents_of_one_seed_decide_what_seeds_could_not() -> None:
     assert more == 7
 
 
+@pytest.mark.slow
 def test_what_nobody_runs_has_no_number() -> None:
     assert decide.seeds_needed([0.5], 0.1, 1) is None
     assert decide.seeds_needed([-100.0, 100.0], 1e-3, 1) is None

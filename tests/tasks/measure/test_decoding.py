@@ -66,6 +66,7 @@ def bench_of(target: Path, work_dir: Path, draft: Path | None = None) -> Bench:
     return Bench(target, texts, texts, 0.05, work_dir, draft)
 
 
+@pytest.mark.slow
 def test_the_champion_drafts_where_it_can_grow_trees_and_a_taught_head_where_there_is_none(
     tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_what_places_give_follows_from_the_gain() -> None:
     assert _share_behind(gain, 2) == pytest.approx([0, 0.125 / 0.875, 1 / 3])
 
 
+@pytest.mark.slow
 def test_in_a_week_without_a_change_no_fall_is_told_where_the_rule_before_told_one_in_many() -> None:
     found = told("a week without a change", "chat")
     print(f"told {np.isfinite(found.after).mean():.0%}, by the rule before {np.isfinite(found.former).mean():.0%}")

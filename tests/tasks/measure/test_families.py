@@ -95,6 +95,7 @@ def test_without_a_file_there_is_the_served_draft_and_every_family_with_its_voca
     assert (tokens["eagle3"], tokens["early_exit"], tokens["rag_draft"], tokens["suffix"]) == (2, 2, 2, 8)
 
 
+@pytest.mark.slow
 def test_what_a_table_says_of_training_goes_before_the_recipe(
     tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ def promoted(name: str, num_runs: int = 400, num_windows: int = 200) -> list[int
     return simulate(CASES[name], num_runs, num_windows, K, ALPHA, np.random.default_rng(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.gain <= 0])
 def test_a_draft_without_gain_is_ever_promoted_in_one_of_twenty_lines_at_most(name: str) -> None:
     found = summary(promoted(name), 400)
@@ -39,6 +40,7 @@ def test_a_past_draft_is_seldom_tried_without_a_gain_and_returns_with_one_at_onc
     assert len(simulate(good, 200, 1, K, ALPHA, rng)) > 180
 
 
+@pytest.mark.slow
 def test_past_drafts_lift_no_error_where_conversations_differ_as_widely_as_betting_errs_most_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ def settings(home: Path) -> Settings:
     return Settings(home=home)
 
 
+@pytest.mark.slow
 def test_a_draft_that_returned_is_copied_with_its_line_and_without_whom_it_was_judged_against(
     store: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_equal_differences_of_every_prompt_leave_no_doubt() -> None:
         compare_seconds({"a": 1.0}, {"b": 1.0})
 
 
+@pytest.mark.slow
 def test_a_percentile_ratio_pools_its_groups_and_resamples_them() -> None:
     quiet = [[10.0] * 50 for _ in range(20)]
     stalled = [[10.0] * 49 + [30.0] for _ in range(20)]

@@ -67,6 +67,7 @@ def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest(tmp_path
     assert report.picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accepted", "verdict"), [(0, "misses"), (1, "meets")])
 def test_code_has_an_aim_at_a_thousand_requests_and_other_domains_none(
     tmp_path: Path, accepted: int, verdict: str

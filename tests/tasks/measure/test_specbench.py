@@ -47,6 +47,7 @@ def test_every_turn_is_answered_in_every_way_from_the_same_chat(measured: list[R
     assert all(row["seconds"] > 0 for row in measured if row["fits"])
 
 
+@pytest.mark.slow
 def test_the_report_tells_each_task_and_all_of_them(measured: list[Row], judged_by: Path, tmp_path: Path) -> None:
     report = make_report({0: measured}, read_configurations(None, 3), judged_by, tmp_path, seed=0)
     figures = report.figures["temperatures"]["0"]["tasks"]

@@ -47,6 +47,7 @@ def test_seeds_are_the_unit_where_they_differ_by_more_than_documents_make_them()
     assert spread([1.0]).reach(CONFIDENCE) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [3, 5])
 def test_intervals_hold_the_truth_whatever_seeds_add_to_documents(num_seeds: int) -> None:
     rng, num_documents, num_runs = np.random.default_rng(0), 12, 800

@@ -19,6 +19,7 @@ def every(kept: float) -> dict[str, float]:
     return dict.fromkeys(SHARES, kept)
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_no_worse_is_hardly_ever_taken_back() -> None:
     found = taken_back(1.6, every(1.0), num_looks=600, num_runs=500)
     print(f"taken back without a loss: {np.isfinite(found).mean():.1%}")

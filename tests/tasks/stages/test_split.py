@@ -68,6 +68,7 @@ def asked(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
+@pytest.mark.slow
 def test_functions_of_one_module_are_on_one_side_whatever_the_secret(asked: Callable[[bool], Asked]) -> None:
     grouped, seen = asked(True), Counter[str]()
 

@@ -98,6 +98,7 @@ def windows(share: float, target: Path, by_prompt: bool = False) -> dict[str, fl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_a_template_that_much_of_a_domain_uses_does_not_overstate_the_gain(share: float, tiny_target: Path) -> None:
     found = windows(share, tiny_target)
@@ -105,6 +106,7 @@ def test_a_template_that_much_of_a_domain_uses_does_not_overstate_the_gain(share
     assert found["covered"] >= 0.9 * NUM_LOGS  # of 50 that hold with a chance of 95% each, 19 in 20 times 45 do
 
 
+@pytest.mark.slow
 def test_where_what_fills_it_were_split_prompt_by_prompt_the_gain_would_be_overstated(tiny_target: Path) -> None:
     found = windows(0.6, tiny_target, by_prompt=True)
     assert found["mean"] > found["truth"] + 0.05

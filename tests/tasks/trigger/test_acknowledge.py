@@ -30,6 +30,7 @@ def test_every_outcome_of_a_refresh_means_something_to_the_trigger() -> None:
     assert set(get_args(Outcome)) <= RESULTS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", RESULTS)
 def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile, outcome: RefreshOutcome) -> None:
     @acknowledged
@@ -76,6 +77,7 @@ def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: Tr
     assert (seen.waits_for_memory, type(seen.domains["code"])) == (True, Fallen)
 
 
+@pytest.mark.slow
 def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerFile) -> None:
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:

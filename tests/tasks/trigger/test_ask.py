@@ -88,6 +88,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
     made.log.close()
 
 
+@pytest.mark.slow
 def test_84_of_180_rows_wait_and_later_240_start_it(home: Home) -> None:
     home.serve(84)
     home.pass_minutes(30, each=10)
@@ -136,6 +137,7 @@ def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(hom
     assert home.asked == 1
 
 
+@pytest.mark.slow
 def test_f32_what_fell_while_a_refresh_runs_is_followed_by_another(home: Home) -> None:
     with home.trigger.run(home.retry) as end:
         home.serve(240)
@@ -154,6 +156,7 @@ def test_a_run_that_never_started_is_asked_for_anew(home: Home) -> None:
     assert home.asked == 3
 
 
+@pytest.mark.slow
 def test_six_hours_of_bad_acceptance_ask_again_and_again_with_waits_that_double(home: Home) -> None:
     starts = []
     for minute in range(0, 360, 4):

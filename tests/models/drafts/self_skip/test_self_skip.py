@@ -60,6 +60,7 @@ def test_the_search_counts_what_the_engine_accepts(tmp_path: Path) -> None:
     assert 0 < sum(steps) < 3 * len(steps)
 
 
+@pytest.mark.slow
 def test_a_build_finds_the_part_that_is_worth_most(target: Path) -> None:
     answers = [(one.prompt_ids, one.token_ids) for one in answer_all(target, None, prompts(2))]
     draft, told = make(target, num_trials=12), []
@@ -84,6 +85,7 @@ def test_answers_that_are_too_short_to_search_on_are_refused(target: Path) -> No
         find(make(target), decoder, [([3], [4]), ([3], [])], 3, 5, torch.Generator())
 
 
+@pytest.mark.slow
 def test_while_requests_are_decoded_a_better_part_is_found_and_the_output_stays(target: Path) -> None:
     draft = make(target, on_the_fly=True, skip_share=0.5, window=8, bayes_every=3)
     asked = prompts(4)

@@ -15,6 +15,7 @@ def test_every_policy_has_a_row_and_fixed_lengths_have_more() -> None:
     assert {"fixed, at most 1", "fixed, at most 3", lengths.BASELINE} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", lengths.rows(1.0), ids=lambda row: row.name)
 def test_a_row_keeps_to_its_limit_and_to_the_targets_output(
     row: Row, tiny_target: Path, tiny_draft: Path, tmp_path: Path

@@ -21,6 +21,7 @@ def test_every_loss_has_a_row() -> None:
     assert losses.BASELINE in catalog.names("losses")
 
 
+@pytest.mark.slow
 def test_a_row_has_all_columns_and_the_same_seed_gives_the_same(tiny_target: Path, tmp_path: Path) -> None:
     [row] = [row for row in losses.rows(0.05) if row.name == "lk_hybrid"]
     found = [losses.measure(bench_of(tiny_target, tmp_path / str(number)), row, seed=3) for number in (1, 2)]

@@ -36,6 +36,7 @@ def test_every_source_has_a_row_and_so_has_the_head_as_it_served() -> None:
     assert sources.BASELINE in ROWS
 
 
+@pytest.mark.slow
 def test_refusals_are_those_of_serving_the_logged_answers(head: Draft, bench_at: Callable[[], Bench]) -> None:
     samples = sources.served(head, bench_at(), seed=0)
     assert len(samples) == lesson.num_answers(bench_at())
@@ -85,6 +86,7 @@ def test_no_row_changes_the_head_that_the_others_begin_with(head: Draft, bench_a
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_and_one_document_is_too_few(bench_at: Callable[[], Bench]) -> None:
     once, again = (sources.measure(bench_at(), ROWS[sources.AS_SERVED], seed=1) for _ in range(2))
     assert [float(value) for value in once.values()] == [float(value) for value in again.values()]

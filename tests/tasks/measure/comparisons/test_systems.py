@@ -34,6 +34,7 @@ def test_the_plain_way_gains_nothing(tiny_target: Path, tmp_path: Path) -> None:
     assert (seen["gain"], seen["kept"]) == (1, 1) and math.isnan(seen["shape"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", systems.rows(1.0)[1:], ids=lambda row: row.name)
 def test_a_row_is_studied(row, tiny_target: Path, tmp_path: Path) -> None:
     seen = systems.measure(bench_of(tiny_target, tmp_path), row, seed=0)

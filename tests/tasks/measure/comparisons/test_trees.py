@@ -15,6 +15,7 @@ def test_every_tree_has_a_row_of_each_size() -> None:
     assert trees.BASELINE in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in trees.rows(1.0) if "12" in row.name], ids=lambda row: row.name)
 def test_a_row_keeps_to_its_budget_and_to_the_targets_output(
     row: Row, tiny_target: Path, tiny_draft: Path, tmp_path: Path
