@@ -3,9 +3,10 @@
     goodput(k) = Σ_sequences (1 + Σ_{i ≤ k} Π_{j ≤ i} a_j) / T(sequences, rows, passes)
 
 with a_j from `models.throughput.running` and T from `models.throughput.cost`. The paper verifies the same number of
-tokens of each sequence; here a token is verified only where its chance is above the price of its row, goodput × ms of a
-row, which is the condition for the largest quotient. So look-up and head, and domains that the draft knows and such
-that it does not, are cut at different lengths in one step.
+tokens of each sequence; here a proposal is as long as its chances are worth what its rows take, goodput × ms, which is
+the condition for the largest quotient. So look-up and head, and domains that the draft knows and such that it does not,
+are cut at different lengths in one step. What rows take is asked at the rows that the other sequences have on average,
+so that a single sequence's step is expected to take what a step of that length does.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
@@ -58,6 +59,24 @@ class Params(BaseParams):
     rest_after: int = Field(32, ge=0)
 
 
+class _Price(NamedTuple):
+    """What time is worth.
+
+    Attributes:
+        goodput: tokens that a ms has to give.
+        rows: of all sequences of a step together, on average.
+    """
+
+    goodput: float
+    rows: float
+
+    def of_lengths(self, line: Line) -> list[float]:
+        """Return what the tokens of one sequence's proposal have to give, by how many there are, from 0 on."""
+        first = self.rows * (1 - 1 / line.num_sequences) + 1
+        start_ms = line.target_ms(first)
+        return [self.goodput * (line.target_ms(first + length) - start_ms) for length in range(NUM_PLACES + 1)]
+
+
 class _Memory(NamedTuple):
     """What a plan leaves to the next one.
 
@@ -66,7 +85,7 @@ class _Memory(NamedTuple):
         quiet: steps since a swap or a change of load.
         load: class of the number of sequences.
         num_swaps: that `Acceptance` had seen.
-        price: tokens that a row has to give.
+        price: of the step before.
         budget, put_by: ms that may be lost for learning.
         explored: how often something was, a stretch counting once.
         gap: steps since then.
@@ -77,7 +96,7 @@ class _Memory(NamedTuple):
     quiet: int = 0
     load: int = 0
     num_swaps: int = 0
-    price: float = 0.0
+    price: _Price | None = None
     budget: float = 0.0
     put_by: float = 0.0
     explored: int = 0
@@ -226,57 +245,81 @@ def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> l
     return groups
 
 
-def _options(line: Line, groups: Sequence[_Group], limit: int, price: float) -> tuple[list[_Option], float]:
+def _options(line: Line, groups: Sequence[_Group], limit: int, price: _Price | None) -> tuple[list[_Option], _Price]:
     """Return the best of each number of passes, from 0 to the limit, and the price at which it was found."""
     num = line.num_sequences
-    nothing = dict.fromkeys(_longest(groups, 0, math.inf), 0)
+    nothing = {key: 0 for group in groups for key in _keys(group)}
     plain = _Option(num, line.target_ms(num), num, nothing)
-    price = price or plain.goodput * line.row_ms(2 * num)
+    price = price or _Price(plain.goodput, num)
     options: list[_Option] = []
     for _ in range(2):
-        found = [_option(line, groups, passes, _longest(groups, passes, price)) for passes in range(limit + 1)]
+        costs = price.of_lengths(line)
+        found = [_option(line, groups, passes, _longest(groups, passes, costs)) for passes in range(limit + 1)]
         options = [max(pair, key=_goodput) for pair in zip(found, options or [plain, *found[1:]], strict=True)]
         best, last = max(options, key=_goodput), price
-        price = best.goodput * line.row_ms(best.rows)
-        if abs(price - last) <= 0.1 * last:
+        price = _Price(best.goodput, best.rows)
+        if abs(price.goodput - last.goodput) <= 0.1 * last.goodput:
             break
     return options, price
 
 
-def _longest(groups: Sequence[_Group], passes: int, price: float) -> dict[tuple[str, Source, int], int]:
-    """Return the lengths worth their price: of the head up to its passes, of look-up 0 where the head is worth more."""
+def _keys(group: _Group) -> list[tuple[str, Source, int]]:
+    """Return what the lengths of a group's proposals are called in a plan, the head's first."""
+    return [
+        (group.domain, "head", int(not group.whole)),
+        *((group.domain, "lookup", kind) for _, kind, _ in group.lookups),
+    ]
+
+
+def _longest(groups: Sequence[_Group], passes: int, costs: Sequence[float]) -> dict[tuple[str, Source, int], int]:
+    """Return the lengths worth their rows: of the head up to its passes, of look-up 0 where the head is worth more."""
     longest: dict[tuple[str, Source, int], int] = {}
     for group in groups:
-        kept = min(passes, _num_above(group.head, price))
-        longest[group.domain, "head", int(not group.whole)] = kept
-        worth = sum(group.head[:kept]) - price * kept
-        for lookup, kind, chances in group.lookups:
-            above = _num_above(chances, price)
-            length = min(above, lookup.num_tokens)
-            wins = sum(chances[:length]) - price * length > worth
-            key: tuple[str, Source, int] = (group.domain, "lookup", kind)
-            longest[key] = max(longest.get(key, 0), above if wins else 0)
+        head, *lookups = _keys(group)
+        longest[head], worth = _best_length(group.head[:passes], costs)
+        for key, (lookup, _, chances) in zip(lookups, group.lookups, strict=True):
+            length, gain = _best_length(chances, costs)
+            if lookup.num_tokens < length:
+                _, gain = _best_length(chances[: lookup.num_tokens], costs)
+            longest[key] = max(longest.get(key, 0), length if gain > worth else 0)
     return longest
+
+
+def _best_length(chances: Sequence[float], costs: Sequence[float]) -> tuple[int, float]:
+    """Return how many tokens of a proposal are worth most beyond their costs, and how much that is."""
+    length, most, total = 0, 0.0, 0.0
+    for place, chance in enumerate(chances[: len(costs) - 1], start=1):
+        total += chance
+        if total - costs[place] > most:
+            length, most = place, total - costs[place]
+    return length, most
 
 
 def _option(line: Line, groups: Sequence[_Group], passes: int, longest: dict[tuple[str, Source, int], int]) -> _Option:
     """Return what a step gives on average in which these lengths are verified."""
-    tokens, rows, all_looked_up = float(line.num_sequences), float(line.num_sequences), 1.0
+    num = line.num_sequences
+    tokens, rows, all_looked_up = float(num), float(num), 1.0
+    cases: list[list[tuple[float, int]]] = []  # of a sequence of each group: chance and length of what is drafted
     for group in groups:
-        rest = 1.0
-        for lookup, kind, chances in group.lookups:
-            length = min(longest[group.domain, "lookup", kind], lookup.num_tokens)
+        head, *keys = _keys(group)
+        rest, drafted = 1.0, []
+        for key, (lookup, _, chances) in zip(keys, group.lookups, strict=True):
+            length = min(longest[key], lookup.num_tokens)
             if length:
                 tokens += group.num * lookup.chance * sum(chances[:length])
-                rows += group.num * lookup.chance * length
+                drafted.append((lookup.chance, length))
                 rest -= lookup.chance
-        kept = longest[group.domain, "head", int(not group.whole)]
-        tokens += group.num * rest * sum(group.head[:kept])
-        rows += group.num * rest * kept
+        tokens += group.num * rest * sum(group.head[: longest[head]])
+        cases.append([*drafted, (rest, longest[head])])
+        rows += group.num * sum(chance * length for chance, length in cases[-1])
         all_looked_up *= max(1 - rest, 0.0)
+    target_ms = 0.0
+    for group, drafted in zip(groups, cases, strict=True):  # as one sequence of it varies, and the others don't
+        others = rows - sum(chance * length for chance, length in drafted)
+        target_ms += group.num / num * sum(chance * line.target_ms(others + length) for chance, length in drafted)
     # The first pass keeps the draft's keys, also where look-up proposes for every sequence.
     mean_passes = 1 + (passes - 1) * (1 - all_looked_up) if passes else 0
-    return _Option(tokens, line.step_ms(rows, mean_passes), rows, longest)
+    return _Option(tokens, target_ms + line.passes_ms(mean_passes), rows, longest)
 
 
 def _settle(
@@ -374,11 +417,6 @@ def _everything(groups: Iterable[_Group], passes: int) -> dict[tuple[str, Source
 
 def _changed(num: int, acceptance: Acceptance, memory: _Memory) -> bool:
     return num.bit_length() != memory.load or acceptance.num_swaps != memory.num_swaps
-
-
-def _num_above(chances: Sequence[float], price: float) -> int:
-    """Count the chances above a price; they never rise."""
-    return sum(chance > price for chance in chances)
 
 
 def _recent_chance(view: View, place: int) -> float:

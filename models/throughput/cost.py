@@ -130,17 +130,15 @@ class Line(NamedTuple):
         Raises:
             ValueError: no pass was ever measured.
         """
+        return self.target_ms(rows) + self.passes_ms(num_passes)
+
+    def passes_ms(self, num_passes: float) -> float:
+        """Return what a step's passes of the draft take; see `step_ms`."""
         if not num_passes:
-            return self.target_ms(rows)
+            return 0.0
         if self.pass_ms is None:
             raise ValueError(f"wanted the time of a step with {num_passes} passes, but none was ever measured")
-        return self.target_ms(rows) + (min(num_passes, 1) if self.one_pass else num_passes) * self.pass_ms
-
-    def row_ms(self, rows: float) -> float:
-        """Return what one more row takes: the mean over half a row a sequence to either side."""
-        half = self.num_sequences / 2
-        low = max(rows - half, self.num_sequences)
-        return (self.target_ms(rows + half) - self.target_ms(low)) / (rows + half - low)
+        return (min(num_passes, 1) if self.one_pass else num_passes) * self.pass_ms
 
 
 @dataclass(frozen=True)

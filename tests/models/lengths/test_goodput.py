@@ -96,6 +96,19 @@ def test_look_up_is_taken_where_it_is_worth_more_than_the_head() -> None:
     assert plan.num_kept("code", "lookup", 2) == 0
 
 
+def test_a_long_look_up_is_cut_where_its_rows_become_dear_also_if_it_is_seldom_there() -> None:
+    """Rows 2 to 9 take 0.25 ms each and those beyond 3; look-up proposes in three steps of ten."""
+    plain = [Time(1, rows, 0, ms) for rows, ms in ((1, 20.0), (9, 22.0), (17, 46.0))]
+    cost = Cost.measured([*plain, Time(1, 2, 1, 21.25)])
+    acceptance, rng = known(code=0.5), np.random.default_rng(0)
+    for _ in range(1000):
+        acceptance.see("code", "lookup", 16, min(int(rng.geometric(0.15)) - 1, 16), match=9)
+    plan = goodput.plan(cost, acceptance, [Running("code", (Lookup(0.3, 9, 16),))], 1, None, STEADY)
+    assert (plan.num_kept("code", "lookup", 9), plan.num_passes) == (8, 1)
+    tokens = 1 + 0.3 * sum(0.85**place for place in range(1, 9)) + 0.7 * 0.5
+    assert plan.tokens_per_s == pytest.approx(1000 * tokens / (0.3 * 22 + 0.7 * 20.25 + 1), rel=0.03)
+
+
 @pytest.mark.parametrize(("chance", "kept"), [(0.29, 20), (0.1, 5)])
 def test_the_draft_rests_when_nothing_was_drafted_for_a_while_and_sooner_where_it_loses_clearly(
     chance: float, kept: int

@@ -39,12 +39,6 @@ def test_steps_are_interpolated_between_what_was_measured(sequences: int, rows: 
     assert TABLE.step_ms(sequences, rows, passes) == pytest.approx(ms)
 
 
-def test_a_row_costs_what_those_next_to_it_do() -> None:
-    line = TABLE.line(4)
-    assert line is not None
-    assert line.row_ms(8) == pytest.approx(2.0)
-
-
 def test_a_table_of_noise_still_rises_with_the_rows() -> None:
     cost = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 2, 0, 9.0), Time(1, 3, 0, 12.0)])
     assert [cost.step_ms(1, rows, 0) for rows in (1, 2, 3)] == pytest.approx([9.5, 9.5, 12.0])
