@@ -172,7 +172,7 @@ class Cost:
 
     @classmethod
     def measured(cls, times: Iterable[Time], measured_for: str = "") -> "Cost":
-        """Make a table; the median counts where a step was measured more than once.
+        """Make a table; of a step that was measured more than once a fast one counts, the lower quartile.
 
         Args:
             times: for each number of sequences, steps without a pass of the draft, of one and more rows a sequence, and
@@ -182,25 +182,23 @@ class Cost:
         Raises:
             ValueError: a time is impossible, or none is of a step without a pass.
         """
-        plain: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        plain: dict[int, dict[float, float]] = defaultdict(dict)
         drafted: dict[int, list[Time]] = defaultdict(list)
-        times = list(times)
-        noise = _noise(times)
+        measured = _by_step(times)
+        noise = _noise(measured.values())
         num_steps = DOUBTED if noise > DOUBT else MEASURED
-        for time in times:
-            _check(time)
-            if time.num_passes:
-                drafted[time.num_sequences].append(time)
+        for (num_sequences, num_rows, num_passes), every in measured.items():
+            ms = sorted(every)[(len(every) - 1) // 4]  # what else runs can only make a step longer
+            if num_passes:
+                drafted[num_sequences].append(Time(num_sequences, num_rows, num_passes, ms))
             else:
-                plain[time.num_sequences][time.num_rows / time.num_sequences].append(time.ms)
+                plain[num_sequences][num_rows / num_sequences] = ms
         if not plain:
             raise ValueError("wanted times of steps without a pass of the draft, got none")
         curves = []
         for num_sequences, by_rows in sorted(plain.items()):
             rows = tuple(sorted(by_rows))
-            curve = Curve(
-                num_sequences, rows, ascending([Point(median(by_rows[number]), num_steps) for number in rows])
-            )
+            curve = Curve(num_sequences, rows, ascending([Point(by_rows[number], num_steps) for number in rows]))
             passes = [
                 (time.ms - curve.target_ms(time.num_rows / num_sequences)) / time.num_passes
                 for time in drafted[num_sequences]
@@ -323,12 +321,18 @@ class Cost:
         return replace(self, curves=tuple(curves))
 
 
-def _noise(times: Sequence[Time]) -> float:
-    """Return by how much the later half of a measurement differs from the earlier one."""
-    by_step: dict[tuple[int, ...], list[float]] = defaultdict(list)
+def _by_step(times: Iterable[Time]) -> dict[tuple[int, int, int], list[float]]:
+    """Return the ms of each step that was measured, in their order; ValueError if a time is impossible."""
+    by_step: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for time in times:
-        by_step[time[:3]].append(time.ms)
-    halves = [(every[: len(every) // 2], every[len(every) // 2 :]) for every in by_step.values() if len(every) > 1]
+        _check(time)
+        by_step[time.num_sequences, time.num_rows, time.num_passes].append(time.ms)
+    return by_step
+
+
+def _noise(measured: Iterable[Sequence[float]]) -> float:
+    """Return by how much the later half of each step's times differs from the earlier one."""
+    halves = [(every[: len(every) // 2], every[len(every) // 2 :]) for every in measured if len(every) > 1]
     return median([abs(math.log(median(late) / median(early))) for early, late in halves]) if halves else 0.0
 
 

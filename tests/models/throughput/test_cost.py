@@ -39,6 +39,20 @@ def test_steps_are_interpolated_between_what_was_measured(sequences: int, rows: 
     assert TABLE.step_ms(sequences, rows, passes) == pytest.approx(ms)
 
 
+def test_what_else_ran_for_half_of_a_steps_measurement_is_not_in_the_table() -> None:
+    """As once measured at 16 sequences: a plain step seemed to take as long as one of twice the rows."""
+    plain, rows = [53.9, 57.2, 27.5, 26.9], [42.6, 39.9, 39.5, 41.3]
+    passes = [32.8, 57.4, 33.4, 31.8]
+    cost = Cost.measured(
+        [
+            Time(*step, ms)
+            for step, every in (((16, 16, 0), plain), ((16, 32, 0), rows), ((16, 16, 3), passes))
+            for ms in every
+        ]
+    )
+    assert [cost.step_ms(16, *step) for step in ((16, 0), (32, 0), (16, 3))] == pytest.approx([27, 40, 32], rel=0.05)
+
+
 def test_a_table_of_noise_still_rises_with_the_rows() -> None:
     cost = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 2, 0, 9.0), Time(1, 3, 0, 12.0)])
     assert [cost.step_ms(1, rows, 0) for rows in (1, 2, 3)] == pytest.approx([9.5, 9.5, 12.0])
