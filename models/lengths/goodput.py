@@ -3,10 +3,8 @@
     goodput(k) = Σ_sequences (1 + Σ_{i ≤ k} Π_{j ≤ i} a_j) / T(sequences, rows, passes)
 
 with a_j from `models.throughput.running` and T from `models.throughput.cost`. The paper verifies the same number of
-tokens of each sequence; here a proposal is as long as its chances are worth what its rows take, goodput × ms, which is
-the condition for the largest quotient. So look-up and head, and domains that the draft knows and such that it does not,
-are cut at different lengths in one step. What rows take is asked at the rows that the other sequences have on average,
-so that a single sequence's step is expected to take what a step of that length does.
+tokens of each sequence; here look-up and head, and domains that the draft knows and such that it does not, are cut at
+different lengths in one step, see `models.throughput.options`.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
@@ -21,9 +19,9 @@ so that a single sequence's step is expected to take what a step of that length 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice
-from operator import attrgetter, mul
+from operator import mul
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -31,7 +29,8 @@ from pydantic import Field
 from models.lengths import RECENT, Plan, Running, View
 from models.params import BaseParams
 from models.throughput.cost import Cost, Line
-from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Lookup, Source, match_class
+from models.throughput.options import Group, Option, Price, everything, option_of, options_of
+from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
 
 PAPER = "arXiv:2406.14066, section 4"
 
@@ -59,24 +58,6 @@ class Params(BaseParams):
     rest_after: int = Field(32, ge=0)
 
 
-class _Price(NamedTuple):
-    """What time is worth.
-
-    Attributes:
-        goodput: tokens that a ms has to give.
-        rows: of all sequences of a step together, on average.
-    """
-
-    goodput: float
-    rows: float
-
-    def of_lengths(self, line: Line) -> list[float]:
-        """Return what the tokens of one sequence's proposal have to give, by how many there are, from 0 on."""
-        first = self.rows * (1 - 1 / line.num_sequences) + 1
-        start_ms = line.target_ms(first)
-        return [self.goodput * (line.target_ms(first + length) - start_ms) for length in range(NUM_PLACES + 1)]
-
-
 class _Memory(NamedTuple):
     """What a plan leaves to the next one.
 
@@ -96,39 +77,12 @@ class _Memory(NamedTuple):
     quiet: int = 0
     load: int = 0
     num_swaps: int = 0
-    price: _Price | None = None
+    price: Price | None = None
     budget: float = 0.0
     put_by: float = 0.0
     explored: int = 0
     gap: int = 0
     stretch: int = 0
-
-
-class _Group(NamedTuple):
-    """Sequences of which the same is known; of each proposal the chances that all tokens up to a place are accepted."""
-
-    num: int
-    domain: str
-    whole: bool
-    head: list[float]
-    lookups: list[tuple[Lookup, int, list[float]]]
-
-
-class _Option(NamedTuple):
-    """What a number of passes gives: `tokens` emitted in `ms`, with so many `rows` and lengths kept."""
-
-    tokens: float
-    ms: float
-    rows: float
-    longest: dict[tuple[str, Source, int], int]
-
-    @property
-    def goodput(self) -> float:
-        """Tokens a ms."""
-        return self.tokens / self.ms
-
-
-_goodput = attrgetter("goodput")
 
 
 class _Try(NamedTuple):
@@ -197,11 +151,11 @@ def plan(
     groups = _groups(acceptance, running, limit)
     first = before is None or before.memory is None
     memory: _Memory = _Memory() if before is None or before.memory is None else before.memory
-    options, price = _options(line, groups, limit, memory.price)
+    options, price = options_of(line, groups, limit, memory.price)
     num_whole, lasting = sum(sequence.whole for sequence in running), options
     if 0 < num_whole < num:  # those that lack keys end, so the number of passes is chosen as if none did
         whole = [sequence._replace(whole=True) for sequence in running]
-        lasting, _ = _options(line, _groups(acceptance, whole, limit), limit, memory.price)
+        lasting, _ = options_of(line, _groups(acceptance, whole, limit), limit, memory.price)
     settled = _settle(lasting, 0 if first or before is None else before.settled, num, acceptance, memory, params)
     memory = _later(memory, settled != (before.settled if before else 0), num, acceptance, options[settled].ms, params)
     best = max((option.goodput for option in lasting[1:]), default=0.0)
@@ -228,7 +182,7 @@ def plan(
     )
 
 
-def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> list[_Group]:
+def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> list[Group]:
     groups = []
     alike = Counter((sequence.domain, sequence.lookups, sequence.whole) for sequence in running)
     for (domain, lookups, whole), num in alike.items():
@@ -241,89 +195,12 @@ def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> l
             )
             for one in lookups
         ]
-        groups.append(_Group(num, domain, whole, head, found))
+        groups.append(Group(num, domain, whole, head, found))
     return groups
 
 
-def _options(line: Line, groups: Sequence[_Group], limit: int, price: _Price | None) -> tuple[list[_Option], _Price]:
-    """Return the best of each number of passes, from 0 to the limit, and the price at which it was found."""
-    num = line.num_sequences
-    nothing = {key: 0 for group in groups for key in _keys(group)}
-    plain = _Option(num, line.target_ms(num), num, nothing)
-    price = price or _Price(plain.goodput, num)
-    options: list[_Option] = []
-    for _ in range(2):
-        costs = price.of_lengths(line)
-        found = [_option(line, groups, passes, _longest(groups, passes, costs)) for passes in range(limit + 1)]
-        options = [max(pair, key=_goodput) for pair in zip(found, options or [plain, *found[1:]], strict=True)]
-        best, last = max(options, key=_goodput), price
-        price = _Price(best.goodput, best.rows)
-        if abs(price.goodput - last.goodput) <= 0.1 * last.goodput:
-            break
-    return options, price
-
-
-def _keys(group: _Group) -> list[tuple[str, Source, int]]:
-    """Return what the lengths of a group's proposals are called in a plan, the head's first."""
-    return [
-        (group.domain, "head", int(not group.whole)),
-        *((group.domain, "lookup", kind) for _, kind, _ in group.lookups),
-    ]
-
-
-def _longest(groups: Sequence[_Group], passes: int, costs: Sequence[float]) -> dict[tuple[str, Source, int], int]:
-    """Return the lengths worth their rows: of the head up to its passes, of look-up 0 where the head is worth more."""
-    longest: dict[tuple[str, Source, int], int] = {}
-    for group in groups:
-        head, *lookups = _keys(group)
-        longest[head], worth = _best_length(group.head[:passes], costs)
-        for key, (lookup, _, chances) in zip(lookups, group.lookups, strict=True):
-            length, gain = _best_length(chances, costs)
-            if lookup.num_tokens < length:
-                _, gain = _best_length(chances[: lookup.num_tokens], costs)
-            longest[key] = max(longest.get(key, 0), length if gain > worth else 0)
-    return longest
-
-
-def _best_length(chances: Sequence[float], costs: Sequence[float]) -> tuple[int, float]:
-    """Return how many tokens of a proposal are worth most beyond their costs, and how much that is."""
-    length, most, total = 0, 0.0, 0.0
-    for place, chance in enumerate(chances[: len(costs) - 1], start=1):
-        total += chance
-        if total - costs[place] > most:
-            length, most = place, total - costs[place]
-    return length, most
-
-
-def _option(line: Line, groups: Sequence[_Group], passes: int, longest: dict[tuple[str, Source, int], int]) -> _Option:
-    """Return what a step gives on average in which these lengths are verified."""
-    num = line.num_sequences
-    tokens, rows, all_looked_up = float(num), float(num), 1.0
-    cases: list[list[tuple[float, int]]] = []  # of a sequence of each group: chance and length of what is drafted
-    for group in groups:
-        head, *keys = _keys(group)
-        rest, drafted = 1.0, []
-        for key, (lookup, _, chances) in zip(keys, group.lookups, strict=True):
-            length = min(longest[key], lookup.num_tokens)
-            if length:
-                tokens += group.num * lookup.chance * sum(chances[:length])
-                drafted.append((lookup.chance, length))
-                rest -= lookup.chance
-        tokens += group.num * rest * sum(group.head[: longest[head]])
-        cases.append([*drafted, (rest, longest[head])])
-        rows += group.num * sum(chance * length for chance, length in cases[-1])
-        all_looked_up *= max(1 - rest, 0.0)
-    target_ms = 0.0
-    for group, drafted in zip(groups, cases, strict=True):  # as one sequence of it varies, and the others don't
-        others = rows - sum(chance * length for chance, length in drafted)
-        target_ms += group.num / num * sum(chance * line.target_ms(others + length) for chance, length in drafted)
-    # The first pass keeps the draft's keys, also where look-up proposes for every sequence.
-    mean_passes = 1 + (passes - 1) * (1 - all_looked_up) if passes else 0
-    return _Option(tokens, target_ms + line.passes_ms(mean_passes), rows, longest)
-
-
 def _settle(
-    options: Sequence[_Option], settled: int, num: int, acceptance: Acceptance, memory: _Memory, params: Params
+    options: Sequence[Option], settled: int, num: int, acceptance: Acceptance, memory: _Memory, params: Params
 ) -> int:
     """Return the number of passes that is kept until another is better by the margin."""
     settled = min(settled, len(options) - 1)
@@ -377,8 +254,8 @@ def _explore(tried: _Try, step_ms: float, memory: _Memory) -> tuple[bool, _Memor
 
 def _try(
     line: Line,
-    groups: Sequence[_Group],
-    options: Sequence[_Option],
+    groups: Sequence[Group],
+    options: Sequence[Option],
     settled: int,
     idle: bool,
     num_whole: int,
@@ -396,23 +273,13 @@ def _try(
         return _Try(0, options[0].longest, max(lost, 0.0))
     if settled or (turn % 2 and any(group.lookups for group in groups)):
         passes = limit if settled else 0
-        option = _option(line, groups, passes, _everything(groups, passes))
+        option = option_of(line, groups, passes, everything(groups, passes))
         return _Try(passes, option.longest, max(option.ms - chosen.ms, 0.0))
     passes = limit if turn % 4 >= 2 else max(range(1, limit + 1), key=lambda passes: options[passes].goodput)
     longest = chosen.longest | {key: passes for key in chosen.longest if key[1:] == ("head", 0)}
     lost = max(line.step_ms(chosen.rows + num_whole * passes, passes) - chosen.ms, 0.0)
     num_steps = -(-STRETCH // num_whole) if idle and num_whole else 1
     return _Try(passes, longest, lost, num_steps, possible=num_whole > 0)
-
-
-def _everything(groups: Iterable[_Group], passes: int) -> dict[tuple[str, Source, int], int]:
-    """Return lengths at which nothing is cut off."""
-    longest: dict[tuple[str, Source, int], int] = {}
-    for group in groups:
-        longest[group.domain, "head", int(not group.whole)] = passes
-        for _, kind, _ in group.lookups:
-            longest[group.domain, "lookup", kind] = NUM_PLACES
-    return longest
 
 
 def _changed(num: int, acceptance: Acceptance, memory: _Memory) -> bool:
