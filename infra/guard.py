@@ -106,7 +106,7 @@ def _load(path: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a page until a signal comes; raise ValueError if its port is in use."""
+    """Serve a page until a signal comes, and return the exit code; 2 if its port is in use."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="python -m infra.guard", description="Serve a page to this home alone.")
@@ -119,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load_settings()
     settings.prepare_environment()
     password = pages_password(settings.home) if options.login else None
-    with hold_port(options.host, options.port) as held, suppress(KeyboardInterrupt):  # a page takes seconds to load
+    try:
+        port = hold_port(options.host, options.port)  # now: a page takes seconds to load
+    except ValueError as error:
+        print(f"infra.guard: {error}", file=sys.stderr)
+        return 2
+    with port as held, suppress(KeyboardInterrupt):
         guard = Guard(_load(options.app), (*NAMES, *options.name), password)
         uvicorn.Server(uvicorn.Config(guard, log_level="warning")).run(sockets=[held])
     return 0

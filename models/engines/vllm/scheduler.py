@@ -63,6 +63,7 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             self._settle(self.draft_keys)  # before the look-ups in the cache
             self._ran = ()
+        # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
         pieces = [wishes.piece for one in unread if (wishes := Wishes.of(one.sampling_params)).piece]
         self.scheduler_config.long_prefill_token_threshold = min(pieces, default=self._longest_piece)
