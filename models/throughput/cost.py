@@ -6,35 +6,39 @@ ms of a step with S sequences, R rows of the target (each sequence's last token 
 passes of the draft. f is piecewise linear in the rows a sequence, and in S; what K is best depends on the ratios of the
 table alone.
 
-- A machine that slows down or is shared slows every step. So an error of the table is taken for d at first, at once and
-  in full, and only a little of it for the point that was measured; a point that is seen seldom counts for more when it
-  is. K changes with a point, not with d.
-- Errors are logarithms, cut at three times their usual size: a step of 100 ms among those of 10 counts as one of 12.
+- A machine that slows down or is shared slows every step, and what was measured once is wrong at some points, so an
+  error says that d has changed or that a point is wrong. Logarithms of all of them are followed by one Kalman filter:
+  d wanders, points hardly do, and their covariance remembers what was not told apart, so that steps that take turns
+  with others put right what of their ratio was wrong. K depends on that ratio alone.
+- A step that reads prompts is in no table, since their tokens take their time with a draft or without. What the draft
+  takes to read them too is a price of drafting: with many short answers it decides whether a draft pays.
+- Errors are cut at three times their usual size: a step of 100 ms among those of 10 counts as one of 12.
 """
 
 import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-DRIFT_RATE = 0.2
-POINT_RATE = 0.02  # of a point seen in every step
-SELDOM_RATE = 0.1  # of one not seen for ten steps or more
+import numpy as np
+from numpy.typing import NDArray
+
 SPREAD_RATE = 0.02
 SPREAD = 0.1  # of the logarithms of times, before any was seen; never taken for less than LEAST_SPREAD
 LEAST_SPREAD = 0.02
 CUT = 3.0
-PASS_DOUBT = 10.0  # how much more of an error is a pass's than the target's, being measured as a difference
-MEASURED = 16  # steps that a point of the first measurement counts for
-MOST = 100  # steps that a point counts for beside another
 LEAST_PASS = 0.02  # of the target's time, that a pass of a draft takes at least
-YOUNG = 4  # steps of a point whose errors are not cut yet
 DOUBT = 0.1  # between the two halves of a measurement
-DOUBTED = 2  # steps that a point of a doubted one counts for
+# Standard deviations of logarithms: of a point as it was measured, beside other work, and of a pass of the draft, which
+# is a difference; of what was never measured; of how far d moves in a step, in spreads, and a point.
+KNOWN, DOUBTED, PASS, NEW = 0.1, 0.3, 0.3, 1.0
+DRIFTS, WANDERS = 0.3, 0.001
+
+Floats = NDArray[np.float64]
 
 
 class Time(NamedTuple):
@@ -42,30 +46,14 @@ class Time(NamedTuple):
 
     Attributes:
         num_rows: at least one a sequence.
+        num_drafted: sequences that the passes were made over; 0 stands for all.
     """
 
     num_sequences: int
     num_rows: int
     num_passes: int
     ms: float
-
-
-class Point(NamedTuple):
-    """One value of the table.
-
-    Attributes:
-        num_steps: that it was learned from.
-        last_step: when it was learned from last.
-    """
-
-    ms: float
-    num_steps: int = MEASURED
-    last_step: int = 0
-
-    def moved(self, error: float, share: float, step: int) -> "Point":
-        """Return the point nearer to what was seen by its part of the error, a logarithm."""
-        rate = max(1 / (1 + self.num_steps), min(POINT_RATE * (step - self.last_step), SELDOM_RATE))
-        return Point(self.ms * math.exp(rate * share * error), self.num_steps + 1, step)
+    num_drafted: int = 0
 
 
 class Curve(NamedTuple):
@@ -73,14 +61,14 @@ class Curve(NamedTuple):
 
     Attributes:
         rows: a sequence, ascending.
-        points: of the target, one for each of `rows`.
-        draft: of a pass of the draft.
+        points: ms of the target, one for each of `rows`.
+        draft: ms of a pass of the draft.
     """
 
     num_sequences: int
     rows: tuple[float, ...]
-    points: tuple[Point, ...]
-    draft: Point | None = None
+    points: tuple[float, ...]
+    draft: float | None = None
 
     def parts(self, rows: float) -> list[tuple[int, float]]:
         """Return which points the target's time at so many rows a sequence is made of, and how much of each."""
@@ -94,7 +82,7 @@ class Curve(NamedTuple):
 
     def target_ms(self, rows: float) -> float:
         """Return f at so many rows a sequence."""
-        return sum(share * self.points[place].ms for place, share in self.parts(rows))
+        return sum(share * self.points[place] for place, share in self.parts(rows))
 
 
 class Line(NamedTuple):
@@ -105,6 +93,7 @@ class Line(NamedTuple):
         ms: of the target, one for each of `rows`, ascending as well.
         pass_ms: of a pass of the draft; None if there was none.
         one_pass: as of the table.
+        prompt_ms: that the draft takes for the prompt tokens that come with each emitted one; none where it rests.
     """
 
     num_sequences: int
@@ -112,6 +101,7 @@ class Line(NamedTuple):
     ms: list[float]
     pass_ms: float | None
     one_pass: bool = False
+    prompt_ms: float = 0.0
 
     def target_ms(self, rows: float) -> float:
         """Return what so many rows take: linear between the known ones, as steep as the last ones beyond them."""
@@ -154,6 +144,8 @@ class Cost:
         grows: it was never measured, so steps outside of it are taken as they come.
         noise: of the measurement: between its first and its second half, as a logarithm; the median over its steps.
         one_pass: the draft says all of its tokens in one pass (P-EAGLE, DFlash), so it makes 0 or 1.
+        prompt_tokens: that are read for each emitted one, of late.
+        covariance: of the errors of the logarithms of d, and of each curve's points and its pass; None before a step.
     """
 
     curves: tuple[Curve, ...] = ()
@@ -164,6 +156,8 @@ class Cost:
     grows: bool = True
     noise: float = 0.0
     one_pass: bool = False
+    prompt_tokens: float = 0.0
+    covariance: Floats | None = field(default=None, compare=False)
 
     @property
     def doubted(self) -> bool:
@@ -186,7 +180,6 @@ class Cost:
         drafted: dict[int, list[Time]] = defaultdict(list)
         measured = _by_step(times)
         noise = _noise(measured.values())
-        num_steps = DOUBTED if noise > DOUBT else MEASURED
         for (num_sequences, num_rows, num_passes), every in measured.items():
             ms = sorted(every)[(len(every) - 1) // 4]  # what else runs can only make a step longer
             if num_passes:
@@ -198,16 +191,16 @@ class Cost:
         curves = []
         for num_sequences, by_rows in sorted(plain.items()):
             rows = tuple(sorted(by_rows))
-            curve = Curve(num_sequences, rows, ascending([Point(by_rows[number], num_steps) for number in rows]))
+            curve = Curve(num_sequences, rows, ascending([by_rows[number] for number in rows]))
             passes = [
                 (time.ms - curve.target_ms(time.num_rows / num_sequences)) / time.num_passes
                 for time in drafted[num_sequences]
             ]
             # Where the noise is larger than a pass, nothing is known of one here: other numbers of sequences tell.
-            seen = bool(passes) and median(passes) > LEAST_PASS * curve.points[0].ms
-            curves.append(curve._replace(draft=Point(median(passes), num_steps) if seen else None))
+            seen = bool(passes) and median(passes) > LEAST_PASS * curve.points[0]
+            curves.append(curve._replace(draft=median(passes) if seen else None))
         if any(drafted.values()) and not any(curve.draft for curve in curves):
-            curves[0] = curves[0]._replace(draft=Point(LEAST_PASS * curves[0].points[0].ms))
+            curves[0] = curves[0]._replace(draft=LEAST_PASS * curves[0].points[0])
         return cls(tuple(curves), measured_for, grows=False, noise=noise)
 
     def line(self, num_sequences: int) -> Line | None:
@@ -221,8 +214,7 @@ class Cost:
         ]
         rows = sorted({number * unit for curve, _, unit in near for number in curve.rows})
         ms = [scale * sum(share * curve.target_ms(number / unit) for curve, share, unit in near) for number in rows]
-        passes = [share * point.ms for _, share, point in self._draft(num_sequences)]
-        return Line(num_sequences, rows, ms, scale * sum(passes) if passes else None, self.one_pass)
+        return Line(num_sequences, rows, ms, self.pass_ms(num_sequences), self.one_pass, self._prompt_ms())
 
     def step_ms(self, num_sequences: int, num_rows: float, num_passes: float) -> float | None:
         """Estimate a step; None if nothing was measured that tells."""
@@ -230,6 +222,19 @@ class Cost:
         if line is None or (num_passes and line.pass_ms is None):
             return None
         return line.step_ms(num_rows, num_passes)
+
+    def pass_ms(self, num_sequences: int) -> float | None:
+        """Return what a pass of the draft over so many sequences takes; None if none was ever measured."""
+        points = self._draft(num_sequences)
+        return math.exp(self.drift) * sum(share * ms for _, share, ms in points) if points else None
+
+    def _prompt_ms(self) -> float:
+        """Return what the draft takes to read prompts: a token as long as one sequence more in a pass."""
+        known = [(curve.num_sequences, curve.draft) for curve in self.curves if curve.draft is not None]
+        if not self.prompt_tokens or len(known) < 2:
+            return 0.0
+        (few, few_ms), (many, many_ms) = known[0], known[-1]
+        return math.exp(self.drift) * self.prompt_tokens * max(many_ms - few_ms, 0.0) / (many - few)
 
     def after(self, time: Time) -> "Cost":
         """Return the table refined by a step that read no prompt.
@@ -239,41 +244,62 @@ class Cost:
         """
         _check(time)
         grown = self._with_points_for(time)
-        expected = grown.step_ms(*time[:3])
-        if expected is None:
+        if not grown.curves or (time.num_passes and not grown._draft(1)):
             return grown
-        step = self.num_steps + 1
-        target, draft = grown._target(time.num_sequences, time.num_rows), grown._draft(time.num_sequences)
-        undrifted = expected / math.exp(self.drift)
-        shares = [max(share, 0.0) * grown.curves[at].points[place].ms / undrifted for at, place, share in target]
+        covariance = grown._covariance()
+        parts = grown._parts(time, len(covariance))
+        undrifted = float(parts.sum())
+        expected, shares = math.exp(self.drift) * undrifted, parts.clip(0.0) / undrifted
+        shares[0] = 1.0
+        noise = max(self.spread, LEAST_SPREAD)
+        covariance[0, 0] += (DRIFTS * noise) ** 2
+        covariance.flat[:: len(covariance) + 1] += WANDERS**2
+        doubt = covariance @ shares
+        variance = float(shares @ doubt)
+        error, cut = math.log(time.ms / expected), CUT * noise
+        known = error if variance > DOUBTED**2 else max(-cut, min(error, cut))
+        gain = doubt / (variance + noise**2)
+        usual = abs(known) * noise / math.sqrt(variance + noise**2)  # without what is not known of the table
+        covariance -= gain[:, None] * doubt
+        moved = grown._moved(known * gain, covariance)
+        return replace(moved, spread=self.spread + SPREAD_RATE * (usual - self.spread), num_steps=self.num_steps + 1)
+
+    def _covariance(self) -> Floats:
+        """Return the covariance, or what it is before any step."""
+        if self.covariance is not None:
+            return self.covariance.copy()
+        known = DOUBTED if self.doubted else KNOWN
+        doubts = [0.0]
+        for curve in self.curves:
+            doubts += [known] * len(curve.points) + [NEW if curve.draft is None else PASS]
+        return np.diag(np.square(doubts))
+
+    def _place(self, at: int) -> int:
+        """Return the place of a curve's first point in the covariance; that of its pass is after its points."""
+        return 1 + sum(len(curve.points) + 1 for curve in self.curves[:at])
+
+    def _parts(self, time: Time, size: int) -> Floats:
+        """Return the ms of a step, without d, that each of what is followed makes up."""
+        parts = np.zeros(size)
+        for at, place, share in self._target(time.num_sequences, time.num_rows):
+            parts[self._place(at) + place] += share * self.curves[at].points[place]
         if time.num_passes:
-            shares += [time.num_passes * max(share, 0.0) * point.ms / undrifted for _, share, point in draft]
-        else:
-            draft = []
-        error, cut = math.log(time.ms / expected), CUT * max(self.spread, LEAST_SPREAD)
-        young = any(grown.curves[at].points[place].num_steps < YOUNG for at, place, _ in target)
-        young = young or any(point.num_steps < YOUNG for _, _, point in draft)
-        known = max(-cut, min(error, cut))
-        moved = error if young else known
-        doubts = [1.0] * len(target) + [PASS_DOUBT] * len(draft)
-        # So that the estimate moves by rate × error in all.
-        scale = 1 / sum(doubt * share * share for doubt, share in zip(doubts, shares, strict=True))
-        curves = list(grown.curves)
-        for (at, place, _), share in zip(target, shares, strict=False):
-            points = list(curves[at].points)
-            points[place] = points[place].moved(moved, share * scale, step)
-            curves[at] = curves[at]._replace(points=tuple(points))
-        for (at, _, point), share in zip(draft, shares[len(target) :], strict=True):
-            curves[at] = curves[at]._replace(draft=point.moved(moved, PASS_DOUBT * share * scale, step))
-        for at in {at for at, _, _ in target}:
-            curves[at] = curves[at]._replace(points=ascending(curves[at].points))
-        return replace(
-            self,
-            curves=tuple(curves),
-            drift=self.drift + (0.0 if young else DRIFT_RATE * known),
-            spread=self.spread + SPREAD_RATE * (min(abs(error), cut) - self.spread),
-            num_steps=step,
-        )
+            for at, share, ms in self._draft(time.num_drafted or time.num_sequences):
+                parts[self._place(at) + len(self.curves[at].points)] += time.num_passes * share * ms
+        return parts
+
+    def _moved(self, by: Floats, covariance: Floats) -> "Cost":
+        """Return the table with what is followed moved by so much, and points that never fall with the rows."""
+        factors, curves, first = np.exp(by).tolist(), [], 1
+        for curve in self.curves:
+            end = first + len(curve.points)
+            points = [ms * factor for ms, factor in zip(curve.points, factors[first:end], strict=True)]
+            if any(left > right for left, right in pairwise(points)):
+                points = list(ascending(points, [1 / float(covariance[place, place]) for place in range(first, end)]))
+            draft = None if curve.draft is None else curve.draft * factors[end]
+            curves.append(Curve(curve.num_sequences, curve.rows, tuple(points), draft))
+            first = end + 1
+        return replace(self, curves=tuple(curves), drift=self.drift + float(by[0]), covariance=covariance)
 
     def _target(self, num_sequences: int, num_rows: float) -> list[tuple[int, int, float]]:
         """Return what f is made of: (curve, point, how much of it).
@@ -288,8 +314,8 @@ class Cost:
             )
         ]
 
-    def _draft(self, num_sequences: int) -> list[tuple[int, float, Point]]:
-        """Return what g is made of: (curve, how much of it, its point)."""
+    def _draft(self, num_sequences: int) -> list[tuple[int, float, float]]:
+        """Return what g is made of: (curve, how much of it, its ms)."""
         known = [(at, curve.draft) for at, curve in enumerate(self.curves) if curve.draft is not None]
         numbers = [self.curves[at].num_sequences for at, _ in known]
         return [(known[place][0], share, known[place][1]) for place, share in _between(numbers, num_sequences)]
@@ -299,26 +325,30 @@ class Cost:
 
     def _with_points_for(self, time: Time) -> "Cost":
         """Return the table with a first guess of what it has no point for: a curve's next rows, or a pass."""
-        rows, scale = time.num_rows / time.num_sequences, math.exp(self.drift)
+        rows, ms = time.num_rows / time.num_sequences, time.ms / math.exp(self.drift)
         if not self.grows:
             return self
         if not self.curves:
             if time.num_passes:
                 return self
-            return replace(self, curves=(Curve(time.num_sequences, (rows,), (Point(time.ms, 0),)),))
-        curves = list(self.curves)
+            return replace(
+                self, curves=(Curve(time.num_sequences, (rows,), (ms,)),), covariance=np.diag([0.0, NEW**2, NEW**2])
+            )
+        curves, covariance = list(self.curves), self._covariance()
         for at, curve in enumerate(curves):
             if curve.num_sequences != time.num_sequences:
                 continue
             if time.num_passes == 0 and rows not in curve.rows:
                 place = bisect_right(curve.rows, rows)
-                points = (*curve.points[:place], Point(time.ms / scale, 0), *curve.points[place:])
+                points = (*curve.points[:place], ms, *curve.points[place:])
                 curves[at] = curve._replace(rows=(*curve.rows[:place], rows, *curve.rows[place:]), points=points)
+                new = self._place(at) + place
+                covariance = np.insert(np.insert(covariance, new, 0.0, axis=0), new, 0.0, axis=1)
+                covariance[new, new] = NEW**2
             if time.num_passes and not self._draft(time.num_sequences):
-                rest = time.ms / scale - curve.target_ms(rows)
-                ms = max(rest / time.num_passes, 1e-3 * curve.points[0].ms)
-                curves[at] = curve._replace(draft=Point(ms, 0))
-        return replace(self, curves=tuple(curves))
+                rest = ms - curve.target_ms(rows)
+                curves[at] = curve._replace(draft=max(rest / time.num_passes, 1e-3 * curve.points[0]))
+        return replace(self, curves=tuple(curves), covariance=covariance)
 
 
 def _by_step(times: Iterable[Time]) -> dict[tuple[int, int, int], list[float]]:
@@ -347,26 +377,27 @@ def _between(numbers: Sequence[int], number: int) -> list[tuple[int, float]]:
     return [(after - 1, 1 - share), (after, share)]
 
 
-def ascending(points: Sequence[Point]) -> tuple[Point, ...]:
+def ascending(points: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, ...]:
     """Return the nearest points that never fall: those that do are pooled with those before them."""
-    if all(left.ms <= right.ms for left, right in pairwise(points)):
+    if all(left <= right for left, right in pairwise(points)):
         return tuple(points)
-    pools: list[list[Point]] = []
-    for point in points:
-        pools.append([point])
+    pools: list[list[tuple[float, float]]] = []
+    for one in zip(points, weights or [1.0] * len(points), strict=True):
+        pools.append([one])
         while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
             last = pools.pop()
             pools[-1].extend(last)
-    return tuple(point._replace(ms=_mean(pool)) for pool in pools for point in pool)
+    return tuple(_mean(pool) for pool in pools for _ in pool)
 
 
-def _mean(points: Sequence[Point]) -> float:
-    weights = [1 + min(point.num_steps, MOST) for point in points]
-    return sum(weight * point.ms for weight, point in zip(weights, points, strict=True)) / sum(weights)
+def _mean(pool: Sequence[tuple[float, float]]) -> float:
+    return sum(weight * point for point, weight in pool) / sum(weight for _, weight in pool)
 
 
 def _check(time: Time) -> None:
     if not 1 <= time.num_sequences <= time.num_rows or time.num_passes < 0:
         raise ValueError(f"wanted a step of at least a sequence, and a row for each; got {time}")
+    if not 0 <= time.num_drafted <= time.num_sequences:
+        raise ValueError(f"wanted passes over at most the step's sequences, got {time}")
     if not (math.isfinite(time.ms) and time.ms > 0):
         raise ValueError(f"wanted a step of more than 0 ms, got {time}")

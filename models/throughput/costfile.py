@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from models.params import Frozen
-from models.throughput.cost import Cost, Curve, Point, ascending
+from models.throughput.cost import Cost, Curve, ascending
 
 FORMAT = 1
 
@@ -22,8 +22,8 @@ def save(cost: Cost, file: Path) -> None:
         {
             "num_sequences": curve.num_sequences,
             "rows": curve.rows,
-            "target_ms": [scale * point.ms for point in curve.points],
-            "draft_ms": None if curve.draft is None else scale * curve.draft.ms,
+            "target_ms": [scale * ms for ms in curve.points],
+            "draft_ms": None if curve.draft is None else scale * curve.draft,
         }
         for curve in cost.curves
     ]
@@ -61,9 +61,7 @@ class _Curve(Frozen):
 
     def read(self) -> Curve:
         """Return the table's curve."""
-        points = ascending([Point(ms) for ms in self.target_ms])
-        draft = None if self.draft_ms is None else Point(self.draft_ms)
-        return Curve(self.num_sequences, tuple(self.rows), points, draft)
+        return Curve(self.num_sequences, tuple(self.rows), ascending(self.target_ms), self.draft_ms)
 
 
 class _File(Frozen):

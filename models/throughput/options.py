@@ -132,7 +132,8 @@ def option_of(line: Line, groups: Sequence[Group], passes: int, longest: dict[tu
         target_ms += group.num / num * sum(chance * line.target_ms(others + length) for chance, length in drafted)
     # The first pass keeps the draft's keys, also where look-up proposes for every sequence.
     mean_passes = 1 + (passes - 1) * (1 - all_looked_up) if passes else 0
-    return Option(tokens, target_ms + line.passes_ms(mean_passes), rows, longest)
+    prompts_ms = tokens * line.prompt_ms if passes else 0.0
+    return Option(tokens, target_ms + line.passes_ms(mean_passes) + prompts_ms, rows, longest)
 
 
 def everything(groups: Iterable[Group], passes: int) -> dict[tuple[str, Source, int], int]:

@@ -14,8 +14,11 @@ from models.engines.vllm.planning import MEASURED
 
 # Sequences whose steps are measured, and tokens of each answer; the first is read off the prompt. Steps of many
 # sequences vary less and take longer. Twice each, some time apart, since what else runs on the machine comes and goes.
-MEASURED_TOKENS = {1: 6, 2: 6, 4: 6, 8: 6, 16: 4, 32: 4, 64: 4, 128: 4}
+MEASURED_TOKENS = {1: 8, 2: 8, 4: 8, 8: 8, 16: 8, 32: 5, 64: 4, 128: 4}
 NUM_ROUNDS = 2
+# Tokens of each prompt: about as many as a short chat has, since attention takes its time by them. All are alike, so
+# that only the first of them is read in full.
+NUM_PROMPT_TOKENS = 129
 # Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
 MANY_ROWS = 16
 # Answers, and tokens of each, whose fastest tells what a plain step takes: what else runs can only make it longer.
@@ -57,7 +60,8 @@ async def _plain_ms(engine: VllmEngine, request_id: str) -> float:
 
 async def _answer(engine: VllmEngine, wishes: Wishes, num_tokens: int, request_id: str) -> list[float]:
     """Return when each output came; nobody is told of the request."""
-    prompt = TokensPrompt(prompt_token_ids=[1] * 8)
+    most = engine.llm.vllm_config.model_config.max_model_len // 2
+    prompt = TokensPrompt(prompt_token_ids=[1] * min(NUM_PROMPT_TOKENS, most))
     wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     wanted.extra_args = {WISHES: wishes}
     return [time.monotonic() async for _ in AsyncLLM.generate(engine.llm, prompt, wanted, request_id)]

@@ -25,9 +25,8 @@ from tests.models.lengths.simulated import (
 WARM_UP = 500  # steps
 STEADY = goodput.Params(explore=0.0)
 # A row takes 1 ms, a pass 2, a plain step of one sequence 10.
-COST = Cost.measured(
-    [*(Time(num, num * rows, 0, 9.0 + num * rows) for num in (1, 2) for rows in (1, 4)), Time(1, 1, 1, 12.0)]
-)
+TIMES = [*(Time(num, num * rows, 0, 9.0 + num * rows) for num in (1, 2) for rows in (1, 4)), Time(1, 1, 1, 12.0)]
+COST = Cost.measured(TIMES)
 MACHINES = pytest.mark.parametrize("machine", [WITH_UNITS, WITHOUT], ids=lambda machine: machine.name)
 
 
@@ -66,6 +65,17 @@ def test_where_all_tokens_cost_one_pass_more_of_them_pay() -> None:
     acceptance.promise("code", [0.6, 0.06, 0.006])
     plan = goodput.plan(replace(COST, one_pass=True), acceptance, [Running("code")], 3, plan, STEADY)
     assert (plan.num_passes, plan.settled, plan.num_kept("code", "head")) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "num_passes", "tokens_per_s"), [(0, 1, 115), (2, 1, 103), (6, 0, 100)])
+def test_a_draft_that_gains_less_than_it_takes_to_read_the_prompts_does_not_pay(
+    prompt_tokens: float, num_passes: int, tokens_per_s: int
+) -> None:
+    """Plain 1 / 10, one token 1.5 / 13, 1.5 / 14.5 or 1.5 / 17.5: a prompt's token takes the draft 0.5 ms."""
+    cost = Cost.measured([*TIMES, Time(2, 2, 1, 13.5)])
+    reading = replace(cost, prompt_tokens=prompt_tokens)
+    plan = goodput.plan(reading, known(code=0.5), [Running("code")], 1, None, STEADY)
+    assert (plan.num_passes, round(plan.tokens_per_s)) == (num_passes, tokens_per_s)
 
 
 def test_a_gain_under_the_margin_changes_nothing() -> None:
@@ -219,22 +229,43 @@ def test_it_neither_loses_nor_flaps_on_a_recorded_trace(machine: Machine, draft:
 @pytest.mark.slow
 @MACHINES
 def test_a_better_draft_is_used_at_once_and_one_that_broke_is_dropped_soon(machine: Machine) -> None:
-    served = Served(machine, {"code": BAD}, np.random.default_rng(2))
-    served.run(1500, 1)
-    assert served.plans[-1].settled == 0
-    served.swap(ADAPTED, promised=ADAPTED)
-    left = served.answers[0].left
-    served.run(1000, 1)
-    # The answer that ran while the draft rested lacks keys to its end.
-    assert any(plan.settled for plan in served.plans[1500 : 1500 + left + 2])
-    assert served.gain(1500, 1700) >= 0.97
-    assert served.gain(1700) >= 0.95 * best_fixed(machine, ADAPTED, 1)
-    served.swap(BAD, promised=ADAPTED)
-    served.run(2000, 1)
-    dropped = next(number for number, plan in enumerate(served.plans[2500:]) if plan.settled == 0)
-    print(f"{machine.name}: dropped after {dropped} steps, which lost {1 - served.gain(2500, 2500 + dropped):.1%}")
-    assert dropped <= 150
-    assert served.gain(2500 + dropped) >= 0.97
+    adapted, dropped = [], []
+    for seed in range(4):
+        served = Served(machine, {"code": BAD}, np.random.default_rng(seed))
+        served.run(1500, 1)
+        assert served.plans[-1].settled == 0
+        served.swap(ADAPTED, promised=ADAPTED)
+        left = served.answers[0].left
+        served.run(1000, 1)
+        # The answer that ran while the draft rested lacks keys to its end.
+        assert any(plan.settled for plan in served.plans[1500 : 1500 + left + 2])
+        assert served.gain(1500, 1700) >= 0.97
+        adapted.append(served.gain(1700) / best_fixed(machine, ADAPTED, 1))
+        served.swap(BAD, promised=ADAPTED)
+        served.run(2000, 1)
+        dropped.append(next(number for number, plan in enumerate(served.plans[2500:]) if plan.settled == 0))
+        print(f"{machine.name}: {adapted[-1]:.3f} of the best length, dropped after {dropped[-1]} steps")
+        assert served.gain(2500 + dropped[-1]) >= 0.97
+    assert np.mean(adapted) >= 0.95
+    assert np.mean(dropped) <= 150
+
+
+@pytest.mark.slow
+@MACHINES
+@pytest.mark.parametrize("draft", [FRESH, ADAPTED], ids=["fresh", "adapted"])
+def test_a_table_in_which_more_rows_are_a_quarter_too_cheap_costs_next_to_nothing(
+    machine: Machine, draft: tuple[float, ...]
+) -> None:
+    """Short contexts as measured at the start make the target's rows cheaper than those that are served."""
+    served = Served(machine, {"code": draft}, np.random.default_rng(1))
+    wrong = [
+        curve._replace(points=(curve.points[0], *(0.75 * ms for ms in curve.points[1:])))
+        for curve in served.cost.curves
+    ]
+    served.cost = replace(served.cost, curves=tuple(wrong))
+    served.run(800, 16)
+    print(f"{machine.name}: {served.gain(100):.3f}, best {best_fixed(machine, draft, 16):.3f}")
+    assert served.gain(100) >= 0.97 * max(best_fixed(machine, draft, 16), 1.0)
 
 
 @pytest.mark.slow
