@@ -5,9 +5,9 @@ of the draft. So a few requests are drafted as the gate scored it, and the trigg
 those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
 where acceptance seems to have fallen (models/evaluation/watch.py). Nobody who asks can know which.
 
-A step makes the passes of one such request for all of its sequences. That costs little where they are drafted anyway,
-and a fifth of the step where many run and no draft pays. There so few are drawn that a twentieth of the steps has one:
-as many an hour as of a stream or two, since more requests are answered.
+Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
+where many run and none does. So fewer are drawn the more that costs: where many run it is as many an hour as of a
+stream or two, since more requests are answered.
 """
 
 import random
@@ -17,7 +17,7 @@ import numpy as np
 
 from models.evaluation.watch import DOUBTED, FIRST, SHARE, share_alone
 
-STEPS = 0.05  # that may have such a request where no draft pays
+LOST = 0.01  # share of the tokens that it may cost
 MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients
 
 
@@ -28,14 +28,15 @@ class Alone:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._random = random.SystemRandom()
 
-    def draws(self, draft_version: str, domain: str, doubted: bool = False, resting: int = 0) -> bool:
+    def draws(self, draft_version: str, domain: str, doubted: bool = False, lost: float = 0.0) -> bool:
         """Return whether the next request of a domain is drafted by this draft alone.
 
         Args:
             draft_version: of the draft.
             domain: of the request.
             doubted: whether acceptance seems to have fallen there.
-            resting: how many requests run without a draft because none pays; 0 where one does.
+            lost: share of the tokens that it would cost to draft all running requests so; four times `LOST` may be lost
+                where acceptance seems to have fallen.
         """
         pair = (draft_version, domain)
         if pair not in self._seen and len(self._seen) >= MAX_COUNTED:
@@ -43,6 +44,6 @@ class Alone:
         self._seen[pair] += 1
         number = self._seen[pair]
         chance = float(share_alone(np.array(number), np.array(doubted)))
-        if resting and number > FIRST:
-            chance = min(chance, STEPS / resting * (DOUBTED / SHARE if doubted else 1))
+        if lost and number > FIRST:
+            chance = min(chance, LOST / lost * (DOUBTED / SHARE if doubted else 1))
         return self._random.random() < chance

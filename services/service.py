@@ -209,9 +209,8 @@ class Service:
         )
 
     def _draws(self, domain: str) -> bool:
-        pace = self.engine.pace
-        resting = 0 if pace is None or pace.num_draft_tokens else self.admission.in_flight
-        return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, resting)
+        lost = 0.0 if (pace := self.engine.pace) is None else pace.judging * self.admission.in_flight
+        return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:
         self._events.emit(event, EVERY_DOMAIN, {"text": text})

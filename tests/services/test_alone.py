@@ -1,7 +1,7 @@
 import pytest
 
 from models.evaluation.watch import DOUBTED, FIRST, SHARE
-from services.alone import STEPS, Alone
+from services.alone import LOST, Alone
 
 
 def test_the_first_requests_of_each_draft_and_domain_are_drafted_alone() -> None:
@@ -22,15 +22,15 @@ def test_later_only_a_share_is() -> None:
 
 
 @pytest.mark.slow
-def test_where_many_run_and_no_draft_pays_few_steps_have_one() -> None:
+def test_fewer_are_drawn_the_more_of_the_tokens_that_costs() -> None:
     alone = Alone()
-    drawn = [alone.draws("1", "chat", resting=64) for _ in range(40_000)]
+    drawn = [alone.draws("1", "chat", lost=10.0) for _ in range(40_000)]
     assert all(drawn[:FIRST])
-    # Binomial around 1 in 1,280: five standard deviations are 0.0007.
-    assert abs(sum(drawn[FIRST:]) / len(drawn[FIRST:]) - STEPS / 64) < 0.0007
-    doubted = sum(alone.draws("1", "chat", doubted=True, resting=64) for _ in range(40_000)) / 40_000
-    assert abs(doubted - 4 * STEPS / 64) < 0.002
-    assert abs(sum(alone.draws("1", "chat", resting=1) for _ in range(40_000)) / 40_000 - SHARE) < 0.006
+    # Binomial around 1 in 1,000: five standard deviations are 0.0008.
+    assert abs(sum(drawn[FIRST:]) / len(drawn[FIRST:]) - LOST / 10) < 0.0008
+    doubted = sum(alone.draws("1", "chat", doubted=True, lost=10.0) for _ in range(40_000)) / 40_000
+    assert abs(doubted - 4 * LOST / 10) < 0.002
+    assert abs(sum(alone.draws("1", "chat", lost=0.1) for _ in range(40_000)) / 40_000 - SHARE) < 0.006
 
 
 def test_names_that_clients_make_up_do_not_fill_the_memory() -> None:

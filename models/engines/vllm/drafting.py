@@ -43,23 +43,49 @@ class Wishes(NamedTuple):
         return wishes
 
 
+class Passes(NamedTuple):
+    """Passes of the draft over some of a step's sequences; the first writes the draft's keys.
+
+    Attributes:
+        num: of the passes; 0 makes the first one all the same, and proposes nothing.
+        names: of the sequences; None for all.
+    """
+
+    num: int
+    names: frozenset[str] | None = None
+
+    def over(self, name: str) -> bool:
+        """Whether they are made over a sequence."""
+        return self.names is None or name in self.names
+
+
 class Drafting(NamedTuple):
     """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
 
     Attributes:
         plan: for the rows that are drafted as is fastest.
-        num_passes: of the draft, over all rows: the plan's, or K if a row is drafted by the head alone; see `Plan`.
+        passes: of the draft: the plan's, and K over rows that are drafted by the head alone, each over what needs them.
+            A sequence in none of them is left without keys for what the step computes.
         num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
     """
 
     plan: Plan
-    num_passes: int
+    passes: tuple[Passes, ...]
     num_looked_up: int
+
+    @property
+    def num_passes(self) -> int:
+        """The most passes over any row."""
+        return max((passes.num for passes in self.passes), default=0)
 
     @property
     def rests(self) -> bool:
         """Whether not even the pass is made that keeps the draft's keys whole."""
-        return self.plan.skip and not self.num_passes
+        return not self.passes
+
+    def drafts(self, name: str) -> bool:
+        """Whether the draft's keys of a sequence are kept whole."""
+        return any(passes.over(name) for passes in self.passes)
 
 
 class Pace(NamedTuple):
@@ -70,12 +96,14 @@ class Pace(NamedTuple):
         why: of the step.
         tokens_per_s, plain_tokens_per_s: of all running requests together, so drafted and without any draft; 0 as long
             as nothing tells.
+        judging: share of their tokens that is lost if one of them is drafted by the head alone.
     """
 
     num_draft_tokens: int
     why: str
     tokens_per_s: float
     plain_tokens_per_s: float
+    judging: float = 0.0
 
 
 class Row(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from models import catalog
 from models.engines import LookUp
-from models.engines.vllm.drafting import PASSES, Drafting, Pace, Row, Wishes
+from models.engines.vllm.drafting import PASSES, Drafting, Pace, Passes, Row, Wishes
 from models.engines.vllm.parent import WithParent
 from models.lengths import Plan, Running
 from models.params import BaseParams
@@ -27,6 +27,8 @@ from models.throughput.speeds import Part, Speeds
 
 # Steps between two times that the table of costs is written: it must only be about right at the next start.
 SAVE_EVERY = 2000
+# How much of a step goes into the means of prompt tokens and emitted ones: they are of the last hundred steps or so.
+PROMPTS_RATE = 0.01
 # Key of the requests that measure what steps take; their domain says how many there are.
 MEASURED = "measure"
 
@@ -100,11 +102,17 @@ class Setup:
 
 @dataclass
 class Asked:
-    """What the scheduler knows of one request in a step; see `models.lengths.Running` for `whole`."""
+    """What the scheduler knows of one request in a step; see `models.lengths.Running` for `whole`.
+
+    Attributes:
+        num_read: tokens of its prompt that the step reads.
+    """
 
     wishes: Wishes
     whole: bool
     choice: Choice = "greedy"
+    name: str = ""
+    num_read: int = 0
 
 
 class Planner:
@@ -125,32 +133,51 @@ class Planner:
         self.speeds = Speeds()
         self._setup, self._policy = setup, catalog.load("lengths", setup.lengths.name)
         self._acceptance = Acceptance()
-        self._drafting = Drafting(Plan(0), 0, 0)
+        self._drafting = Drafting(Plan(0), (), 0)
         self._measured: list[Time] = []
         self._measuring, self._num_measured = False, ""
+        self._running: list[Running] = []  # that the plan is for
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
+        self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
     @property
-    def drafted(self) -> bool:
-        """Whether the draft wrote its keys in the last step."""
-        return not self._drafting.rests
+    def drafting(self) -> Drafting:
+        """How the last step is drafted."""
+        return self._drafting
 
     def num_kept(self, wishes: Wishes, whole: bool) -> int:
         """Return how many tokens of the head's proposal are to be verified for a sequence."""
         if wishes.drafting == "auto":
             return self._drafting.plan.num_kept(wishes.domain, "head", whole=whole)
-        return self._drafting.num_passes if wishes.drafting == "head" else 0
+        return self._setup.num_draft_tokens if wishes.drafting == "head" else 0
 
     @property
     def pace(self) -> Pace | None:
         """What is expected of how requests are served; None before the first that is served so."""
         if self.plan is None:
             return None
-        return Pace(self.plan.settled, self.plan.why, self.plan.tokens_per_s, self.plan.plain_tokens_per_s)
+        plan = self.plan
+        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging(plan))
+
+    def _judging(self, plan: Plan) -> float:
+        """Return the share of a step's tokens that a sequence costs which is drafted by the head alone; see `Pace`."""
+        limit, num, cost = self._setup.num_draft_tokens, len(self._running), self._cost
+        line, one_ms = cost.line(num), cost.pass_ms(1)
+        if line is None or line.pass_ms is None or one_ms is None or not plan.tokens_per_s:
+            return 0.0
+        more = limit - plan.settled
+        passes_ms = min(self._num_passes(limit) * one_ms, line.passes_ms(limit) - line.passes_ms(plan.settled))
+        more_ms = passes_ms + line.target_ms(num + more) - line.target_ms(num)
+        a_ms, step_ms = plan.tokens_per_s / 1000, line.target_ms(num) + line.passes_ms(plan.settled)
+        gained = min(
+            self._acceptance.expected(domain, "head", limit) - self._acceptance.expected(domain, "head", plan.settled)
+            for domain in {one.domain for one in self._running}
+        )
+        return max(0.0, (a_ms * more_ms - gained) / (a_ms * step_ms))
 
     def next(self, asked: Sequence[Asked]) -> Drafting:
         """Return how the sequences of a step are drafted after it."""
@@ -160,6 +187,9 @@ class Planner:
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
         self._promise(wishes)
+        self._read += PROMPTS_RATE * (sum(one.num_read for one in asked) - self._read)
+        self._emitted += PROMPTS_RATE * (self._num_emitted - self._emitted)
+        self._num_emitted = 0
         lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
         running = [
             Running(one.wishes.domain, lookups[one.wishes.domain], one.whole)
@@ -169,15 +199,36 @@ class Planner:
         plan, num_looked_up = Plan(0, skip=True), setup.lookup.num_tokens if self._measuring else 0
         if running:
             most = setup.num_draft_tokens
-            plan = self._policy.plan(self._cost, self._acceptance, running, most, self.plan, setup.lengths)
-            self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
-        alone = any(wish.drafting in ("head", PASSES) for wish in wishes)
-        num_passes = setup.num_draft_tokens if alone else plan.num_passes
-        self._drafting = Drafting(plan, num_passes, num_looked_up)
+            cost = replace(self._cost, prompt_tokens=self._read / self._emitted if self._emitted else 0.0)
+            plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
+            self.plan, self._running, num_looked_up = plan, running, setup.lookup.num_tokens if plan.look_up else 0
+        self._drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
         return self._drafting
+
+    def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:
+        """Return which passes are made: over those that need them, or over all together where that takes no longer."""
+        limit = self._setup.num_draft_tokens
+        alone = frozenset(one.name for one in asked if one.wishes.drafting in ("head", PASSES))
+        others = [one for one in asked if one.name not in alone]
+        if plan.settled == 0 and plan.num_passes:  # it explores, and what lacks keys would teach too little
+            others = [one for one in others if one.whole or plan.num_kept(one.wishes.domain, "head", whole=False)]
+        together = Passes(limit if alone else plan.num_passes)
+        apart = [Passes(limit, alone)] if alone else []
+        if others and not plan.skip:
+            apart.append(Passes(plan.num_passes, frozenset(one.name for one in others)))
+        if not apart or any(len(passes.names or ()) == len(asked) for passes in apart):
+            return (together,) if apart else ()
+        together_ms, apart_ms = self._passes_ms(together, len(asked)), [self._passes_ms(one, 0) for one in apart]
+        return (together,) if together_ms <= sum(apart_ms) else tuple(apart)
+
+    def _passes_ms(self, passes: Passes, num_sequences: int) -> float:
+        """Return what passes take; 0 as long as nothing was measured."""
+        pass_ms = self._cost.pass_ms(num_sequences if passes.names is None else len(passes.names))
+        return self._num_passes(max(passes.num, 1)) * (pass_ms or 0.0)
 
     def verified(self, wishes: Wishes, row: Row, num_accepted: int, whole: bool) -> None:
         """Take what was accepted of a row; `whole` says whether the sequence has all of the draft's keys."""
+        self._num_emitted += num_accepted + 1
         source: Source = "lookup" if row.looked_up else "head"
         num_drafted = len(row.token_ids)
         if num_drafted and wishes.key != MEASURED:
@@ -191,9 +242,10 @@ class Planner:
 
     def took(self, step: Step, rows: Iterable[Row] | None) -> None:
         """Take a step that read no prompt; `rows` were drafted after it, None where nothing was."""
-        num_passes = 0
-        if rows is not None and self.drafted:
+        num_passes, num_drafted, made = 0, 0, self._drafting.passes
+        if rows is not None and made:
             num_passes = self._num_passes(max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1))
+            num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
             if str(step.num_sequences) == self._num_measured:  # not while the first come or the last have gone
                 num_passes = self._num_passes(self._drafting.num_passes)  # of which no token need be kept
@@ -202,10 +254,12 @@ class Planner:
         measured, self._measured = self._measured, []
         if any(one.num_passes == 0 for one in measured):  # else it broke off at once, and the steps served must tell
             self._take(measured)
-        cost = self._cost.after(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
-        self._costs[self._choice] = cost
-        if cost.num_steps % SAVE_EVERY == 0:
-            self._save(self._choice)
+        cost = self._cost
+        if len(made) < 2 or num_passes == 0:  # else two kinds of passes share the time
+            cost = cost.after(Time(step.num_sequences, step.num_rows, num_passes, step.ms, num_drafted))
+            self._costs[self._choice] = cost
+            if cost.num_steps % SAVE_EVERY == 0:
+                self._save(self._choice)
         plain_ms = cost.step_ms(step.num_sequences, step.num_sequences, 0)
         if plain_ms is not None and (rows is not None or self._drafting.rests):  # else speculation is off
             self.speeds.see(step.parts, step.ms, plain_ms)

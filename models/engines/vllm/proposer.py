@@ -12,6 +12,7 @@ proposers of other kinds, and keep a fixed K. Tried with vLLM 0.32.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -61,20 +62,20 @@ class Proposer(SpecDecodeBaseProposer):
         if not isinstance(num_speculative_tokens, Drafting):
             return super().propose(num_speculative_tokens, *args, **kwargs)
         step, requests, rows = num_speculative_tokens, self.runner.requests, self.look_up(num_speculative_tokens)
+        names = self.runner.input_batch.req_ids
         wanted = [
-            0 if row.looked_up else self._wanted(requests[name], step)
-            for name, row in zip(self.runner.input_batch.req_ids, rows, strict=True)
+            0 if row.looked_up else self._wanted(requests[name], step) for name, row in zip(names, rows, strict=True)
         ]
-        self._last_draft_probs = None
-        if step.rests:  # and is here for the states alone
-            return [row.packed() for row in rows]
-        num_tokens = min(step.num_passes, max(wanted, default=0))
-        drafted = self._by_head(num_tokens, *args, **kwargs)
-        if num_tokens:
-            rows = [
-                row if row.looked_up else row._replace(token_ids=head[:most])
-                for row, head, most in zip(rows, drafted.tolist(), wanted, strict=True)
-            ]
+        self._last_draft_probs, probs = None, []
+        for passes in step.passes:
+            places = [place for place, name in enumerate(names) if passes.over(name)]
+            num_tokens = min(passes.num, max((wanted[place] for place in places), default=0))
+            drafted = self._by_head(num_tokens, *args, **_of_rows(kwargs, places)) if places else torch.empty(0, 0)
+            probs.append((places, self._last_draft_probs))
+            for place, head in zip(places, drafted.tolist(), strict=True):
+                if not rows[place].looked_up:
+                    rows[place] = rows[place]._replace(token_ids=head[: wanted[place]])
+        self._last_draft_probs = _over_all_rows(probs, len(rows))
         if self._last_draft_probs is not None:
             self._last_draft_probs = _with_certain_rows(self._last_draft_probs, rows)
         return [row.packed() for row in rows]
@@ -197,6 +198,69 @@ def install(runner: Any, library: Library) -> None:
         return [row.packed() for row in planned.look_up(step)] if step.num_looked_up else []
 
     runner.propose_draft_token_ids = propose_unless_it_rests
+
+
+def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Return what the base's `propose` gets for some sequences of a step; all if they are all that it has.
+
+    Args:
+        step: keyword arguments of `propose`, their tensors by token or by sequence.
+        places: of the sequences, ascending.
+    """
+    metadata = step["common_attn_metadata"]
+    if len(places) == metadata.num_reqs:
+        return dict(step)
+    at, borders = torch.tensor(places), metadata.query_start_loc_cpu
+    lengths = borders.diff()[at]
+    tokens = torch.cat([torch.arange(borders[place], borders[place + 1]) for place in places])
+    borders = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+    device = metadata.query_start_loc.device
+    by_row, by_token = at.to(device), tokens.to(device)
+    sampling = step["sampling_metadata"]
+    if sampling.temperature is not None:
+        sampling = replace(sampling, temperature=sampling.temperature[by_row])  # all of it that a draft reads
+    return {
+        **step,
+        "target_token_ids": step["target_token_ids"][by_token],
+        "target_positions": step["target_positions"][..., by_token],
+        "target_hidden_states": step["target_hidden_states"][by_token],
+        "next_token_ids": step["next_token_ids"][by_row],
+        "sampling_metadata": sampling,
+        "common_attn_metadata": metadata.replace(
+            query_start_loc=borders.to(device),
+            query_start_loc_cpu=borders,
+            seq_lens=metadata.seq_lens[by_row],
+            seq_lens_cpu_upper_bound=bound if (bound := metadata.seq_lens_cpu_upper_bound) is None else bound[at],
+            is_prefilling=reads if (reads := metadata.is_prefilling) is None else reads[by_row],
+            num_reqs=len(places),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(lengths.max()),
+            block_table_tensor=metadata.block_table_tensor[by_row],
+            slot_mapping=metadata.slot_mapping[by_token],
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        ),
+    }
+
+
+def _over_all_rows(probs: Sequence[tuple[Sequence[int], Tensor | None]], num_rows: int) -> Tensor | None:
+    """Return what the draft's tokens were drawn from, 0 where it drew none; None where no draft drew any.
+
+    Args:
+        probs: of each of a step's passes the rows that they were made over, R of them, and [R, K, V] or None.
+        num_rows: B.
+
+    Returns:
+        [B, K, V], K the largest of them.
+    """
+    drawn = [(places, q) for places, q in probs if q is not None]
+    if not drawn or len(drawn[0][0]) == num_rows:
+        return drawn[0][1] if drawn else None
+    first = drawn[0][1]
+    all_rows = first.new_zeros((num_rows, max(q.shape[1] for _, q in drawn), first.shape[2]))
+    for places, q in drawn:
+        all_rows[places, : q.shape[1]] = q
+    return all_rows
 
 
 def _with_certain_rows(q: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -47,6 +47,7 @@ class TracingScheduler(Scheduler):
         self.draft_keys: DraftKeys | None = None
         self._drafted = False  # whether the runner handed over what it drafted after the last step
         self._fits = True
+        self._is_off = False  # speculation is switched off: a draft was planned after the last step, and did not run
         self._ran: tuple[Any, ...] = ()  # requests of the last step
         if speculation is not None and speculation.uses_draft_kv_cache():
             self.draft_keys = DraftKeys(self.kv_cache_manager)
@@ -63,6 +64,8 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             self._settle(self.draft_keys)  # before the look-ups in the cache
             self._ran = ()
+            if not self._is_off and any(Wishes.of(one.sampling_params).drafting == "head" for one in self.waiting):
+                self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
         pieces = [wishes.piece for one in unread if (wishes := Wishes.of(one.sampling_params)).piece]
@@ -78,13 +81,15 @@ class TracingScheduler(Scheduler):
         if self.planner is not None:
             self._note_time(self.planner, None)  # of a step after which nothing was drafted
             self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
-            output.num_spec_tokens_to_schedule = self.planner.next([_asked(request) for request in self._ran])
+            output.num_spec_tokens_to_schedule = self.planner.next(
+                [_asked(request, output.num_scheduled_tokens[request.request_id]) for request in self._ran]
+            )
         self._scheduled_s = time.perf_counter()
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """See the base class; not called after a step whose draft was skipped."""
-        self._drafted = self.planner is None or self.planner.drafted
+        self._drafted = self.planner is None or not self.planner.drafting.rests
         if self.planner is not None and not draft_token_ids.draft_token_ids:
             return  # it rested, and nothing was looked up
         if self.planner is not None:
@@ -112,11 +117,18 @@ class TracingScheduler(Scheduler):
         return self.reset_connector_cache() if reset_connector else True
 
     def _settle(self, draft_keys: DraftKeys) -> None:
-        """Say whether the last step wrote the draft's keys; it did not at rest, nor with speculation off."""
-        draft_keys.settle(self._drafted and self._fits)
-        if not (self._drafted and self._fits):
-            for request in self._ran:
+        """Say for whom the last step wrote the draft's keys; at rest, or with speculation off, for nobody."""
+        wrote, planner = self._drafted and self._fits, self.planner
+
+        def drafted(name: str) -> bool:
+            return wrote and (planner is None or planner.drafting.drafts(name))
+
+        draft_keys.settle(drafted, goes_on=planner is None or not planner.drafting.plan.skip)
+        for request in self._ran:
+            if not drafted(request.request_id):
                 request.__dict__[GAPS] = True
+        if self._ran and planner is not None:
+            self._is_off = not planner.drafting.rests and not self._drafted
         self._drafted = False
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -161,10 +173,12 @@ class TracingScheduler(Scheduler):
             self._step = None
 
 
-def _asked(request: Any) -> Asked:
+def _asked(request: Any, num_tokens: int) -> Asked:
+    """Return what the planner is told of a request that a step computes so many tokens of."""
     params = request.sampling_params
     choice: Choice = "logprobs" if params.logprobs is not None else "sampled" if params.temperature > 0 else "greedy"
-    return Asked(Wishes.of(params), GAPS not in request.__dict__, choice)
+    num_read = num_tokens if request.num_output_tokens == 0 else 0
+    return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read)
 
 
 def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:

@@ -38,7 +38,7 @@ GREEDY = Sampling(max_tokens=24, ignore_eos=True)
 Loop = asyncio.AbstractEventLoop
 Running = tuple[VllmEngine, list[Path]]
 SMALL = 4  # of the blocks without an engine
-PROMPT = list(range(100, 110))  # two of those and a half
+PROMPT, OTHER = list(range(100, 110)), list(range(200, 210))  # two of those and a half
 
 
 class Cache:
@@ -74,7 +74,7 @@ class Cache:
         assert self.manager.allocate_slots(request, count, found, blocks, num_lookahead_tokens=3) is not None
         request.num_computed_tokens += found + count
         self.keys.note([Written(request.request_id, request.num_computed_tokens - count, request.num_computed_tokens)])
-        self.keys.settle(drafted)
+        self.keys.settle(lambda _: drafted)
         request.append_output_token_ids(list(then))
 
     def drafted_step(self) -> None:
@@ -112,6 +112,18 @@ def test_a_prompt_with_keys_stays_when_others_are_read_without_the_draft(cache: 
     cache.step(again, drafted=False)  # finds two blocks, writes the third
     cache.drafted_step()
     assert cache.hits([*PROMPT, 1, 2, 3, 4]) == 2 * SMALL
+
+
+def test_of_a_step_whose_draft_ran_for_some_the_others_blocks_lack_keys_and_stay_while_it_rests(cache: Cache) -> None:
+    one, other, tokens = cache.request(PROMPT), cache.request(OTHER), len(PROMPT)
+    for request in (one, other):
+        assert cache.manager.allocate_slots(request, tokens, 0, None) is not None
+        request.num_computed_tokens = tokens
+    cache.keys.note(Written(request.request_id, 0, tokens) for request in (one, other))
+    cache.keys.settle(lambda name: name == one.request_id, goes_on=False)
+    assert (cache.hits(PROMPT), cache.hits(OTHER)) == (2 * SMALL, 2 * SMALL)
+    cache.keys.forget_lacking()
+    assert (cache.hits(PROMPT), cache.hits(OTHER)) == (2 * SMALL, 0)
 
 
 @pytest.mark.parametrize("drafted", [(False, True, True), (True, False, True)])
@@ -158,7 +170,7 @@ def test_a_request_of_a_step_without_the_draft_lacks_keys_from_then_on(
 ) -> None:
     """At rest, with speculation switched off, and beside a request at the end of the draft's context."""
     scheduler, one = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT)
-    scheduler._drafted, scheduler._fits, scheduler._ran = drafted, fits, (one,)
+    scheduler._drafted, scheduler._fits, scheduler._ran, scheduler.planner = drafted, fits, (one,), None
     scheduler._settle(cache.keys)
     assert (GAPS in one.__dict__) == lacks
 

@@ -1,7 +1,7 @@
-"""K by step and look-up in drafts of each family that vLLM's one proposer drafts with, beside EAGLE heads.
+"""K by step and look-up in drafts of each family that vLLM's one proposer drafts with.
 
-What is planned is decided by a table of costs that the engine finds at its start. For one sequence the second row is
-cheap and the third dear, for eight all are cheap, and passes cost next to nothing.
+The target has many layers beside its draft, so that passes are cheap, as they are where drafts are served; the engine
+begins with a table of costs that says so, and learns its own.
 """
 
 import asyncio
@@ -37,15 +37,14 @@ from tests.models.engines.sampled import NUM_DRAWS, NUM_TOKENS, P_VALUE, p_value
 pytestmark = pytest.mark.engine
 
 Loop = asyncio.AbstractEventLoop
-FAMILIES = ("lm", "parallel_eagle", "dflash")
+FAMILIES = ("eagle3", "lm", "parallel_eagle", "dflash")
 K, LOOKED_UP = 3, 6
-NUM_LAYERS, HIDDEN = 3, 128
+NUM_LAYERS, HIDDEN = 16, 128
 THRESHOLD = 0.02
 FEW = 8  # tokens of an answer: fewer than a look-up must match, and than the steps after which K may change
 TIMES = (
-    *(Time(1, rows, 0, ms) for rows, ms in ((1, 10.0), (2, 11.0), (3, 17.0), (4, 20.0), (9, 40.0))),
-    *(Time(8, 8 * rows, 0, 10.0 + 0.01 * (rows - 1)) for rows in (1, 4, 9)),
-    *(Time(num, num, 1, 10.5) for num in (1, 8)),
+    *(Time(num, num * rows, 0, 15.0 + 0.05 * num * rows) for num in (1, 8) for rows in (1, 4, 9)),
+    *(Time(num, num, 1, ms) for num, ms in ((1, 16.5), (8, 17.5))),
 )
 
 
@@ -123,23 +122,57 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
 ) -> None:
     """After steps at 0, in which the draft rests, it drafts as if it had not: what lacks keys is read anew."""
     engine, target, draft = running
-    asked = prompts(6, width=40)
+    asked, compared = prompts(6, width=40), []
     plain = ask(loop, engine, Wishes("off", "plain"), asked, FEW, concurrency=1)
-    for domain, promised, num_tokens in (("none", 1.0, 0), ("one", 2.2, 1), ("all", 3.9, K)):
+    for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 1.8, 1, K), ("all", 3.95, K, K)):
         answers = ask(loop, engine, Wishes("auto", domain, "key", promised), asked, FEW, concurrency=1)
         assert engine.pace is not None
-        assert engine.pace.num_draft_tokens == num_tokens
-        assert {max(one.drafted) for one in answers} == {num_tokens}
+        assert least <= engine.pace.num_draft_tokens <= most
+        planned = [max(one.drafted) for one in answers]
+        assert least <= min(planned) <= max(planned) <= most
         assert not any(match for one in answers for match in one.matches)
         assert differ(answers, plain) == 0
-        if num_tokens:
-            params = reference.Params(dtype="float32", num_draft_tokens=num_tokens)
-            other = loop.run_until_complete(reference.TorchEngine.start(target, draft, params))
-            sampling = Sampling(max_tokens=FEW, ignore_eos=True)
-            theirs = [loop.run_until_complete(other.generate(prompt, sampling, "other")) for prompt in asked]
-            same = [(a, b) for a, b in zip(answers, theirs, strict=True) if a.drafted_ids == b.drafted_ids]
-            assert len(same) >= len(asked) - 1  # but for near ties
-            assert all(a.accepted == b.accepted for a, b in same)
+        compared += [(num, one) for num, one in zip(planned, answers, strict=True) if num]
+    same = []
+    for num in {num for num, _ in compared}:
+        params = reference.Params(dtype="float32", num_draft_tokens=num)
+        other = loop.run_until_complete(reference.TorchEngine.start(target, draft, params))
+        sampling = Sampling(max_tokens=FEW, ignore_eos=True)
+        for one in (one for planned_num, one in compared if planned_num == num):
+            theirs = loop.run_until_complete(other.generate(one.prompt_ids, sampling, "other"))
+            if one.drafted_ids == theirs.drafted_ids:
+                assert one.accepted == theirs.accepted
+                same.append(one)
+    assert len(same) >= len(compared) - 2  # but for near ties
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_proposes_what_it_does_by_itself(
+    running: Running, loop: Loop, temperature: float
+) -> None:
+    engine, asked = running.engine, prompts(8, width=40)
+
+    async def answer(number: int, name: str, drafting: str) -> Completion:
+        wanted = SamplingParams(max_tokens=24, temperature=temperature, seed=number, ignore_eos=True)
+        prompt, wishes = {"prompt_token_ids": asked[number]}, Wishes(drafting, f"{drafting} none", "key", promised=1.0)
+        async for output in engine.llm.generate(prompt, wanted, name, wishes):
+            last = output
+        completion: Completion = last.completion
+        return completion
+
+    async def answer_all(num: int) -> list[Completion]:
+        engine.llm.num_swaps += 1
+        ways = ["head", *["auto"] * (num - 1)]
+        names = [f"apart-{temperature}-{num}-{number}" for number in range(num)]
+        return list(await asyncio.gather(*map(answer, range(num), names, ways)))
+
+    (alone,), (judged, *others) = (loop.run_until_complete(answer_all(num)) for num in (1, 8))
+    by_head = [drafted for one in others for match, drafted in zip(one.matches, one.drafted, strict=True) if not match]
+    assert not any(by_head)
+    assert max(judged.drafted) == K
+    if temperature == 0:  # else they are drawn anew
+        assert judged.token_ids == alone.token_ids
+        assert judged.drafted_ids == alone.drafted_ids
 
 
 def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_stays_the_targets(
@@ -147,7 +180,7 @@ def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_
 ) -> None:
     asked = prompts(16, width=16, times=3)
     plain = ask(loop, running.engine, Wishes("off", "plain"), asked, 48, concurrency=8)
-    answers = ask(loop, running.engine, Wishes("auto", "both", "key", promised=2.0), asked, 48, concurrency=8)
+    answers = ask(loop, running.engine, Wishes("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
     assert differ(answers, plain) == 0
     steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
     looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match]
@@ -183,7 +216,7 @@ def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_read
     taps = family_of(draft).load(draft, target).taps
     layers = sorted({*taps, NUM_LAYERS})
     if not taps:
-        with pytest.raises(ValueError, match=r"hands out its layers \[\] to the draft and not its last, 3"):
+        with pytest.raises(ValueError, match=rf"hands out its layers \[\] to the draft and not its last, {NUM_LAYERS}"):
             loop.run_until_complete(engine.capture_states(1 << 24))
         return
     assert loop.run_until_complete(engine.capture_states(1 << 24)) == len(layers) * HIDDEN

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from models.engines import LookUp
-from models.engines.vllm.drafting import NOTHING, PASSES, WISHES, Drafting, Row, Wishes
+from models.engines.vllm.drafting import NOTHING, PASSES, WISHES, Drafting, Passes, Row, Wishes
 from models.engines.vllm.planning import MEASURED, Asked, Choice, Planner, Setup, Step, _chances, measured_for
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
@@ -22,7 +22,7 @@ def setup(lengths: BaseParams | None = None, costs: Path | None = None, facts: s
 
 
 def asked(*wishes: Wishes) -> list[Asked]:
-    return [Asked(wish, whole=True) for wish in wishes]
+    return [Asked(wish, whole=True, name=str(place)) for place, wish in enumerate(wishes)]
 
 
 AUTO = Wishes("auto", "code", "alice")
@@ -32,10 +32,11 @@ def step(num: int, num_rows: int, ms: float) -> Step:
     return Step(num, num_rows, ms, {"code": Part(num, num)})
 
 
-def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0) -> None:
+def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0, sequence_ms: float = 0.0) -> None:
     """Show it the steps that an engine is measured by: 10 ms, and so much for each more row and each pass.
 
-    In the second round all takes `slower` times as long.
+    A pass takes `sequence_ms` more for each sequence after the first. In the second round all takes `slower` times as
+    long.
     """
     for factor in (1.0, slower):
         for num in (1, 4):
@@ -43,7 +44,7 @@ def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0
                 for _ in range(5):
                     planner.next(asked(*[Wishes(way, str(num), MEASURED)] * num))
                     passes = K if way == PASSES else 0
-                    ms = 10 + row_ms * (num_rows - num) + pass_ms * passes
+                    ms = 10 + row_ms * (num_rows - num) + (pass_ms + sequence_ms * (num - 1)) * passes
                     planner.took(step(num, num_rows, factor * ms), [NOTHING] * num)
     planner.next(asked(AUTO))
     planner.took(step(1, 1, 10), [NOTHING])
@@ -100,11 +101,113 @@ def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_ot
     assert not step.rests
 
 
+HEAD = Wishes("head", "code")
+
+
+def test_where_the_draft_rests_passes_are_made_over_what_is_drafted_by_the_head_alone() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
+    settled(planner, accepted=0)
+    step = planner.next(asked(AUTO, HEAD, AUTO, AUTO))
+    assert step.plan.skip
+    assert step.passes == (Passes(K, frozenset("1")),)
+    assert [step.drafts(name) for name in "0123"] == [False, True, False, False]
+
+
+def test_where_fewer_tokens_pay_the_others_get_their_own_passes_if_that_is_faster() -> None:
+    """A pass takes 0.5 ms and 2 for each sequence after the first, or 2 and nothing: then once over all is faster."""
+    for sequence_ms, pass_ms, apart in ((2.0, 0.5, True), (0.0, 2.0, False)):
+        planner = Planner(setup())
+        measure(planner, row_ms=0.01, pass_ms=pass_ms, sequence_ms=sequence_ms)
+        planner._policy = SimpleNamespace(plan=lambda *_: Plan(1, settled=1))
+        step = planner.next(asked(AUTO, AUTO, HEAD, AUTO))
+        wanted = (Passes(K, frozenset("2")), Passes(1, frozenset("013"))) if apart else (Passes(K),)
+        assert step.passes == wanted
+        assert all(map(step.drafts, "0123"))
+
+
+def test_what_is_tried_at_rest_is_tried_on_sequences_with_whole_keys() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)
+    plan = Plan(2, longest={("code", "head", 0): 2, ("code", "head", 1): 0}, why="explores")
+    planner._policy = SimpleNamespace(plan=lambda *_: plan)
+    running = [one if number == 3 else replace(one, whole=False) for number, one in enumerate(asked(*[AUTO] * 4))]
+    assert planner.next(running).passes == (Passes(2, frozenset("3")),)
+
+
+def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_step_teach_nothing() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.9)
+    planner._policy = SimpleNamespace(plan=lambda *_: Plan(0, skip=True))
+
+    def passes_ms() -> list[float]:
+        known = [planner._costs["greedy"].pass_ms(num) for num in (1, 4)]
+        plain = planner._costs["greedy"].step_ms(4, 4, 0)
+        assert plain is not None
+        return [10 * (ms or 0.0) / plain for ms in known]
+
+    before = passes_ms()
+    drafted = [Row(0, 0, False, [1] * K), NOTHING, NOTHING, NOTHING]
+    for number in range(600):  # plain steps between them tell that the machine is no slower
+        planner.next(asked(HEAD if number % 2 else AUTO, AUTO, AUTO, AUTO))
+        planner.took(step(4, 4, 13.0 if number % 2 else 10.0), drafted if number % 2 else None)
+    one, four = passes_ms()
+    assert one > 1.5 * before[0]  # in truth 1 ms
+    assert four == pytest.approx(before[1], rel=0.2)
+    known = planner._costs["greedy"]
+    planner._policy = SimpleNamespace(plan=lambda *_: Plan(1, settled=1))
+    assert len(planner.next(asked(HEAD, AUTO, AUTO, AUTO)).passes) == 2
+    planner.took(step(4, 10, 500.0), [Row(0, 0, False, [1] * K)] * 4)
+    assert planner._costs["greedy"] == known
+
+
+@pytest.mark.parametrize(
+    ("settles", "lost"),
+    [
+        (0, (3 * 0.5 + 3 * 0.2 - 0.3) / 10),  # what it takes, at a token a ms, less what it brings
+        (1, (3 * 0.5 + 2 * 0.2 - 0.1) / 15),  # three passes over it take less than two more over all
+        (3, 0.0),
+    ],
+)
+def test_what_is_lost_by_drafting_one_sequence_by_the_head_alone_is_what_it_takes_less_what_it_brings(
+    settles: int, lost: float
+) -> None:
+    """A step of ten takes 10 ms, a row more 0.2, a pass 0.5 for each sequence; 0.2, 0.06 and 0.04 tokens come of it."""
+    planner = Planner(setup())
+    for way, num, num_rows, ms in (
+        ("off", 1, 1, 10.0),
+        (PASSES, 1, 1, 11.5),
+        ("off", 10, 10, 10.0),
+        (PASSES, 10, 10, 25.0),
+        ("fill 8", 10, 90, 26.0),
+    ):
+        for _ in range(5):
+            planner.next(asked(*[Wishes(way, str(num), MEASURED)] * num))
+            planner.took(step(num, num_rows, ms), [NOTHING] * num)
+    planner._policy = SimpleNamespace(plan=lambda *_: Plan(settles, settled=settles, tokens_per_s=1000.0))
+    planner._acceptance.promise("code", [0.2, 0.06, 0.04])
+    planner.next(asked(*[AUTO] * 10))
+    planner.took(step(10, 10, 15.0), [NOTHING] * 10)
+    assert planner.pace is not None
+    assert planner.pace.judging == pytest.approx(lost, abs=0.01)
+
+
+def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() -> None:
+    planner, seen = Planner(setup()), []
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    planner._policy = SimpleNamespace(plan=lambda cost, *_: seen.append(cost.prompt_tokens) or Plan(0))
+    for number in range(1000):
+        planner.next([replace(one, num_read=60 * (number % 4 == 0)) for one in asked(AUTO, AUTO)])
+        for _ in range(2):
+            planner.verified(AUTO, Row(0, 0, False, [1] * K), 2, whole=True)
+    assert seen[-1] == pytest.approx(2 * 15 / 6, rel=0.1)
+
+
 def test_where_nothing_is_drafted_by_a_head_the_draft_rests() -> None:
     planner = Planner(setup())
     step = planner.next(asked(Wishes("off"), Wishes("fill 3", "2")))
     assert step.rests
-    assert not planner.drafted
+    assert planner.drafting == step
 
 
 def test_the_policy_fixed_looks_up_whatever_is_found_and_drafts_k_tokens() -> None:
@@ -243,9 +346,9 @@ def test_wishes_travel_as_lists_and_without_any_a_request_is_drafted_by_the_head
 
 
 def test_a_step_rests_only_if_no_pass_is_made() -> None:
-    assert Drafting(Plan(0, skip=True), 0, 8).rests
-    assert not Drafting(Plan(0, skip=True), K, 8).rests
-    assert not Drafting(Plan(0), 0, 8).rests
+    assert Drafting(Plan(0, skip=True), (), 8).rests
+    assert not Drafting(Plan(0, skip=True), (Passes(K, frozenset("1")),), 8).rests
+    assert not Drafting(Plan(0), (Passes(0),), 8).rests
 
 
 def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
