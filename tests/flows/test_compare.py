@@ -147,7 +147,9 @@ def test_cells_that_are_measured_at_once_are_those_of_one_after_the_other(run, t
 def test_an_interrupt_ends_what_is_measured_at_once_and_keeps_what_is_finished(run, tmp_path: Path) -> None:
     asked = ["compare", "verify", "--recipe", "tiny", "--seeds", "200", "--jobs", "2"]
     environment = {**os.environ, "REDRAFT_HOME": str(tmp_path / "home")}
-    running = subprocess.Popen([sys.executable, "-m", "flows.cli", *asked], env=environment, stdout=subprocess.DEVNULL)
+    # A shell that runs tests in its background has them ignore the signal, and so what they start.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "flows.cli", *asked]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     cells = tmp_path / "home" / "compare" / "verify-tiny" / "cells"
     until = time.monotonic() + 240
     while len(finished := list(cells.glob("*-seed-*.json"))) < 2 and time.monotonic() < until:

@@ -12,6 +12,7 @@ plan (models/engines/vllm/proposer.py) goes to them with the step.
 import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -64,7 +65,8 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             self._settle(self.draft_keys)  # before the look-ups in the cache
             self._ran = ()
-            if not self._is_off and any(Wishes.of(one.sampling_params).drafting == "head" for one in self.waiting):
+            starting = islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running)))
+            if not self._is_off and any(Wishes.of(one.sampling_params).drafting == "head" for one in starting):
                 self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]

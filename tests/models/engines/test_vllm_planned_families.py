@@ -175,6 +175,31 @@ def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_prop
         assert judged.drafted_ids == alone.drafted_ids
 
 
+def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(running: Running, loop: Loop) -> None:
+    engine, (first, hot) = running.engine, prompts(2, width=80)
+
+    async def answer(prompt: list[int], drafting: str, name: str) -> tuple[int, Completion]:
+        wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        wishes = Wishes(drafting, "none", "key", promised=1.0)
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, f"hot-{name}", wishes):
+            last = output
+        return last.num_cached_tokens, last.completion
+
+    async def run() -> tuple[int, list[tuple[int, Completion]]]:
+        engine.llm.num_swaps += 1
+        await answer(first, "auto", "first")  # the draft rests before it ends
+        await answer(hot, "auto", "hot")
+        again, _ = await answer(hot, "auto", "again")
+        judged = await answer(hot, "head", "judged")
+        await engine.llm.reset_prefix_cache()
+        return again, [judged, await answer(hot, "head", "empty")]
+
+    again, ((cached, judged), (_, empty)) = loop.run_until_complete(run())
+    assert again >= 64  # at rest the cache serves as ever
+    assert cached == 0
+    assert judged.drafted_ids == empty.drafted_ids
+
+
 def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_stays_the_targets(
     running: Running, loop: Loop
 ) -> None:
