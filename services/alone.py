@@ -6,8 +6,8 @@ those alone: the first ones of each draft and domain, then fewer and fewer, down
 where acceptance seems to have fallen (models/evaluation/watch.py). Nobody who asks can know which.
 
 Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
-where many run and none does. So fewer are drawn the more that costs: where many run it is as many an hour as of a
-stream or two, since more requests are answered.
+or more where many run and none does. So fewer are drawn the more that costs, as it was reckoned when a request ended
+last.
 """
 
 import random

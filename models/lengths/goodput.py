@@ -28,7 +28,8 @@ from pydantic import Field
 
 from models.lengths import RECENT, Plan, Running, View
 from models.params import BaseParams
-from models.throughput.cost import Cost, Line
+from models.throughput.cost import Cost
+from models.throughput.curves import Line
 from models.throughput.options import Group, Option, Price, everything, option_of, options_of
 from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
 

@@ -20,12 +20,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from models.throughput.curves import Curve, Line, ascending, between
+
+PAPER = "Kalman 1960, A new approach to linear filtering and prediction problems"
 
 SPREAD_RATE = 0.02
 SPREAD = 0.1  # of the logarithms of times, before any was seen; never taken for less than LEAST_SPREAD
@@ -54,81 +57,6 @@ class Time(NamedTuple):
     num_passes: int
     ms: float
     num_drafted: int = 0
-
-
-class Curve(NamedTuple):
-    """Steps of one number of sequences.
-
-    Attributes:
-        rows: a sequence, ascending.
-        points: ms of the target, one for each of `rows`.
-        draft: ms of a pass of the draft.
-    """
-
-    num_sequences: int
-    rows: tuple[float, ...]
-    points: tuple[float, ...]
-    draft: float | None = None
-
-    def parts(self, rows: float) -> list[tuple[int, float]]:
-        """Return which points the target's time at so many rows a sequence is made of, and how much of each."""
-        after = bisect_right(self.rows, rows)
-        if after == 0 or len(self.rows) == 1:
-            return [(0, 1.0)]
-        right = min(after, len(self.rows) - 1)
-        low, high = self.rows[right - 1], self.rows[right]
-        share = (rows - low) / (high - low)  # above 1 beyond the last: it goes on as steep as before
-        return [(right - 1, 1 - share), (right, share)]
-
-    def target_ms(self, rows: float) -> float:
-        """Return f at so many rows a sequence."""
-        return sum(share * self.points[place] for place, share in self.parts(rows))
-
-
-class Line(NamedTuple):
-    """What steps of one number of sequences take.
-
-    Attributes:
-        rows: ascending.
-        ms: of the target, one for each of `rows`, ascending as well.
-        pass_ms: of a pass of the draft; None if there was none.
-        one_pass: as of the table.
-        prompt_ms: that the draft takes for the prompt tokens that come with each emitted one; none where it rests.
-    """
-
-    num_sequences: int
-    rows: list[float]
-    ms: list[float]
-    pass_ms: float | None
-    one_pass: bool = False
-    prompt_ms: float = 0.0
-
-    def target_ms(self, rows: float) -> float:
-        """Return what so many rows take: linear between the known ones, as steep as the last ones beyond them."""
-        after = bisect_right(self.rows, rows)
-        if after == 0 or len(self.rows) == 1:
-            return self.ms[0]
-        right = min(after, len(self.rows) - 1)
-        low, start = self.rows[right - 1], self.ms[right - 1]
-        return start + (rows - low) / (self.rows[right] - low) * (self.ms[right] - start)
-
-    def step_ms(self, rows: float, num_passes: float) -> float:
-        """Return what a step takes; rows and passes may be means.
-
-        A draft that says all of its tokens in one pass makes one, whatever number it is asked for.
-
-        Raises:
-            ValueError: no pass was ever measured.
-        """
-        return self.target_ms(rows) + self.passes_ms(num_passes)
-
-    def passes_ms(self, num_passes: float) -> float:
-        """Return what a step's passes of the draft take; see `step_ms`."""
-        if not num_passes:
-            return 0.0
-        if self.pass_ms is None:
-            raise ValueError(f"wanted the time of a step with {num_passes} passes, but none was ever measured")
-        return (min(num_passes, 1) if self.one_pass else num_passes) * self.pass_ms
 
 
 @dataclass(frozen=True)
@@ -210,7 +138,7 @@ class Cost:
         scale, inside = math.exp(self.drift), self._inside(num_sequences)
         near = [
             (self.curves[at], share, num_sequences if inside else self.curves[at].num_sequences)
-            for at, share in _between([curve.num_sequences for curve in self.curves], num_sequences)
+            for at, share in between([curve.num_sequences for curve in self.curves], num_sequences)
         ]
         rows = sorted({number * unit for curve, _, unit in near for number in curve.rows})
         ms = [scale * sum(share * curve.target_ms(number / unit) for curve, share, unit in near) for number in rows]
@@ -290,14 +218,13 @@ class Cost:
 
     def _moved(self, by: Floats, covariance: Floats) -> "Cost":
         """Return the table with what is followed moved by so much, and points that never fall with the rows."""
-        factors, curves, first = np.exp(by).tolist(), [], 1
+        factors, weights = np.exp(by).tolist(), (1 / covariance.diagonal()).tolist()
+        curves, first = [], 1
         for curve in self.curves:
             end = first + len(curve.points)
             points = [ms * factor for ms, factor in zip(curve.points, factors[first:end], strict=True)]
-            if any(left > right for left, right in pairwise(points)):
-                points = list(ascending(points, [1 / float(covariance[place, place]) for place in range(first, end)]))
             draft = None if curve.draft is None else curve.draft * factors[end]
-            curves.append(Curve(curve.num_sequences, curve.rows, tuple(points), draft))
+            curves.append(curve._replace(points=ascending(points, weights[first:end]), draft=draft))
             first = end + 1
         return replace(self, curves=tuple(curves), drift=self.drift + float(by[0]), covariance=covariance)
 
@@ -308,7 +235,7 @@ class Cost:
         """
         return [
             (at, place, weight * share)
-            for at, weight in _between([curve.num_sequences for curve in self.curves], num_sequences)
+            for at, weight in between([curve.num_sequences for curve in self.curves], num_sequences)
             for place, share in self.curves[at].parts(
                 num_rows / (num_sequences if self._inside(num_sequences) else self.curves[at].num_sequences)
             )
@@ -318,7 +245,7 @@ class Cost:
         """Return what g is made of: (curve, how much of it, its ms)."""
         known = [(at, curve.draft) for at, curve in enumerate(self.curves) if curve.draft is not None]
         numbers = [self.curves[at].num_sequences for at, _ in known]
-        return [(known[place][0], share, known[place][1]) for place, share in _between(numbers, num_sequences)]
+        return [(known[place][0], share, known[place][1]) for place, share in between(numbers, num_sequences)]
 
     def _inside(self, num_sequences: int) -> bool:
         return self.curves[0].num_sequences <= num_sequences <= self.curves[-1].num_sequences
@@ -364,34 +291,6 @@ def _noise(measured: Iterable[Sequence[float]]) -> float:
     """Return by how much the later half of each step's times differs from the earlier one."""
     halves = [(every[: len(every) // 2], every[len(every) // 2 :]) for every in measured if len(every) > 1]
     return median([abs(math.log(median(late) / median(early))) for early, late in halves]) if halves else 0.0
-
-
-def _between(numbers: Sequence[int], number: int) -> list[tuple[int, float]]:
-    """Return the places of the two nearest of ascending numbers, and how much each counts; outside, of one."""
-    after = bisect_right(numbers, number)
-    if not numbers or after == 0:
-        return [(0, 1.0)] if numbers else []
-    if after == len(numbers) or numbers[after - 1] == number:
-        return [(after - 1, 1.0)]
-    share = (number - numbers[after - 1]) / (numbers[after] - numbers[after - 1])
-    return [(after - 1, 1 - share), (after, share)]
-
-
-def ascending(points: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return the nearest points that never fall: those that do are pooled with those before them."""
-    if all(left <= right for left, right in pairwise(points)):
-        return tuple(points)
-    pools: list[list[tuple[float, float]]] = []
-    for one in zip(points, weights or [1.0] * len(points), strict=True):
-        pools.append([one])
-        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
-            last = pools.pop()
-            pools[-1].extend(last)
-    return tuple(_mean(pool) for pool in pools for _ in pool)
-
-
-def _mean(pool: Sequence[tuple[float, float]]) -> float:
-    return sum(weight * point for point, weight in pool) / sum(weight for _, weight in pool)
 
 
 def _check(time: Time) -> None:

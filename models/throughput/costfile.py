@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from models.params import Frozen
-from models.throughput.cost import Cost, Curve, ascending
+from models.throughput.cost import Cost
+from models.throughput.curves import Curve, ascending
 
 FORMAT = 1
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from models.throughput.cost import Line
+from models.throughput.curves import Line
 from models.throughput.running import NUM_PLACES, Lookup, Source
 
 
