@@ -81,7 +81,7 @@ class Pace(_Told):
     tokens_per_s: float = Field(description="expected of all running requests together; 0 as long as nothing tells")
     plain_tokens_per_s: float = Field(description="the same without any draft")
     judging: float = Field(
-        0.0, description="share of them that is lost while one request is drafted to judge the draft"
+        0.0, description="share of them that is lost while one of the running requests is drafted to judge the draft"
     )
 
 

@@ -6,8 +6,7 @@ those alone: the first ones of each draft and domain, then fewer and fewer, down
 where acceptance seems to have fallen (models/evaluation/watch.py). Nobody who asks can know which.
 
 Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
-or more where many run and none does. So fewer are drawn the more that costs, as it was reckoned when a request ended
-last.
+or more where many run and none does. So fewer are drawn the more that costs with as many as run now.
 """
 
 import random

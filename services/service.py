@@ -147,7 +147,7 @@ class Service:
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
-            pace=None if (pace := self.engine.pace) is None else Pace(**pace._asdict()),
+            pace=self._pace(),
             speed={domain: Speed(**speed._asdict()) for domain, speed in sorted(self.engine.speeds.items())},
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
@@ -208,8 +208,15 @@ class Service:
             capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
         )
 
+    def _pace(self) -> Pace | None:
+        """Return how steps are drafted, with what judging costs at the present load."""
+        if (pace := self.engine.pace) is None:
+            return None
+        return Pace(**pace._asdict() | {"judging": pace.judging_of(self.admission.in_flight)})
+
     def _draws(self, domain: str) -> bool:
-        lost = 0.0 if (pace := self.engine.pace) is None else pace.judging * self.admission.in_flight
+        num = self.admission.in_flight
+        lost = 0.0 if (pace := self.engine.pace) is None else pace.judging_of(num) * num
         return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:

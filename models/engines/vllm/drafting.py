@@ -7,17 +7,16 @@ from models.lengths import Plan
 
 # A request's wishes, under this name in its sampling parameters' `extra_args`.
 WISHES = "redraft"
-FILL = "fill "
-# A way of drafting that measures what passes cost: K of them, of which nothing is verified.
-PASSES = "passes"
+# A way of drafting that measures what rows and passes cost; the planner's `Turn` says how, step by step. The request's
+# domain says how many there are.
+MEASURE = "measure"
 
 
 class Wishes(NamedTuple):
     """What a request says of its drafting.
 
     Attributes:
-        drafting: a `models.engines.Way`; or FILL and a number: so many tokens that are as good as any, which measures
-            what rows cost; or PASSES.
+        drafting: a `models.engines.Way`, or MEASURE.
         domain: kind of traffic.
         key: whose recent answers may be looked up, never another's.
         promised: τ at `K` that the draft was promoted for in this domain; 0 if that is not known.
@@ -96,14 +95,18 @@ class Pace(NamedTuple):
         why: of the step.
         tokens_per_s, plain_tokens_per_s: of all running requests together, so drafted and without any draft; 0 as long
             as nothing tells.
-        judging: share of their tokens that is lost if one of them is drafted by the head alone.
+        judging: share of their tokens that is lost if one of them is drafted by the head alone, if 1, 2, 4, … run.
     """
 
     num_draft_tokens: int
     why: str
     tokens_per_s: float
     plain_tokens_per_s: float
-    judging: float = 0.0
+    judging: Sequence[float] = ()
+
+    def judging_of(self, num_running: int) -> float:
+        """Return `judging` for so many requests; 0 as long as nothing tells."""
+        return self.judging[min(max(num_running - 1, 0).bit_length(), len(self.judging) - 1)] if self.judging else 0.0
 
 
 class Row(NamedTuple):

@@ -8,19 +8,17 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from models.engines.vllm.drafting import FILL, PASSES, WISHES, Wishes
+from models.engines.vllm.drafting import MEASURE, WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.planning import MEASURED
+from models.engines.vllm.planning import turns
 
-# Sequences whose steps are measured, and tokens of each answer; the first is read off the prompt. Steps of many
-# sequences vary less and take longer. Twice each, some time apart, since what else runs on the machine comes and goes.
-MEASURED_TOKENS = {1: 8, 2: 8, 4: 8, 8: 8, 16: 8, 32: 5, 64: 4, 128: 4}
+# Numbers of sequences whose steps are measured, and how often each kind of step takes its turn. Steps of many sequences
+# vary less and take longer. Twice, some time apart, since what else runs on the machine comes and goes.
+NUM_CYCLES = {1: 7, 2: 7, 4: 7, 8: 7, 16: 7, 32: 5, 64: 4, 128: 3}
 NUM_ROUNDS = 2
 # Tokens of each prompt: about as many as a short chat has, since attention takes its time by them. All are alike, so
 # that only the first of them is read in full.
 NUM_PROMPT_TOKENS = 129
-# Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
-MANY_ROWS = 16
 # Answers, and tokens of each, whose fastest tells what a plain step takes: what else runs can only make it longer.
 NUM_PLAIN, PLAIN_TOKENS = 5, 16
 
@@ -43,13 +41,12 @@ async def measure(engine: VllmEngine) -> None:
     if setup is None or setup.known_cost() is not None:
         return
     most = engine.llm.vllm_config.scheduler_config.max_num_seqs
-    many = [f"{FILL}{setup.lookup.num_tokens}"] if setup.lookup.num_tokens > 1 else []
     for number in range(NUM_ROUNDS):
-        for num, num_tokens in MEASURED_TOKENS.items():
-            for drafting in ("off", PASSES, f"{FILL}1", *(many if num <= MANY_ROWS else ())) if num <= most else ():
-                wishes = Wishes(drafting, domain=str(num), key=MEASURED)
-                name = f"measure-{number}-{drafting}-{num}"
-                await asyncio.gather(*(_answer(engine, wishes, num_tokens, f"{name}-{at}") for at in range(num)))
+        for num, num_cycles in NUM_CYCLES.items():
+            if num <= most:
+                wishes, num_steps = Wishes(MEASURE, domain=str(num)), num_cycles * len(turns(num, setup))
+                name = f"measure-{number}-{num}"  # the first token is read off the prompt
+                await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
 
 
 async def _plain_ms(engine: VllmEngine, request_id: str) -> float:

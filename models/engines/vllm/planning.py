@@ -11,12 +11,13 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from models import catalog
 from models.engines import LookUp
-from models.engines.vllm.drafting import PASSES, Drafting, Pace, Passes, Row, Wishes
+from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
 from models.engines.vllm.parent import WithParent
 from models.lengths import Plan, Running
 from models.params import BaseParams
@@ -29,8 +30,11 @@ from models.throughput.speeds import Part, Speeds
 SAVE_EVERY = 2000
 # How much of a step goes into the means of prompt tokens and emitted ones: they are of the last hundred steps or so.
 PROMPTS_RATE = 0.01
-# Key of the requests that measure what steps take; their domain says how many there are.
-MEASURED = "measure"
+# Numbers of requests for which is reckoned what judging the draft costs, and steps between two times that it is.
+JUDGED = (1, 2, 4, 8, 16, 32, 64)
+JUDGED_EVERY = 64
+# Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
+MANY_ROWS = 16
 
 # How a request's tokens are chosen, as far as that takes time.
 Choice = Literal["greedy", "sampled", "logprobs"]
@@ -100,6 +104,27 @@ class Setup:
         return self.costs.with_stem(f"{self.costs.stem}-{choice}")
 
 
+class Turn(NamedTuple):
+    """What a step does that measures: what it drafts is verified, or filled up, in the next one.
+
+    Attributes:
+        passes: makes K passes of the draft, of which nothing is verified.
+        num_filled: tokens of each sequence that the next step verifies.
+    """
+
+    passes: bool
+    num_filled: int
+
+
+def turns(num_sequences: int, setup: Setup) -> list[Turn]:
+    """Return the kinds of steps that take turns while it is measured, so that all meet what else the machine does.
+
+    The first has passes and one row a sequence, the second neither more; then come steps with more rows.
+    """
+    many = max(1, setup.lookup.num_tokens) if num_sequences <= MANY_ROWS else 1
+    return [Turn(True, 0), *(Turn(False, num) for num in sorted({1, many})), Turn(False, 0)]
+
+
 @dataclass
 class Asked:
     """What the scheduler knows of one request in a step; see `models.lengths.Running` for `whole`.
@@ -135,11 +160,13 @@ class Planner:
         self._acceptance = Acceptance()
         self._drafting = Drafting(Plan(0), (), 0)
         self._measured: list[Time] = []
-        self._measuring, self._num_measured = False, ""
+        self._measuring, self._turn = "", 0  # how many sequences are measured, and the steps so far
         self._running: list[Running] = []  # that the plan is for
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
+        self._judging: tuple[float, ...] = ()
+        self._judged_in = 0  # steps
         self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
@@ -161,13 +188,16 @@ class Planner:
         if self.plan is None:
             return None
         plan = self.plan
-        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging(plan))
+        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging)
 
-    def _judging(self, plan: Plan) -> float:
-        """Return the share of a step's tokens that a sequence costs which is drafted by the head alone; see `Pace`."""
-        limit, num, cost = self._setup.num_draft_tokens, len(self._running), self._cost
+    def _lost_by_judging(self, cost: Cost, num: int) -> float:
+        """Return the share of tokens that is lost if one of so many sequences like those that run is a judged one."""
+        limit, running = self._setup.num_draft_tokens, list(islice(cycle(self._running), num))
         line, one_ms = cost.line(num), cost.pass_ms(1)
-        if line is None or line.pass_ms is None or one_ms is None or not plan.tokens_per_s:
+        if line is None or line.pass_ms is None or one_ms is None:
+            return 0.0
+        plan: Plan = self._policy.plan(cost, self._acceptance, running, limit, None, self._setup.lengths)
+        if not plan.tokens_per_s:
             return 0.0
         more = limit - plan.settled
         passes_ms = min(self._num_passes(limit) * one_ms, line.passes_ms(limit) - line.passes_ms(plan.settled))
@@ -182,8 +212,9 @@ class Planner:
     def next(self, asked: Sequence[Asked]) -> Drafting:
         """Return how the sequences of a step are drafted after it."""
         setup, wishes = self._setup, [one.wishes for one in asked]
-        self._measuring = bool(wishes) and all(wish.key == MEASURED for wish in wishes)
-        self._num_measured = wishes[0].domain if self._measuring else ""
+        self._measuring = wishes[0].domain if wishes and all(wish.drafting == MEASURE for wish in wishes) else ""
+        if self._measuring:
+            return self._measured_step(len(wishes))
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
         self._promise(wishes)
@@ -196,19 +227,31 @@ class Planner:
             for one in asked
             if one.wishes.drafting == "auto"
         ]
-        plan, num_looked_up = Plan(0, skip=True), setup.lookup.num_tokens if self._measuring else 0
+        plan, num_looked_up = Plan(0, skip=True), 0
         if running:
             most = setup.num_draft_tokens
             cost = replace(self._cost, prompt_tokens=self._read / self._emitted if self._emitted else 0.0)
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
             self.plan, self._running, num_looked_up = plan, running, setup.lookup.num_tokens if plan.look_up else 0
+            self._judged_in -= 1
+            if self._judged_in < 0:
+                self._judging = tuple(self._lost_by_judging(cost, num) for num in JUDGED)
+                self._judged_in = JUDGED_EVERY
         self._drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
+        return self._drafting
+
+    def _measured_step(self, num: int) -> Drafting:
+        kinds = turns(num, self._setup)
+        turn = kinds[self._turn % len(kinds)]
+        self._turn += 1
+        passes = (Passes(self._setup.num_draft_tokens),) if turn.passes else ()
+        self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_filled)
         return self._drafting
 
     def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:
         """Return which passes are made: over those that need them, or over all together where that takes no longer."""
         limit = self._setup.num_draft_tokens
-        alone = frozenset(one.name for one in asked if one.wishes.drafting in ("head", PASSES))
+        alone = frozenset(one.name for one in asked if one.wishes.drafting == "head")
         others = [one for one in asked if one.name not in alone]
         if plan.settled == 0 and plan.num_passes:  # it explores, and what lacks keys would teach too little
             others = [one for one in others if one.whole or plan.num_kept(one.wishes.domain, "head", whole=False)]
@@ -231,7 +274,7 @@ class Planner:
         self._num_emitted += num_accepted + 1
         source: Source = "lookup" if row.looked_up else "head"
         num_drafted = len(row.token_ids)
-        if num_drafted and wishes.key != MEASURED:
+        if num_drafted and wishes.drafting != MEASURE:
             num_accepted = min(num_accepted, num_drafted)
             self._acceptance.see(wishes.domain, source, num_drafted, num_accepted, row.match, whole)
 
@@ -247,7 +290,7 @@ class Planner:
             num_passes = self._num_passes(max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1))
             num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
-            if str(step.num_sequences) == self._num_measured:  # not while the first come or the last have gone
+            if str(step.num_sequences) == self._measuring:  # not while the first come or the last have gone
                 num_passes = self._num_passes(self._drafting.num_passes)  # of which no token need be kept
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
             return
@@ -271,7 +314,7 @@ class Planner:
     def _take(self, times: Sequence[Time]) -> None:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
         cost = replace(Cost.measured(times, self._setup.measured_for), one_pass=self._setup.one_pass)
-        self._costs = {"greedy": cost}
+        self._costs, self._judged_in = {"greedy": cost}, 0
         if cost.doubted:
             log.warning("what steps take varied by %.0f%%: it is measured anew at the next start", 100 * cost.noise)
         else:
@@ -283,6 +326,7 @@ class Planner:
             if wish.num_swaps > self._num_swaps:
                 self._num_swaps = wish.num_swaps
                 self._promised.clear()
+                self._judged_in = 0
                 self._acceptance.start({})
             # A request that was asked before the swap tells of the draft before.
             if wish.promised and wish.num_swaps == self._num_swaps and wish.domain not in self._promised:

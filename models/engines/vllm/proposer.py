@@ -21,7 +21,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from models.drafting.lookup import Library
 from models.engines.vllm.capture import Ring
-from models.engines.vllm.drafting import FILL, NOTHING, PASSES, Drafting, Row, Wishes
+from models.engines.vllm.drafting import MEASURE, NOTHING, Drafting, Row, Wishes
 from models.engines.vllm.last_tap import NUM_READ
 
 # What the proposer reads of vLLM's runner and proposer.
@@ -143,7 +143,7 @@ class Proposer(SpecDecodeBaseProposer):
         wishes = Wishes.of(request.sampling_params)
         if wishes.drafting == "auto":
             return max(step.plan.num_kept(wishes.domain, "head", whole=whole) for whole in (True, False))
-        return step.num_passes if wishes.drafting in ("head", PASSES) else 0
+        return step.num_passes if wishes.drafting in ("head", MEASURE) else 0
 
     def _looked_up(self, place: int, step: Drafting) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
@@ -157,9 +157,8 @@ class Proposer(SpecDecodeBaseProposer):
             return NOTHING
         sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
         sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
-        if wishes.drafting.startswith(FILL):
-            num_filled = min(int(wishes.drafting.removeprefix(FILL)), most)
-            return Row(0, 0, True, [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * num_filled)
+        if wishes.drafting == MEASURE:  # tokens that are as good as any
+            return Row(0, 0, True, [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most)
         if wishes.drafting != "auto" or most < 1:
             return NOTHING
         match = sequence.look_up(most)
