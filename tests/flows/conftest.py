@@ -22,7 +22,9 @@ from models.tokens import encode_chat
 from tasks.select_data import choose_prompts
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 400
+TIMEOUT_S = 600
+# The first start of Prefect's server compiles a thousand modules: beside two workers that took a slow machine 140 s.
+SERVER_S = 300
 NUM_TOKENS = 24
 
 
@@ -34,6 +36,7 @@ class Cli:
         self.home = home
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(("REDRAFT_", "PREFECT_"))}
         self._env |= {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._env["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = str(SERVER_S)
         if orchestrator:
             self._env["PREFECT_API_URL"] = orchestrator
         self._env |= variables
@@ -65,7 +68,7 @@ def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables() | {"PREFECT_API_URL": url}
     argv = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with Child.start(argv, variables, home / "prefect.log", "prefect") as child:
-        wait_until(lambda: answers(f"{url}/health"), 120, child, "the server")
+        wait_until(lambda: answers(f"{url}/health"), SERVER_S, child, "the server")
         yield url
 
 
