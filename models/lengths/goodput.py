@@ -8,8 +8,8 @@ different lengths in one step, see `models.throughput.options`.
 
 - The k of a step is kept until another promises `margin` more. Plain decoding need only promise as much, so that
   nothing is lost for the sake of being steady.
-- At 0 the draft still makes one pass a step, which keeps its keys. After `rest_after` such steps it rests; where
-  drafting loses clearly, as it does under load, after a quarter of them.
+- At 0 the draft still makes one pass a step, which keeps its keys, for as long as that has taken no more than
+  `rest_after` of a step. Then it rests: at once where many prompts come and none is to be drafted for.
 - What is not drafted can't be learned. So `explore` of the time buys steps that are drafted otherwise: each pays the ms
   that it would lose if nothing more were accepted for it. Half of it is spent as it comes, half is put by for the time
   after a swap or a change of load. Where nothing pays, only sequences whose keys are whole are drafted for, since those
@@ -36,9 +36,9 @@ from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Sourc
 PAPER = "arXiv:2406.14066, section 4"
 
 DWELL = 16  # steps between two changes of k, unless load or draft changed
+RESTED = 1.5  # of the margin: what it must promise to begin again after a rest
 EAGER = 500  # steps after a swap or a change of load in which what was put by is spent
 STRETCH = 32  # proposals that are explored in a row from rest
-CLEARLY = 0.05  # share of goodput
 GUESS_WEIGHT = 4  # steps that the first guess counts for with a single sequence
 LOOK_EVERY = 8  # steps at rest, where nothing that is looked up pays
 PUT_BY = 4  # steps' time that is put by at most, or as much as the next stretch takes
@@ -50,13 +50,13 @@ class Params(BaseParams):
     Attributes:
         margin: share of goodput that another number of tokens must promise to be taken.
         explore: share of the time that may be lost for learning.
-        rest_after: steps at 0 after which the draft makes no pass at all; a quarter of it where it loses clearly.
+        rest_after: what the draft may take at 0 to keep its keys, in steps without a draft; then it makes no pass.
     """
 
     name: Literal["goodput"] = "goodput"
     margin: float = Field(0.01, ge=0)
     explore: float = Field(0.01, ge=0, lt=1)
-    rest_after: int = Field(32, ge=0)
+    rest_after: float = Field(0.5, ge=0)
 
 
 class _Memory(NamedTuple):
@@ -72,6 +72,7 @@ class _Memory(NamedTuple):
         explored: how often something was, a stretch counting once.
         gap: steps since then.
         stretch: steps of a stretch that are still to come.
+        kept_ms: that keeping the keys has taken since the last proposal; infinity once it rests.
     """
 
     since: int = 0
@@ -84,6 +85,7 @@ class _Memory(NamedTuple):
     explored: int = 0
     gap: int = 0
     stretch: int = 0
+    kept_ms: float = 0.0
 
 
 class _Try(NamedTuple):
@@ -93,6 +95,7 @@ class _Try(NamedTuple):
         lost_ms: of each step, if nothing more is accepted for it.
         num_steps: in a row.
         possible: there is a sequence to learn from.
+        read_ms: that the first of them takes to read prompts.
     """
 
     num_passes: int
@@ -100,6 +103,12 @@ class _Try(NamedTuple):
     lost_ms: float
     num_steps: int = 1
     possible: bool = True
+    read_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        """Of all its steps."""
+        return self.num_steps * self.lost_ms + self.read_ms
 
 
 def num_draft_tokens(view: View, params: Params) -> int:
@@ -159,9 +168,9 @@ def plan(
         lasting, _ = options_of(line, _groups(acceptance, whole, limit), limit, memory.price)
     settled = _settle(lasting, 0 if first or before is None else before.settled, num, acceptance, memory, params)
     memory = _later(memory, settled != (before.settled if before else 0), num, acceptance, options[settled].ms, params)
-    best = max((option.goodput for option in lasting[1:]), default=0.0)
-    clearly = best < (1 - CLEARLY) * lasting[0].goodput
-    idle = settled == 0 and memory.since > (params.rest_after // 4 if clearly else params.rest_after)
+    kept_ms = 0.0 if settled else memory.kept_ms + line.passes_ms(1) + line.read_ms
+    idle = kept_ms > params.rest_after * line.target_ms(num)
+    memory = memory._replace(kept_ms=math.inf if idle else kept_ms)
     explores, longest, passes = False, options[settled].longest, settled
     if limit and params.explore:
         tried = _try(line, groups, options, settled, idle, num_whole, memory.explored)
@@ -210,8 +219,7 @@ def _settle(
     best = max(range(len(options)), key=lambda passes: options[passes].goodput)
     if options[best].goodput == options[settled].goodput:
         return best  # the fewest; more tokens of one pass than are worth their rows change nothing
-    rested = settled == 0 and memory.since > params.rest_after
-    needed = (1 + params.margin * (1.5 if rested else 1)) * options[settled].goodput
+    needed = (1 + params.margin * (RESTED if math.isinf(memory.kept_ms) else 1)) * options[settled].goodput
     if options[best].goodput > needed:
         return best
     return settled if options[settled].goodput > options[0].goodput else 0
@@ -235,16 +243,16 @@ def _explore(tried: _Try, step_ms: float, memory: _Memory) -> tuple[bool, _Memor
     """Return whether it is this step's turn to learn, and the memory after it has paid."""
     if not tried.possible:
         return False, memory._replace(stretch=0)
-    most = max(PUT_BY * step_ms, tried.num_steps * tried.lost_ms)
+    most = max(PUT_BY * step_ms, tried.total_ms)
     memory = memory._replace(budget=min(memory.budget, most))
     if memory.stretch == 0:
         eager = memory.quiet < EAGER
         available = memory.budget + (memory.put_by if eager else 0.0)
-        if memory.gap < DWELL or available < tried.num_steps * tried.lost_ms:
+        if memory.gap < DWELL or available < tried.total_ms:
             return False, memory
         if eager:
             memory = memory._replace(budget=available, put_by=0.0)
-        memory = memory._replace(stretch=tried.num_steps)
+        memory = memory._replace(stretch=tried.num_steps, budget=memory.budget - tried.read_ms)
     # A stretch is cut short where another number of tokens pays now.
     stretch = min(memory.stretch, tried.num_steps) - 1
     memory = memory._replace(budget=memory.budget - tried.lost_ms, stretch=stretch)
@@ -280,7 +288,7 @@ def _try(
     longest = chosen.longest | {key: passes for key in chosen.longest if key[1:] == ("head", 0)}
     lost = max(line.step_ms(chosen.rows + num_whole * passes, passes) - chosen.ms, 0.0)
     num_steps = -(-STRETCH // num_whole) if idle and num_whole else 1
-    return _Try(passes, longest, lost, num_steps, possible=num_whole > 0)
+    return _Try(passes, longest, lost, num_steps, num_whole > 0, line.read_ms if idle else 0.0)
 
 
 def _changed(num: int, acceptance: Acceptance, memory: _Memory) -> bool:

@@ -73,6 +73,7 @@ class Cost:
         noise: of the measurement: between its first and its second half, as a logarithm; the median over its steps.
         one_pass: the draft says all of its tokens in one pass (P-EAGLE, DFlash), so it makes 0 or 1.
         prompt_tokens: that are read for each emitted one, of late.
+        num_read: prompt tokens that the step reads which is planned.
         covariance: of the errors of the logarithms of d, and of each curve's points and its pass; None before a step.
     """
 
@@ -85,6 +86,7 @@ class Cost:
     noise: float = 0.0
     one_pass: bool = False
     prompt_tokens: float = 0.0
+    num_read: int = 0
     covariance: Floats | None = field(default=None, compare=False)
 
     @property
@@ -142,7 +144,10 @@ class Cost:
         ]
         rows = sorted({number * unit for curve, _, unit in near for number in curve.rows})
         ms = [scale * sum(share * curve.target_ms(number / unit) for curve, share, unit in near) for number in rows]
-        return Line(num_sequences, rows, ms, self.pass_ms(num_sequences), self.one_pass, self._prompt_ms())
+        pass_ms, token_ms = self.pass_ms(num_sequences), self._token_ms()
+        return Line(
+            num_sequences, rows, ms, pass_ms, self.one_pass, self.prompt_tokens * token_ms, self.num_read * token_ms
+        )
 
     def step_ms(self, num_sequences: int, num_rows: float, num_passes: float) -> float | None:
         """Estimate a step; None if nothing was measured that tells."""
@@ -156,13 +161,13 @@ class Cost:
         points = self._draft(num_sequences)
         return math.exp(self.drift) * sum(share * ms for _, share, ms in points) if points else None
 
-    def _prompt_ms(self) -> float:
-        """Return what the draft takes to read prompts: a token as long as one sequence more in a pass."""
+    def _token_ms(self) -> float:
+        """Return what the draft takes to read a prompt's token: as long as for one sequence more in a pass."""
         known = [(curve.num_sequences, curve.draft) for curve in self.curves if curve.draft is not None]
-        if not self.prompt_tokens or len(known) < 2:
+        if not (self.prompt_tokens or self.num_read) or len(known) < 2:
             return 0.0
         (few, few_ms), (many, many_ms) = known[0], known[-1]
-        return math.exp(self.drift) * self.prompt_tokens * max(many_ms - few_ms, 0.0) / (many - few)
+        return math.exp(self.drift) * max(many_ms - few_ms, 0.0) / (many - few)
 
     def after(self, time: Time) -> "Cost":
         """Return the table refined by a step that read no prompt.

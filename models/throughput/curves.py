@@ -44,6 +44,7 @@ class Line(NamedTuple):
         pass_ms: of a pass of the draft; None if there was none.
         one_pass: as of the table.
         prompt_ms: that the draft takes for the prompt tokens that come with each emitted one; none where it rests.
+        read_ms: that it takes for those of the step that is planned.
     """
 
     num_sequences: int
@@ -52,6 +53,7 @@ class Line(NamedTuple):
     pass_ms: float | None
     one_pass: bool = False
     prompt_ms: float = 0.0
+    read_ms: float = 0.0
 
     def target_ms(self, rows: float) -> float:
         """Return what so many rows take: linear between the known ones, as steep as the last ones beyond them."""

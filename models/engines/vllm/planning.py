@@ -202,6 +202,7 @@ class Planner:
         more = limit - plan.settled
         passes_ms = min(self._num_passes(limit) * one_ms, line.passes_ms(limit) - line.passes_ms(plan.settled))
         more_ms = passes_ms + line.target_ms(num + more) - line.target_ms(num)
+        more_ms += 0.0 if plan.settled else line.prompt_ms  # else prompts are read in any case
         a_ms, step_ms = plan.tokens_per_s / 1000, line.target_ms(num) + line.passes_ms(plan.settled)
         gained = min(
             self._acceptance.expected(domain, "head", limit) - self._acceptance.expected(domain, "head", plan.settled)
@@ -218,7 +219,8 @@ class Planner:
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
         self._promise(wishes)
-        self._read += PROMPTS_RATE * (sum(one.num_read for one in asked) - self._read)
+        num_read = sum(one.num_read for one in asked)
+        self._read += PROMPTS_RATE * (num_read - self._read)
         self._emitted += PROMPTS_RATE * (self._num_emitted - self._emitted)
         self._num_emitted = 0
         lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
@@ -230,7 +232,8 @@ class Planner:
         plan, num_looked_up = Plan(0, skip=True), 0
         if running:
             most = setup.num_draft_tokens
-            cost = replace(self._cost, prompt_tokens=self._read / self._emitted if self._emitted else 0.0)
+            prompt_tokens = self._read / self._emitted if self._emitted else 0.0
+            cost = replace(self._cost, prompt_tokens=prompt_tokens, num_read=num_read)
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
             self.plan, self._running, num_looked_up = plan, running, setup.lookup.num_tokens if plan.look_up else 0
             self._judged_in -= 1

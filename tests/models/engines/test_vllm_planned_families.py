@@ -69,7 +69,7 @@ def running(request: pytest.FixtureRequest, loop: Loop, tmp_path_factory: pytest
         num_draft_tokens=K,
         max_model_len=256,
         max_num_seqs=16,
-        lengths=goodput.Params(explore=0.0, rest_after=4),
+        lengths=goodput.Params(explore=0.0, rest_after=0.5),
         lookup=LookUp(num_tokens=LOOKED_UP, shortest=12, remembered=0),
         extra={"block_size": 32},
     )

@@ -119,15 +119,26 @@ def test_a_long_look_up_is_cut_where_its_rows_become_dear_also_if_it_is_seldom_t
     assert plan.tokens_per_s == pytest.approx(1000 * tokens / (0.3 * 22 + 0.7 * 20.25 + 1), rel=0.03)
 
 
-@pytest.mark.parametrize(("chance", "kept"), [(0.29, 20), (0.1, 5)])
-def test_the_draft_rests_when_nothing_was_drafted_for_a_while_and_sooner_where_it_loses_clearly(
-    chance: float, kept: int
-) -> None:
-    acceptance, plan, skips = known(code=chance), None, []
+def test_the_draft_rests_when_keeping_its_keys_has_taken_as_much_as_it_may_and_then_for_good() -> None:
+    """A pass takes 2 ms and a step 10."""
+    acceptance, plan, skips = known(code=0.1), None, []
     for _ in range(40):
-        plan = goodput.plan(COST, acceptance, [Running("code")], 3, plan, goodput.Params(explore=0.0, rest_after=20))
+        plan = goodput.plan(COST, acceptance, [Running("code")], 3, plan, goodput.Params(explore=0.0, rest_after=1.0))
         skips.append(plan.skip)
-    assert skips == [False] * kept + [True] * (40 - kept)
+    assert skips == [False] * 5 + [True] * 35
+
+
+@pytest.mark.parametrize(("num_read", "rests"), [(0, False), (4, False), (100, True)])
+def test_where_many_prompts_come_at_once_and_none_is_to_be_drafted_for_the_draft_does_not_read_them(
+    num_read: int, rests: bool
+) -> None:
+    """A step of one sequence takes 10 ms, a pass 2 and a prompt's token 0.5."""
+    cost = Cost.measured([*TIMES, Time(2, 2, 1, 13.5)])
+    acceptance, plan = known(code=0.1), None
+    plan = goodput.plan(replace(cost, num_read=num_read), acceptance, [Running("code")] * 2, 3, plan, STEADY)
+    assert (plan.settled, plan.skip) == (0, rests)
+    drafts = goodput.plan(replace(cost, num_read=100), known(code=0.9), [Running("code")], 3, plan, STEADY)
+    assert drafts.num_passes  # where drafting pays, prompts are read
 
 
 def test_without_a_table_the_limit_is_drafted() -> None:
