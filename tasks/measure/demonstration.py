@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from infra.artifacts import write_whole
 from infra.client import Answer, Client, LogLevel, Speculation
 from infra.keys import operator_key
 from infra.machine import git_commit
+from infra.memory import free_memory_gib
 from infra.registry import open_registry
 from infra.service_process import start_service, starting
 from infra.settings import Settings
@@ -42,6 +43,7 @@ STOCK = "timed-stock"
 PLOT_WINDOW = 20
 # Of the client beside the refresh: the trainer gives way to the service, and starves beside one that hardly pauses.
 PAUSE_S = 25.0
+ROOM_GIB = 14.0  # of memory that is free, for vLLM's own endpoint to wait beside the service and what trains
 
 Row = dict[str, Any]
 
@@ -77,6 +79,9 @@ def demonstrating(
 ) -> "Iterator[Demonstration]":
     """Serve the champions while the block runs.
 
+    vLLM's own endpoint begins beside the service, since each compiles on one core for minutes; what it is asked, it is
+    asked at the end. Where there is little memory it begins then.
+
     Args:
         recipe: what was built.
         demo: what is sent.
@@ -93,16 +98,22 @@ def demonstrating(
     folder.mkdir(parents=True, exist_ok=True)
     stages.start("serve")
     config = configure_service.fn(recipe)
-    with out.status(starting(config, settings)) as shown:
-        service, url = start_service(config, settings, shown.update)
-    try:
-        with Client(url, operator_key(settings.home)) as client:
-            yield Demonstration(recipe, demo, settings, folder, client, stages, Path(config["target_dir"]))
-    except KeyboardInterrupt:
-        out.print("stopping; run it again to continue from here")
-        raise
-    finally:
-        service.stop()
+    with ExitStack() as beside:
+        stock = Stock(recipe, settings, Path(config["target_dir"])) if demo.stock else None
+        if stock is not None and not answers_of(folder, STOCK) and free_memory_gib() >= ROOM_GIB:
+            stock.begin()
+            beside.callback(stock.stop)
+        with out.status(starting(config, settings)) as shown:
+            service, url = start_service(config, settings, shown.update)
+        try:
+            with Client(url, operator_key(settings.home)) as client:
+                yield Demonstration(recipe, demo, settings, folder, client, stages, Path(config["target_dir"]), stock)
+        except KeyboardInterrupt:
+            out.print("stopping; run it again to continue from here")
+            raise
+        finally:
+            service.stop()
+        beside.pop_all()  # `Demonstration.time_stock` asks it now, and stops it
 
 
 class Demonstration:
@@ -117,8 +128,9 @@ class Demonstration:
         client: Client,
         stages: Stages,
         target_dir: Path,
+        stock: Stock | None = None,
     ) -> None:
-        self._recipe, self._demo, self._settings = recipe, demo, settings
+        self._recipe, self._demo, self._settings, self._stock = recipe, demo, settings, stock
         self._folder, self._client, self._stages = folder, client, stages
         self._target_dir = target_dir
         self._domains = (demo.first_domain, demo.new_domain)
@@ -204,18 +216,19 @@ class Demonstration:
     def time_stock(self) -> None:
         """Time vLLM's own endpoint, compiled and without a draft, one stream; call it when the service has ended.
 
-        It is asked what the service was in turn.
+        It is asked what the service was in turn, and is stopped.
 
         Raises:
             RuntimeError: it does not start, or a request failed.
         """
         answered = {row["prompt_id"] for row in self._rows(STOCK)}
         prompts = [prompt for of_domain in self._held_out() for prompt in of_domain[:NUM_TIMED]]
-        if not self._demo.stock or answered.issuperset(prompt.id for prompt in prompts):
+        if self._stock is None or answered.issuperset(prompt.id for prompt in prompts):
             return
         self._stages.start("vLLM compiled, without a draft")
-        out.print("starting vLLM's own endpoint; the first start on a machine compiles its model for a minute or two")
-        with Stock(self._recipe, self._settings, self._target_dir) as stock, self._keeper(STOCK) as keep:
+        if not self._stock.runs:
+            out.print("starting vLLM's own endpoint; its first start on a machine compiles its model for minutes")
+        with self._stock as stock, self._keeper(STOCK) as keep:
             stock.ask(prompts[:1])  # the first answer of a server is slow
             for prompt in track([one for one in prompts if one.id not in answered], "timed", console=out):
                 (answer,) = stock.ask([prompt])

@@ -45,6 +45,11 @@ class Asked(ABC):
         self.stop()
         self._client.__exit__()
 
+    @property
+    def runs(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._child is not None
+
     @abstractmethod
     def start(self) -> None:
         """Start it and wait until it answers; RuntimeError if it ends by itself."""

@@ -54,8 +54,8 @@ class Stock(Asked):
         self._engine, self._settings = recipe.engine, settings
         self._target_dir, self._speculation = target_dir, speculation
 
-    def start(self) -> None:
-        """Start it, which compiles, and wait until it answers; RuntimeError if it ends by itself."""
+    def begin(self) -> None:
+        """Start it, which compiles, and return at once."""
         arguments: dict[str, Any] = {
             "model": str(self._target_dir),
             "served_model_name": SERVED_NAME,
@@ -73,6 +73,11 @@ class Stock(Asked):
         environment = {**child_environment(self._engine), **openmp_preload(), **cache}
         log = self._settings.home / "logs" / "stock.log"
         self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
+
+    def start(self) -> None:
+        """Start it unless that has begun, and wait until it answers; RuntimeError if it ends by itself."""
+        if self._child is None:
+            self.begin()
         try:
             wait_until(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, self._child, f"{self.url}/health")
         except BaseException:

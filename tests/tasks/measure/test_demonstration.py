@@ -9,6 +9,7 @@ from infra.settings import load_settings
 from models.recipe import Demo, Recipe, load_recipe
 from tasks.measure import demonstration
 from tasks.measure.demo_files import answers_of
+from tasks.measure.stock import Stock
 from tasks.select_data import choose_prompts
 
 NOWHERE = "http://127.0.0.1:1"
@@ -17,7 +18,8 @@ NOWHERE = "http://127.0.0.1:1"
 def demonstrated(recipe: Recipe, demo: Demo, target: Path, folder: Path) -> demonstration.Demonstration:
     """Return a demonstration whose service has ended."""
     settings, stages = load_settings({"REDRAFT_HOME": str(folder)}), demonstration.Stages()
-    return demonstration.Demonstration(recipe, demo, settings, folder, Client(NOWHERE, None), stages, target)
+    stock = Stock(recipe, settings, target) if demo.stock else None
+    return demonstration.Demonstration(recipe, demo, settings, folder, Client(NOWHERE, None), stages, target, stock)
 
 
 def test_an_answer_that_a_kill_cut_short_is_not_there(tmp_path: Path) -> None:

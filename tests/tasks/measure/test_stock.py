@@ -47,10 +47,15 @@ def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_
     speculation = {**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 2}
     prompt = Prompt(messages=(Message(role="user", content="what is 3 times 4?"),), domain="chat", group="g")
     before = descendants(os.getpid())
-    with Stock(recipe, load_settings({"REDRAFT_HOME": str(tmp_path)}), tiny_target, speculation) as stock:
+    begun = Stock(recipe, load_settings({"REDRAFT_HOME": str(tmp_path)}), tiny_target, speculation)
+    begun.begin()
+    assert begun.runs
+    assert not answers(f"{begun.url}/health")  # whoever began it does something else meanwhile
+    with begun as stock:  # and only waits for the rest
         assert len(descendants(os.getpid()) - before) > 2  # a guard, the endpoint, its engine
         (answer,) = stock.ask([prompt])
     assert descendants(os.getpid()) <= before
+    assert not stock.runs
     assert not answers(f"{stock.url}/health")
     alone = open_peers(tiny_target, tiny_draft, "float32", num_draft_tokens=2, max_model_len=256)["transformers"]
     assert answer.status == "ok"
