@@ -10,11 +10,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from models.engines.vllm.drafting import MEASURE, WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.planning import turns
+from models.engines.vllm.turns import cycles, turns
 
-# Numbers of sequences whose steps are measured, and how often each kind of step takes its turn. Steps of many sequences
-# vary less and take longer. Twice, some time apart, since what else runs on the machine comes and goes.
-NUM_CYCLES = {1: 7, 2: 7, 4: 7, 8: 7, 16: 7, 32: 5, 64: 4, 128: 3}
+# Times that all is measured, some time apart, since what else runs on the machine comes and goes.
 NUM_ROUNDS = 2
 # Tokens of each prompt: about as many as a short chat has, since attention takes its time by them. All are alike, so
 # that only the first of them is read in full.
@@ -40,13 +38,11 @@ async def measure(engine: VllmEngine) -> None:
     setup = engine.setup
     if setup is None or setup.known_cost() is not None:
         return
-    most = engine.llm.vllm_config.scheduler_config.max_num_seqs
     for number in range(NUM_ROUNDS):
-        for num, num_cycles in NUM_CYCLES.items():
-            if num <= most:
-                wishes, num_steps = Wishes(MEASURE, domain=str(num)), num_cycles * len(turns(num, setup))
-                name = f"measure-{number}-{num}"  # the first token is read off the prompt
-                await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
+        for num, num_cycles in cycles(engine.llm.vllm_config.scheduler_config.max_num_seqs).items():
+            wishes, num_steps = Wishes(MEASURE, domain=str(num)), num_cycles * len(turns(num, setup.lookup.num_tokens))
+            name = f"measure-{number}-{num}"  # the first token is read off the prompt
+            await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
 
 
 async def _plain_ms(engine: VllmEngine, request_id: str) -> float:

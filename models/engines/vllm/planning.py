@@ -19,6 +19,7 @@ from models import catalog
 from models.engines import LookUp
 from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
 from models.engines.vllm.parent import WithParent
+from models.engines.vllm.turns import turns
 from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.throughput import costfile
@@ -33,8 +34,6 @@ PROMPTS_RATE = 0.01
 # Numbers of requests for which is reckoned what judging the draft costs, and steps between two times that it is.
 JUDGED = (1, 2, 4, 8, 16, 32, 64)
 JUDGED_EVERY = 64
-# Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
-MANY_ROWS = 16
 
 # How a request's tokens are chosen, as far as that takes time.
 Choice = Literal["greedy", "sampled", "logprobs"]
@@ -102,27 +101,6 @@ class Setup:
         if self.costs is None or choice == "greedy":
             return self.costs
         return self.costs.with_stem(f"{self.costs.stem}-{choice}")
-
-
-class Turn(NamedTuple):
-    """What a step does that measures: what it drafts is verified, or filled up, in the next one.
-
-    Attributes:
-        passes: makes K passes of the draft, of which nothing is verified.
-        num_filled: tokens of each sequence that the next step verifies.
-    """
-
-    passes: bool
-    num_filled: int
-
-
-def turns(num_sequences: int, setup: Setup) -> list[Turn]:
-    """Return the kinds of steps that take turns while it is measured, so that all meet what else the machine does.
-
-    The first has passes and one row a sequence, the second neither more; then come steps with more rows.
-    """
-    many = max(1, setup.lookup.num_tokens) if num_sequences <= MANY_ROWS else 1
-    return [Turn(True, 0), *(Turn(False, num) for num in sorted({1, many})), Turn(False, 0)]
 
 
 @dataclass
@@ -244,11 +222,11 @@ class Planner:
         return self._drafting
 
     def _measured_step(self, num: int) -> Drafting:
-        kinds = turns(num, self._setup)
+        kinds = turns(num, self._setup.lookup.num_tokens)
         turn = kinds[self._turn % len(kinds)]
         self._turn += 1
         passes = (Passes(self._setup.num_draft_tokens),) if turn.passes else ()
-        self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_filled)
+        self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
         return self._drafting
 
     def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:

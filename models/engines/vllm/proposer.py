@@ -157,8 +157,9 @@ class Proposer(SpecDecodeBaseProposer):
             return NOTHING
         sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
         sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
-        if wishes.drafting == MEASURE:  # tokens that are as good as any
-            return Row(0, 0, True, [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most)
+        if wishes.drafting == MEASURE:
+            filled = [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most
+            return Row(0, 0, True, filled) if place < step.num_filled else NOTHING
         if wishes.drafting != "auto" or most < 1:
             return NOTHING
         match = sequence.look_up(most)

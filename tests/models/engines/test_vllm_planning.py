@@ -10,7 +10,8 @@ import pytest
 
 from models.engines import LookUp
 from models.engines.vllm.drafting import MEASURE, NOTHING, WISHES, Drafting, Passes, Row, Wishes
-from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step, _chances, measured_for, turns
+from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step, _chances, measured_for
+from models.engines.vllm.turns import turns
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
 from models.throughput.speeds import Part
@@ -57,10 +58,10 @@ def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0
 def measured_steps(planner: Planner, num: int, ms: Callable[[int, int, int], float]) -> None:
     """Show it steps of so many sequences; `ms` says what they take by their number, rows beyond it and passes."""
     more = 0
-    for _ in range(5 * len(turns(num, planner._setup))):
+    for _ in range(5 * len(turns(num, LOOKED_UP))):
         drafting = planner.next(asked(*[Wishes(MEASURE, str(num))] * num))
         planner.took(step(num, num + more, ms(num, more, drafting.num_passes)), [NOTHING] * num)
-        more = num * drafting.num_looked_up
+        more = drafting.num_filled * drafting.num_looked_up
 
 
 def settled(planner: Planner, accepted: int, steps: int = 400) -> Plan:
@@ -348,6 +349,17 @@ def test_all_kinds_of_steps_take_turns_so_that_a_slow_minute_changes_no_ratio(nu
     plain, row, passes = (known.step_ms(num, rows, passes) for rows, passes in ((num, 0), (2 * num, 0), (num, K)))
     assert plain is not None
     assert [(row or 0) / plain, (passes or 0) / plain] == pytest.approx([1.1, 1.6], rel=0.03)
+
+
+@pytest.mark.parametrize(("num", "rows"), [(1, (1, 2, 9)), (2, (1, 2, 9)), (16, (1, 1.25, 2, 9)), (48, (1, 1.25, 2))])
+def test_the_first_rows_beyond_one_a_sequence_are_measured_for_themselves(num: int, rows: tuple[float, ...]) -> None:
+    planner = Planner(setup())
+    measured_steps(planner, num, lambda num, more, passes: 10 + 3 * (more > 0) + 0.1 * more + 2 * passes)
+    planner._take(planner._measured)
+    (curve,) = planner._costs["greedy"].curves
+    assert curve.rows == rows
+    assert curve.points == pytest.approx([10 + 3 * (more > 1) + 0.1 * num * (more - 1) for more in curve.rows])
+    assert curve.draft == pytest.approx(2.0)
 
 
 def test_a_row_comes_out_as_it_went_in() -> None:
