@@ -6,15 +6,22 @@ has nothing to finalize.
 
 It also names what it compiled by the folders of the models, so that a start with another draft compiles anew. Graphs
 take weights as inputs and follow from the configs alone: here two folders with the same config.json share them.
+
+And it pins the thread that compiles to the engine's first core, where two engines that start together wait for each
+other for minutes while other cores idle.
 """
 
 import copy
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
 NAME = "finalize_loading"
@@ -25,10 +32,11 @@ CONFIGS = ("hf_config", "hf_text_config")
 def install() -> None:
     """Let torch hand out loaded functions that vLLM can finalize, and vLLM name graphs by what they compute.
 
-    Called before a model is loaded.
+    And let it compile on whichever core is free. Called before a model is loaded.
     """
     _load_finalizable()
     _name_by_config()
+    _compile_on_any_core()
 
 
 def _load_finalizable() -> None:
@@ -65,6 +73,38 @@ def _name_by_config() -> None:
 
     # A method of vLLM's class is put in place for all of its instances, which mypy forbids.
     ModelConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+
+
+def _compile_on_any_core() -> None:
+    own = TorchCompileWithNoGuardsWrapper.aot_compile
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def aot_compile(self: Any, *args: Any, **options: Any) -> Any:
+        with on_any_core():
+            return own(self, *args, **options)
+
+    # As above.
+    TorchCompileWithNoGuardsWrapper.aot_compile = aot_compile  # type: ignore[method-assign]
+
+
+@contextmanager
+def on_any_core() -> Iterator[None]:
+    """Let this thread run on each core that a thread of this process may use, for as long as the block lasts."""
+    pinned = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set().union(*map(_cores_of, os.listdir("/proc/self/task"))))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, pinned)
+
+
+def _cores_of(thread: str) -> set[int]:
+    try:
+        return os.sched_getaffinity(int(thread))
+    except ProcessLookupError:  # it has ended meanwhile
+        return set()
 
 
 class _Placeless:

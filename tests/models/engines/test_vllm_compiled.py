@@ -1,13 +1,16 @@
 """What was compiled is loaded again: named by the models' shapes, as a function that vLLM can finalize."""
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
 from models.engines.vllm import compiled
@@ -68,3 +71,28 @@ def test_another_shape_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path,
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, **change}))
     assert graph_of(other) != graph_of(tiny_target)
+
+
+def test_a_thread_that_compiles_may_run_on_each_core_of_its_process_and_is_pinned_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores, seen = os.sched_getaffinity(0), []
+    if len(cores) < 2:
+        pytest.skip("one core: there is no other to go to")
+
+    def compiles(self: object, number: int) -> int:
+        seen.append(os.sched_getaffinity(0))
+        return number
+
+    monkeypatch.setattr(TorchCompileWithNoGuardsWrapper, "aot_compile", compiles)
+    compiled.install()
+    other = threading.Event()
+    threading.Thread(target=other.wait, daemon=True).start()  # a thread of the process that is pinned to none
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        assert TorchCompileWithNoGuardsWrapper.aot_compile(None, 3) == 3
+        assert os.sched_getaffinity(0) == {min(cores)}
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.set()
+    assert seen == [cores]
