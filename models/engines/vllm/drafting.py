@@ -66,7 +66,7 @@ class Drafting(NamedTuple):
         passes: of the draft: the plan's, and K over rows that are drafted by the head alone, each over what needs them.
             A sequence in none of them is left without keys for what the step computes.
         num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
-        num_filled: sequences that get as many tokens that are as good as any; while it is measured, and 0 else.
+        num_filled: sequences that get so many tokens that are as good as any; 0 but while it is measured.
     """
 
     plan: Plan

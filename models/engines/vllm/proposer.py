@@ -155,11 +155,11 @@ class Proposer(SpecDecodeBaseProposer):
         most = min(step.num_looked_up, self.max_model_len - num_tokens - 1)
         if step.num_looked_up == 0:
             return NOTHING
-        sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
-        sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
-        if wishes.drafting == MEASURE:
+        if wishes.drafting == MEASURE:  # no key's, so nothing of it is remembered
             filled = [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most
             return Row(0, 0, True, filled) if place < step.num_filled else NOTHING
+        sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
+        sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
         if wishes.drafting != "auto" or most < 1:
             return NOTHING
         match = sequence.look_up(most)

@@ -200,6 +200,7 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
         engine = await VllmEngine.start(tiny_target, tiny_draft, params, costs=tmp_path / "costs")
         try:
             await measure(engine)
+            assert await engine.forget_answers() == 0  # it is nobody's text, and nobody's drafts
             sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="auto")
             return engine, await engine.generate(prompts(1)[0], sampling, "after")
         finally:
@@ -215,7 +216,11 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     assert engine.pace.plain_tokens_per_s > 0
     assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
-        assert [curve.num_sequences for curve in kept.curves] == [1, 2, 4]
+        assert {curve.num_sequences: curve.rows for curve in kept.curves} == {
+            1: (1, 2, 9),
+            2: (1, 2, 9),
+            4: (1, 1.25, 2, 9),
+        }
     speed = engine.speeds[""]
     assert 0.2 < speed.tokens_per_s / speed.plain_tokens_per_s < 4
 
