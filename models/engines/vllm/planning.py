@@ -138,7 +138,8 @@ class Planner:
         self._acceptance = Acceptance()
         self._drafting = Drafting(Plan(0), (), 0)
         self._measured: list[Time] = []
-        self._measuring, self._turn = "", 0  # how many sequences are measured, and the steps so far
+        self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
+        self._turn = 0
         self._running: list[Running] = []  # that the plan is for
         self._promised: set[str] = set()
         self._num_swaps = 0
@@ -226,6 +227,7 @@ class Planner:
         turn = kinds[self._turn % len(kinds)]
         self._turn += 1
         passes = (Passes(self._setup.num_draft_tokens),) if turn.passes else ()
+        self._measured_rows = num + self._drafting.num_filled * self._drafting.num_looked_up
         self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
         return self._drafting
 
@@ -271,7 +273,8 @@ class Planner:
             num_passes = self._num_passes(max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1))
             num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
-            if str(step.num_sequences) == self._measuring:  # not while the first come or the last have gone
+            # Not while the first come or the last have gone, nor the step after, which verifies what fewer were given.
+            if str(step.num_sequences) == self._measuring and step.num_rows == self._measured_rows:
                 num_passes = self._num_passes(self._drafting.num_passes)  # of which no token need be kept
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
             return

@@ -338,6 +338,17 @@ def test_steps_of_a_group_that_is_not_whole_are_not_measured() -> None:
     assert [time.num_sequences for time in planner._measured] == [4]
 
 
+def test_a_step_that_verifies_what_fewer_sequences_were_given_is_not_measured() -> None:
+    """Each step's rows are those of four sequences and of what three of them were given in the one before."""
+    planner, rows = Planner(setup()), []
+    for _ in turns(4, LOOKED_UP):
+        before = planner.drafting
+        planner.next(asked(*[Wishes(MEASURE, "4")] * 4))
+        planner.took(step(4, 4 + min(before.num_filled, 3) * before.num_looked_up, 10), [NOTHING] * 4)
+        rows = [time.num_rows for time in planner._measured]
+    assert rows == [4, 4, 5]
+
+
 @pytest.mark.parametrize("num", [1, 64])
 def test_all_kinds_of_steps_take_turns_so_that_a_slow_minute_changes_no_ratio(num: int) -> None:
     """The machine gets slower from step to step, by half in all; a row takes a tenth of the step, a pass a fifth."""
