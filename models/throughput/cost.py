@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ SPREAD = 0.1  # of the logarithms of times, before any was seen; never taken for
 LEAST_SPREAD = 0.02
 CUT = 3.0
 LEAST_PASS = 0.02  # of the target's time, that a pass of a draft takes at least
-DOUBT = 0.1  # between the two halves of a measurement
+DOUBT = 0.1  # of the ratios between the two halves of a measurement
 # Standard deviations of logarithms: of a point as it was measured, beside other work, and of a pass of the draft, which
 # is a difference; of what was never measured; of how far d moves in a step, in spreads, and a point.
 KNOWN, DOUBTED, PASS, NEW = 0.1, 0.3, 0.3, 1.0
@@ -70,7 +70,8 @@ class Cost:
         spread: mean size of the errors of the last steps, as logarithms.
         num_steps: that it was refined from.
         grows: it was never measured, so steps outside of it are taken as they come.
-        noise: of the measurement: between its first and its second half, as a logarithm; the median over its steps.
+        noise: of the measurement: between its first and its second half, as a logarithm; the mean over its steps, but
+            for what all of them differ by, since a slower machine changes no ratio.
         one_pass: the draft says all of its tokens in one pass (P-EAGLE, DFlash), so it makes 0 or 1.
         prompt_tokens: that are read for each emitted one, of late.
         num_read: prompt tokens that the step reads which is planned.
@@ -293,9 +294,10 @@ def _by_step(times: Iterable[Time]) -> dict[tuple[int, int, int], list[float]]:
 
 
 def _noise(measured: Iterable[Sequence[float]]) -> float:
-    """Return by how much the later half of each step's times differs from the earlier one."""
+    """Return by how much the later half of each step's times differs from the earlier one, but for what all have."""
     halves = [(every[: len(every) // 2], every[len(every) // 2 :]) for every in measured if len(every) > 1]
-    return median([abs(math.log(median(late) / median(early))) for early, late in halves]) if halves else 0.0
+    slower = [math.log(median(late) / median(early)) for early, late in halves]
+    return fmean(abs(one - median(slower)) for one in slower) if slower else 0.0
 
 
 def _check(time: Time) -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 # Numbers of sequences whose steps are measured, beside the most that the engine runs, and how often each kind of step
 # takes its turn. Steps of many sequences vary less and take longer.
-NUM_CYCLES = {1: 6, 2: 6, 4: 6, 8: 6, 16: 6, 32: 4, 64: 3, 128: 3}
+NUM_CYCLES = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4, 32: 3, 64: 2, 128: 2}
 # Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
 MANY_ROWS = 16
 
