@@ -12,8 +12,6 @@ from tasks.promote import open_champions
 
 Row = dict[str, Any]
 
-AT_ONCE = 8  # one by one they took longer than what they are held to, and a batch changes outputs at near ties alone
-
 
 def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) -> list[Row]:
     """Ask each prompt once without speculation, with what tells a near-tie.
@@ -22,7 +20,7 @@ def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) ->
     """
     with run.bar("reference outputs, speculation off", len(prompts)) as bar:
         endpoint.speculate(False)
-        answers = endpoint.ask(prompts, concurrency=AT_ONCE, gaps=True, on_answer=bar.advance)
+        answers = endpoint.ask(prompts, gaps=True, on_answer=bar.advance)
         endpoint.speculate(True)
     return dump(answers)
 
