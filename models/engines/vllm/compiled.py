@@ -85,7 +85,7 @@ def _compile_on_any_core() -> None:
         with on_any_core():
             return own(self, *args, **options)
 
-    # As above.
+    # Likewise: a method of vLLM's class, put in place for all of its instances.
     TorchCompileWithNoGuardsWrapper.aot_compile = aot_compile  # type: ignore[method-assign]
 
 
