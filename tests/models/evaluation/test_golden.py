@@ -23,6 +23,12 @@ def test_an_output_is_equal_near_a_tie_or_different(token_ids: tuple[int, ...], 
     assert equal_output(REFERENCE, token_ids, threshold=0.05) == verdict
 
 
+def test_a_gap_that_rounding_lifts_over_the_threshold_is_a_near_tie() -> None:
+    golden = REFERENCE.model_copy(update={"gaps": (0.50000006, 0.5001, 2.0)})
+    assert equal_output(golden, (4,), threshold=0.5) == "near-tie"
+    assert equal_output(golden, (5, 9), threshold=0.5) == "different"
+
+
 def test_the_threshold_is_twice_the_largest_gap_that_flipped_without_speculation() -> None:
     assert near_tie_threshold([REFERENCE], [[(5, 6, 7)], [(5, 8)]]) == pytest.approx(0.02)
     assert near_tie_threshold([REFERENCE], [[(5, 6, 7)]]) == pytest.approx(1e-3)
