@@ -11,13 +11,13 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from models import catalog
 from models.engines import LookUp
 from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
+from models.engines.vllm.judging import Judging
 from models.engines.vllm.parent import WithParent
 from models.engines.vllm.turns import turns
 from models.lengths import Plan, Running
@@ -31,9 +31,6 @@ from models.throughput.speeds import Part, Speeds
 SAVE_EVERY = 2000
 # How much of a step goes into the means of prompt tokens and emitted ones: they are of the last hundred steps or so.
 PROMPTS_RATE = 0.01
-# Numbers of requests for which is reckoned what judging the draft costs, and steps between two times that it is.
-JUDGED = (1, 2, 4, 8, 16, 32, 64)
-JUDGED_EVERY = 64
 
 # How a request's tokens are chosen, as far as that takes time.
 Choice = Literal["greedy", "sampled", "logprobs"]
@@ -140,12 +137,10 @@ class Planner:
         self._measured: list[Time] = []
         self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
         self._turn = 0
-        self._running: list[Running] = []  # that the plan is for
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
-        self._judging: tuple[float, ...] = ()
-        self._judged_in = 0  # steps
+        self._judging = Judging(self._policy, setup.lengths, setup.num_draft_tokens)
         self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
@@ -167,27 +162,7 @@ class Planner:
         if self.plan is None:
             return None
         plan = self.plan
-        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging)
-
-    def _lost_by_judging(self, cost: Cost, num: int) -> float:
-        """Return the share of tokens that is lost if one of so many sequences like those that run is a judged one."""
-        limit, running = self._setup.num_draft_tokens, list(islice(cycle(self._running), num))
-        line, one_ms = cost.line(num), cost.pass_ms(1)
-        if line is None or line.pass_ms is None or one_ms is None:
-            return 0.0
-        plan: Plan = self._policy.plan(cost, self._acceptance, running, limit, None, self._setup.lengths)
-        if not plan.tokens_per_s:
-            return 0.0
-        more = limit - plan.settled
-        passes_ms = min(self._num_passes(limit) * one_ms, line.passes_ms(limit) - line.passes_ms(plan.settled))
-        more_ms = passes_ms + line.target_ms(num + more) - line.target_ms(num)
-        more_ms += 0.0 if plan.settled else line.prompt_ms  # else prompts are read in any case
-        a_ms, step_ms = plan.tokens_per_s / 1000, line.target_ms(num) + line.passes_ms(plan.settled)
-        gained = min(
-            self._acceptance.expected(domain, "head", limit) - self._acceptance.expected(domain, "head", plan.settled)
-            for domain in {one.domain for one in self._running}
-        )
-        return max(0.0, (a_ms * more_ms - gained) / (a_ms * step_ms))
+        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging.lost)
 
     def next(self, asked: Sequence[Asked]) -> Drafting:
         """Return how the sequences of a step are drafted after it."""
@@ -214,11 +189,8 @@ class Planner:
             prompt_tokens = self._read / self._emitted if self._emitted else 0.0
             cost = replace(self._cost, prompt_tokens=prompt_tokens, num_read=num_read)
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
-            self.plan, self._running, num_looked_up = plan, running, setup.lookup.num_tokens if plan.look_up else 0
-            self._judged_in -= 1
-            if self._judged_in < 0:
-                self._judging = tuple(self._lost_by_judging(cost, num) for num in JUDGED)
-                self._judged_in = JUDGED_EVERY
+            self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
+            self._judging.step(cost, self._acceptance, running)
         self._drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
         return self._drafting
 
@@ -298,7 +270,8 @@ class Planner:
     def _take(self, times: Sequence[Time]) -> None:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
         cost = replace(Cost.measured(times, self._setup.measured_for), one_pass=self._setup.one_pass)
-        self._costs, self._judged_in = {"greedy": cost}, 0
+        self._costs = {"greedy": cost}
+        self._judging.expire()
         if cost.doubted:
             log.warning("what steps take varied by %.0f%%: it is measured anew at the next start", 100 * cost.noise)
         else:
@@ -310,7 +283,7 @@ class Planner:
             if wish.num_swaps > self._num_swaps:
                 self._num_swaps = wish.num_swaps
                 self._promised.clear()
-                self._judged_in = 0
+                self._judging.expire()
                 self._acceptance.start({})
             # A request that was asked before the swap tells of the draft before.
             if wish.promised and wish.num_swaps == self._num_swaps and wish.domain not in self._promised:

@@ -172,28 +172,13 @@ def test_passes_over_some_sequences_teach_what_those_take_and_two_kinds_in_a_ste
     assert planner._costs["greedy"] == known
 
 
-@pytest.mark.parametrize(
-    ("settles", "lost"),
-    [
-        (0, (3 * 0.5 + 3 * 0.2 - 0.3) / 10),  # what it takes, at a token a ms, less what it brings
-        (1, (3 * 0.5 + 2 * 0.2 - 0.1) / 14),  # three passes over it take less than two more over all
-        (3, 0.0),
-    ],
-)
-def test_what_is_lost_by_drafting_one_sequence_by_the_head_alone_is_what_it_takes_less_what_it_brings(
-    settles: int, lost: float
-) -> None:
-    """A step of eight takes 10 ms, a row 0.2, a pass 0.5 for each sequence; 0.2, 0.06 and 0.04 tokens come of it."""
+def test_what_judging_costs_is_reckoned_anew_where_another_draft_was_swapped_in() -> None:
     planner = Planner(setup())
-    for num in (1, 8):
-        measured_steps(planner, num, lambda num, more, passes: 10 + 0.2 * more + 0.5 * num * passes)
-    planner._policy = SimpleNamespace(plan=lambda *_: Plan(settles, settled=settles, tokens_per_s=1000.0))
-    planner._acceptance.promise("code", [0.2, 0.06, 0.04])
-    planner.next(asked(*[AUTO]))  # what eight would lose is known before they come
-    planner.took(step(1, 1, 11.5), [NOTHING])
-    planner.next(asked(*[AUTO]))
-    assert planner.pace is not None
-    assert planner.pace.judging_of(8) == planner.pace.judging_of(7) == pytest.approx(lost, abs=0.01)
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    for num_swaps, promised in ((1, 3.9), (2, 1.0)):
+        planner.next(asked(AUTO._replace(num_swaps=num_swaps, promised=promised)))
+        assert planner.pace is not None
+        assert (planner.pace.judging_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
 
 
 def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() -> None:
