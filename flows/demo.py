@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from flows.build import build
+from flows.build import build, make_target
 from flows.refresh import refresh
+from infra.artifacts import open_artifact
 from infra.settings import Settings
 from models.recipe import Recipe
+from tasks.measure.compiling import compiling
 from tasks.measure.demonstration import Stages, demonstrating
 
 MOST_WINDOWS = 3  # of traffic; an undecided challenger learns on
@@ -24,7 +26,8 @@ def demo(recipe: Recipe, settings: Settings) -> dict[str, Any]:
         raise ValueError(f"recipe {recipe.name} has no table [demo], which says what to send")
     stages = Stages()
     stages.start("build", "build: target, answers, first draft")
-    first = build(recipe)
+    with compiling(recipe, settings, open_artifact(make_target(recipe))):
+        first = build(recipe)
     with demonstrating(recipe, recipe.demo, settings, first, stages) as run:
         if run.champion == first.number:  # else a run before this one has come further
             run.measure("before")

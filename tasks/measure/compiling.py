@@ -1,0 +1,76 @@
+"""The service's models, compiled beside the build of what they will serve."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from infra.compiling import Compiling
+from infra.doctor import openmp_preload
+from infra.memory import free_memory_gib
+from infra.processes import Child, wait_until
+from infra.service_process import START_TIMEOUT_S, compiled_folder
+from infra.settings import Settings
+from infra.views.results import out
+from models.drafting.draft_families import family_named
+from models.engines.vllm import Params, child_environment
+from models.recipe import Recipe
+from models.targets import describe
+
+ROOM_GIB = 10.0  # of memory that is free, for an engine beside the one that answers and what trains
+
+
+@contextmanager
+def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[None]:
+    """Compile what the service will run while the block builds it, and wait for that at the end.
+
+    It is done once: nothing happens where a service of the home has compiled before, where nothing is compiled, or
+    where memory is short. Where it fails, the service compiles as it starts.
+
+    Args:
+        recipe: how it is served; its draft need not be there yet.
+        settings: of the home.
+        target_dir: the target's weights.
+    """
+    engine, folder = recipe.engine, compiled_folder(settings.cache)
+    if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists():
+        yield
+        return
+    if free_memory_gib() < ROOM_GIB:
+        yield
+        return
+    with TemporaryDirectory() as draft:
+        child = _start(recipe, engine, settings, target_dir, Path(draft))
+        try:
+            yield
+            compiled, said = Compiling(folder), "compiling the models that will be served, once on this machine"
+            with out.status(said) as shown:
+
+                def ended() -> bool:
+                    shown.update(f"{said} ({compiled.told()})")
+                    return child.poll() is not None
+
+                wait_until(ended, START_TIMEOUT_S, None, "the compiler")
+            if child.poll():
+                out.print(f"nothing was compiled ahead, so the service will; see {child.log_path}")
+        finally:
+            child.stop()
+
+
+def _start(recipe: Recipe, engine: Params, settings: Settings, target_dir: Path, draft: Path) -> Child:
+    argv = [sys.executable, "-m", "models.engines.vllm.ahead", "--target", str(target_dir)]
+    argv += ["--params", json.dumps(engine.model_dump(mode="json"))]
+    if engine.num_draft_tokens:
+        family = family_named(recipe.draft.name)
+        counts = np.ones(describe(target_dir).vocab_size, dtype=np.int64)  # which tokens it knows is no matter
+        family.save(family.create(recipe.draft, target_dir, counts), draft)
+        argv += ["--draft", str(draft)]
+    if recipe.serve.capture.share > 0:
+        argv += ["--captures"]
+    cache = {"VLLM_CACHE_ROOT": str(compiled_folder(settings.cache))}
+    environment = {**child_environment(engine), **openmp_preload(), **cache}
+    return Child.start(argv, environment, settings.home / "logs" / "compile.log", "the compiler")
