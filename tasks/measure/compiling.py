@@ -21,7 +21,7 @@ from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe
 from models.targets import describe
 
-ROOM_GIB = 10.0  # of memory that is free, for an engine beside the one that answers and what trains
+ROOM_GIB = 10.0  # of free memory, for an engine beside the one that answers and what trains
 
 
 @contextmanager
@@ -37,17 +37,15 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
         target_dir: the target's weights.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
-    if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists():
+    left_to_it = folder.exists() or free_memory_gib() < ROOM_GIB
+    if not isinstance(engine, Params) or engine.enforce_eager is True or left_to_it:
         yield
         return
-    if free_memory_gib() < ROOM_GIB:
-        yield
-        return
+    compiled, said = Compiling(folder), "compiling the models that will be served, once on this machine"
     with TemporaryDirectory() as draft:
         child = _start(recipe, engine, settings, target_dir, Path(draft))
         try:
             yield
-            compiled, said = Compiling(folder), "compiling the models that will be served, once on this machine"
             with out.status(said) as shown:
 
                 def ended() -> bool:
