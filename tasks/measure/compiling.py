@@ -35,6 +35,9 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
         recipe: how it is served; its draft need not be there yet.
         settings: of the home.
         target_dir: the target's weights.
+
+    Raises:
+        TimeoutError: it takes longer than a start of the service may.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
     left_to_it = folder.exists() or free_memory_gib() < ROOM_GIB

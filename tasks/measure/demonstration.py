@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -283,7 +284,13 @@ class Demonstration:
         return [self._prompts(domain, "held_out")[: self._demo.held_out_per_domain] for domain in self._domains]
 
     def _prompts(self, domain: str, part: str) -> list[Prompt]:
-        return choose_prompts(domain, self._recipe.traffic[domain], self._recipe.seed)[part]
+        return self._chosen[domain][part]
+
+    @cached_property
+    def _chosen(self) -> dict[str, dict[str, list[Prompt]]]:
+        """What is asked, by domain and part; to read the sources takes seconds."""
+        recipe = self._recipe
+        return {domain: choose_prompts(domain, recipe.traffic[domain], recipe.seed) for domain in self._domains}
 
     def _rows(self, phase: str) -> list[Row]:
         """Return a phase's answers, in the order they ended; one that a kill cut short is not there."""
