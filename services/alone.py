@@ -16,7 +16,7 @@ import numpy as np
 
 from models.evaluation.watch import DOUBTED, FIRST, SHARE, share_alone
 
-LOST = 0.01  # share of the tokens that it may cost
+LOST = 0.005  # share of the tokens that it may cost
 MAX_COUNTED = 1024  # pairs of draft and domain; names of domains come from clients
 
 

@@ -55,7 +55,7 @@ class Params(BaseParams):
 
     name: Literal["goodput"] = "goodput"
     margin: float = Field(0.01, ge=0)
-    explore: float = Field(0.01, ge=0, lt=1)
+    explore: float = Field(0.005, ge=0, lt=1)
     rest_after: float = Field(0.5, ge=0)
 
 

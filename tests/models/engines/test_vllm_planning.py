@@ -231,7 +231,7 @@ def test_requests_asked_before_a_swap_bring_the_draft_before_not_back() -> None:
 def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> None:
     planner = Planner(setup())
     measure(planner, row_ms=0.2, pass_ms=0.5)
-    settled(planner, accepted=0, steps=2000)
+    settled(planner, accepted=0, steps=4000)
     known = planner._acceptance.chances("code", "head", 1)
     planner.next(asked(Wishes("auto", "chat", "alice", promised=3.5)))
     assert planner._acceptance.chances("code", "head", 1) == pytest.approx(known, abs=0.05)
