@@ -8,7 +8,8 @@ from infra.artifacts import open_artifact
 from infra.settings import Settings
 from models.recipe import Recipe
 from tasks.measure.compiling import compiling
-from tasks.measure.demonstration import Stages, demonstrating
+from tasks.measure.demo_stages import Stages
+from tasks.measure.demonstration import demonstrating
 
 MOST_WINDOWS = 3  # of traffic; an undecided challenger learns on
 GOES_ON = ("undecided", "nothing to do")  # the latter where a run was interrupted after the former

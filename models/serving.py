@@ -90,6 +90,11 @@ class Capture(Frozen):
     max_memory_mib: Positive = 256.0
     keep_days: Positive = 7.0
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self.share > 0
+
 
 class Reasoning(Frozen):
     """A small model beside the target, for chats that ask to be answered by both in turn (`X-Redraft-Reasoning`).

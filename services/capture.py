@@ -51,7 +51,7 @@ class Capture:
             params: how many.
             target: sha256 of the target's weights.
         """
-        if params.share == 0 or engine.draft is None:
+        if not params.is_on or engine.draft is None:
             return None
         try:
             width = await engine.capture_states(int(params.max_memory_mib * MIB))

@@ -315,7 +315,7 @@ async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | Non
 
 async def _measured(config: ServiceConfig, params: Params, draft: Path | None = None, version: str = "") -> VllmEngine:
     """Start an engine, and measure what its steps take."""
-    costs, captures = config.cache / COSTS, config.serve.capture.share > 0
+    costs, captures = config.cache / COSTS, config.serve.capture.is_on
     engine = await VllmEngine.start(
         config.target_dir, draft, params, config.served_name, version, costs, serves=True, captures=captures
     )

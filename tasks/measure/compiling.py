@@ -40,8 +40,11 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
         TimeoutError: it takes longer than a start of the service may.
     """
     engine, folder = recipe.engine, compiled_folder(settings.cache)
-    left_to_it = folder.exists() or free_memory_gib() < ROOM_GIB
-    if not isinstance(engine, Params) or engine.enforce_eager is True or left_to_it:
+    if not isinstance(engine, Params) or engine.enforce_eager is True or folder.exists():
+        yield
+        return
+    if (free_gib := free_memory_gib()) < ROOM_GIB:
+        out.print(f"{free_gib:.1f} GiB of memory are free, less than {ROOM_GIB:g}: the service compiles as it starts")
         yield
         return
     compiled, said = Compiling(folder), "compiling the models that will be served, once on this machine"
@@ -70,7 +73,7 @@ def _start(recipe: Recipe, engine: Params, settings: Settings, target_dir: Path,
         counts = np.ones(describe(target_dir).vocab_size, dtype=np.int64)  # which tokens it knows is no matter
         family.save(family.create(recipe.draft, target_dir, counts), draft)
         argv += ["--draft", str(draft)]
-    if recipe.serve.capture.share > 0:
+    if recipe.serve.capture.is_on:
         argv += ["--captures"]
     cache = {"VLLM_CACHE_ROOT": str(compiled_folder(settings.cache))}
     environment = {**child_environment(engine), **openmp_preload(), **cache}

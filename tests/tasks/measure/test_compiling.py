@@ -38,13 +38,14 @@ def test_nothing_is_compiled_ahead_where_the_engine_does_not_compile(tmp_path: P
 
 
 def test_nothing_is_compiled_ahead_where_a_service_has_compiled_or_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = home(tmp_path)
     with monkeypatch.context() as short:
         short.setattr(module, "ROOM_GIB", float("inf"))
         with compiling(compiled(), settings, tmp_path / "no target"):
             pass
+    assert "the service compiles as it starts" in capsys.readouterr().out
     compiled_folder(settings.cache).mkdir(parents=True)
     with compiling(compiled(), settings, tmp_path / "no target"):
         pass
