@@ -1,4 +1,4 @@
-"""The demonstration without a service: what a kill leaves, and the time of its stages."""
+"""The demonstration without a service: what a kill leaves, what it asks, and vLLM's own endpoint."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from infra.settings import load_settings
 from models.recipe import Demo, Recipe, load_recipe
 from tasks.measure import demonstration
 from tasks.measure.demo_files import answers_of
+from tasks.measure.demo_stages import Stages
 from tasks.measure.stock import Stock
 from tasks.select_data import choose_prompts
 
@@ -17,7 +18,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 def demonstrated(recipe: Recipe, demo: Demo, target: Path, folder: Path) -> demonstration.Demonstration:
     """Return a demonstration whose service has ended."""
-    settings, stages = load_settings({"REDRAFT_HOME": str(folder)}), demonstration.Stages()
+    settings, stages = load_settings({"REDRAFT_HOME": str(folder)}), Stages()
     stock = Stock(recipe, settings, target) if demo.stock else None
     return demonstration.Demonstration(recipe, demo, settings, folder, Client(NOWHERE, None), stages, target, stock)
 
@@ -26,16 +27,6 @@ def test_an_answer_that_a_kill_cut_short_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "before.jsonl").write_text('{"prompt_id": "a"}\n{"prompt_id": "b"}\n{"prompt_')
     assert [row["prompt_id"] for row in answers_of(tmp_path, "before")] == ["a", "b"]
     assert answers_of(tmp_path, "after") == []
-
-
-def test_a_stage_takes_until_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 4.0, 9.5, 11.0])
-    monkeypatch.setattr(demonstration.time, "monotonic", lambda: next(moments))
-    stages = demonstration.Stages()
-    for name in ("build", "serve", "result"):
-        stages.start(name)
-    assert stages.seconds == {"build": 3.0, "serve": 5.5}
-    assert stages.total_s() == 11.0
 
 
 def test_a_further_window_goes_on_with_requests_that_nobody_has_sent() -> None:
