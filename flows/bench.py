@@ -96,7 +96,9 @@ def logging(
     recipe: RecipeName = DEFAULT_RECIPE,
     output: Output = None,
     num_prompts: NumPrompts = 50,
-    num_rounds: NumRounds = 4,
+    num_rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="How often both ways take turns; four times that, many at once.")
+    ] = 2,
     concurrency: Concurrency = 8,
     num_rows: Annotated[
         int, typer.Option("--rows", min=1, help="Rows to write when the log alone is measured.")

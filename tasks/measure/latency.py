@@ -142,28 +142,6 @@ def compare_blocks(pairs: Sequence[tuple[Mapping[str, Decoded], Mapping[str, Dec
     return _interval(float(_speed_ratio(np.asarray(whole))), _speed_ratio(sums))
 
 
-def compare_seconds(of: Mapping[str, float], to: Mapping[str, float], seed: int = 0) -> Ratio:
-    """Compare how long the same prompts took; above 1 `of` is the slower side.
-
-    Args:
-        of: prompt to seconds.
-        to: likewise, the same prompts.
-        seed: of the resampling.
-
-    Raises:
-        ValueError: the prompts differ, or there are none.
-    """
-    if of.keys() != to.keys() or not of:
-        raise ValueError(f"got {len(of)} and {len(to)} prompts, wanted the same ones on both sides, at least one")
-    rows = np.array([(of[prompt], to[prompt]) for prompt in sorted(of)], dtype=np.float64)
-    sums = _resampled(rows, seed)
-    whole = rows.sum(axis=0)
-    return Ratio(
-        prompts=spread((rows[:, 0] / rows[:, 1]).tolist()),
-        overall=_interval(whole[0] / whole[1], sums[:, 0] / sums[:, 1]),
-    )
-
-
 def compare_percentiles(
     of: Sequence[Sequence[float]], to: Sequence[Sequence[float]], percent: float, seed: int = 0
 ) -> Estimate:
