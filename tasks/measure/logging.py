@@ -112,10 +112,11 @@ def _rate(run: Run, num_rows: int) -> Row:
 
 def _report(run: Run, cells: dict[int, list[Row]], rate: Row) -> Report:
     figures: Row = {"streams": {}, "rate": rate}
-    rows = []
+    rows, answered = [], []
     for streams, rounds in cells.items():
         pairs = [pair for cell in rounds for pair in cell["pairs"]]
         answers = {side: [row for pair in pairs for row in pair[side]] for side in (OFF, ON)}
+        answered += [*answers[OFF], *answers[ON]]
         failed = Counter(row["status"] for of_side in answers.values() for row in of_side if row["status"] != "ok")
         if failed:
             raise RuntimeError(f"requests failed at {streams} at once: {dict(failed)}")
@@ -152,14 +153,6 @@ def _report(run: Run, cells: dict[int, list[Row]], rate: Row) -> Report:
         ],
     )
     worst = max(one["latency_ratio"]["value"] for one in figures["streams"].values()) - 1
-    answered = [
-        row
-        for rounds in cells.values()
-        for cell in rounds
-        for pair in cell["pairs"]
-        for side in pair.values()
-        for row in side
-    ]
     verdicts = judge_answers(run.cells.read("reference"), answered)
     return Report(
         figures=figures | {"outputs": dict(verdicts)},
