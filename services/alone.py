@@ -3,7 +3,8 @@
 Where look-up takes the easy tokens and the number of drafted ones follows load and cost, what is accepted says little
 of the draft. So a few requests are drafted as the gate scored it, and the trigger, the canaries and the report read
 those alone: the first ones of each draft and domain, then fewer and fewer, down to a fixed share, or four times as many
-where acceptance seems to have fallen (models/evaluation/watch.py). Nobody who asks can know which.
+while acceptance seems to have fallen and that is not told yet (models/evaluation/watch.py). Nobody who asks can know
+which.
 
 Such a request takes passes that its step would not have made: next to nothing where drafts pay, and a tenth of the step
 or more where many run and none does. So fewer are drawn the more that costs with as many as run now.
@@ -33,9 +34,9 @@ class Alone:
         Args:
             draft_version: of the draft.
             domain: of the request.
-            doubted: whether acceptance seems to have fallen there.
+            doubted: whether acceptance seems to have fallen there, and more must be known to tell.
             lost: share of the tokens that it would cost to draft all running requests so; four times `LOST` may be lost
-                where acceptance seems to have fallen.
+                while the domain is doubted.
         """
         pair = (draft_version, domain)
         if pair not in self._seen and len(self._seen) >= MAX_COUNTED:

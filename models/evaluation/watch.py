@@ -12,13 +12,13 @@ alarms on the average, where requests are independent and their errors normal. W
 that a fall is told as soon after a year as after a day.
 
 Only requests that a draft drafted alone say how it does, and these are few (services/alone.py): the first ones of each
-draft and domain, then a fixed share, and four times that where there is doubt. All their steps draft K tokens,
-whatever is planned for others, so that a / s is the sum over places 1 to K of how often all tokens up to there were
-accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is worth is their sum, so a
-fall at the later ones is told as soon as one at all that costs as much (`tasks.measure.falls` plants both), and K
-judges would tell falls that cost little, and K times as many that are none. Nor are logged rows scored for it: of a
-domain whose people agree to no log there are none, counts need no consent, and scoring takes the processor that
-answers.
+draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All their steps
+draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all tokens up
+to there were accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is worth is
+their sum, so a fall at the later ones is told as soon as one at all that costs as much (`tasks.measure.falls` plants
+both), and K judges would tell falls that cost little, and K times as many that are none. Nor are logged rows scored for
+it: of a domain whose people agree to no log there are none, counts need no consent, and scoring takes the processor
+that answers.
 """
 
 import math
@@ -50,7 +50,7 @@ LATELY = 64  # requests that figures go back over
 # What is known of the spread before anything is seen: as a share of the promised gain, and the requests that it counts
 # as. The demo's chat has 0.74, its code 0.42.
 FIRST_SPREAD, FIRST_WEIGHT = 0.75, 8
-DOUBT = 1 / 3  # of the evidence that tells a fall; from there on a domain is looked at more closely
+DOUBT = 1 / 3  # of the evidence that tells a fall; from there until it is told a domain is looked at more closely
 FIRST, SHARE, DOUBTED = 4, 1 / 32, 1 / 8
 
 
@@ -133,12 +133,28 @@ def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: 
     evidence = before.evidence + apart / variance * (between * steps - accepted) / mean_steps
     kept = np.where(before.requests >= LATELY, 1 - 1 / LATELY, 1.0)
     return Doubt(
-        evidence=np.clip(evidence, 0.0, math.log(params.between_alarms)),
+        evidence=np.clip(evidence, 0.0, _told(params)),
         requests=kept * before.requests + 1,
         steps=kept * before.steps + steps,
         accepted=kept * before.accepted + accepted,
         squares=kept * before.squares + ((accepted - own * steps) / mean_steps) ** 2,
     )
+
+
+def has_fallen(found: Doubt, params: Params) -> NDArray[np.bool_]:
+    """Return whether a fall is told."""
+    fallen: NDArray[np.bool_] = (found.evidence >= _told(params)) & (found.requests >= params.min_requests)
+    return fallen
+
+
+def is_doubted(found: Doubt, params: Params) -> NDArray[np.bool_]:
+    """Return whether more requests should be judged: there may have been a fall, and it is not told yet."""
+    doubted: NDArray[np.bool_] = (found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params)
+    return doubted
+
+
+def _told(params: Params) -> float:
+    return math.log(params.between_alarms)
 
 
 class Judge:
@@ -159,19 +175,18 @@ class Judge:
 
     def standings(self) -> dict[str, Standing]:
         """Return the domains that have fallen or are where they should be; of others nothing can be said."""
-        told, seen = math.log(self._params.between_alarms), {}
+        params, seen = self._params, {}
         for domain, found in self._doubts.items():
             promised, served = self._of(domain), float(1 + found.accepted / found.steps)
-            fallen = found.evidence >= told
-            sound = found.evidence <= told / 2 and 1 - (served - 1) / (promised - 1) <= self._params.recover
-            if found.requests >= self._params.min_requests and (fallen or sound):
-                seen[domain] = Standing(promised=promised, served=served, fallen=bool(fallen))
+            fallen = bool(has_fallen(found, params))
+            little = found.evidence <= _told(params) / 2 and found.requests >= params.min_requests
+            if fallen or (little and 1 - (served - 1) / (promised - 1) <= params.recover):
+                seen[domain] = Standing(promised=promised, served=served, fallen=fallen)
         return seen
 
     def doubted(self) -> frozenset[str]:
-        """Return the domains that may have fallen, so that more of their requests should be judged."""
-        least = DOUBT * math.log(self._params.between_alarms)
-        return frozenset(domain for domain, found in self._doubts.items() if found.evidence >= least)
+        """Return the domains of which more requests should be judged; see `is_doubted`."""
+        return frozenset(domain for domain, found in self._doubts.items() if is_doubted(found, self._params))
 
     def _of(self, domain: str) -> float:
         return self._promised.get(domain, self._most)

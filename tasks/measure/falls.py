@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report
-from models.evaluation.watch import DOUBT, LATELY, Doubt, Params, doubt, share_alone
+from models.evaluation.watch import LATELY, Doubt, Params, doubt, has_fallen, is_doubted, share_alone
 from tasks.measure.run import Run
 
 NUM_PLACES = 3  # K
@@ -138,11 +138,11 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
     promised = gain * (1 + traffic.error * rng.standard_normal(num_runs)) if case.promised else gain
     begins, ends = (case.begins, case.begins + MOST) if case.lost else (0, WEEK)
     after, former = np.full((2, num_runs), np.inf)
-    seen, asked, told_at = Doubt(*np.zeros((5, num_runs))), np.zeros(num_runs), math.log(params.between_alarms)
+    seen, asked = Doubt(*np.zeros((5, num_runs))), np.zeros(num_runs)
     last, cluster, shared = np.zeros((LATELY, 2, num_runs)), np.full(num_runs, -1.0), np.zeros(num_runs)
     phase, count = rng.random(num_runs), 0
     while (asked < ends).any() and not (np.isfinite(after).all() and np.isfinite(former).all()):
-        asked += rng.geometric(share_alone(asked + 1, seen.evidence >= DOUBT * told_at))
+        asked += rng.geometric(share_alone(asked + 1, is_doubted(seen, params)))
         anew, cluster = asked // case.cluster_size != cluster, asked // case.cluster_size
         shared = np.where(anew, rng.standard_normal(num_runs), shared)
         own = rng.standard_normal(num_runs)
@@ -159,7 +159,7 @@ def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: n
         count += 1
         sums = last.sum(axis=0)
         for when, is_told in (
-            (after, (seen.evidence >= told_at) & (count >= params.min_requests)),
+            (after, has_fallen(seen, params)),
             (former, (1 - sums[1] / sums[0] / promised > params.fall) & (count >= FORMER_LEAST)),
         ):
             late = is_told & np.isinf(when) & (asked >= begins) & (asked < ends)

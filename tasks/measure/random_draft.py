@@ -21,7 +21,8 @@ def register_random(registry: Registry, number: int, target_dir: Path, folder: P
         seed: of the noise.
 
     Returns:
-        its number; nothing is promised of it, so that a service takes it.
+        its number; its probe promises nothing, so that a service takes it, and its domains what they promised of the
+        other, as where the traffic has changed.
 
     Raises:
         ValueError: drafts of the family have no weights.
