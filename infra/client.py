@@ -158,6 +158,7 @@ class Client:
         gaps: bool = False,
         speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
+        fillers: Sequence[Chat] = (),
     ) -> list[Answer]:
         """Send chats and stream their answers.
 
@@ -170,21 +171,35 @@ class Client:
             gaps: whether to ask for the two best tokens at each position.
             speculation: how the answers are drafted; "head" measures the draft alone.
             on_answer: called with each answer as it ends.
+            fillers: sent over and over in place of those that have ended until all have, so that the last chats are
+                answered among as many as the first.
 
         Returns:
-            One answer a chat, in their order; a request that fails is an answer that says so.
+            One answer a chat, in their order; a request that fails is an answer that says so. None of a filler.
         """
+        waiting, num_ended = itertools.cycle(fillers), 0
         async with self._chats(concurrency) as connection:
-            slots = asyncio.Semaphore(concurrency)
+            slots = asyncio.Semaphore(concurrency)  # lets in who came first
 
             async def ask(chat: Chat) -> Answer:
+                nonlocal num_ended
                 async with slots:
                     answer = await _ask(connection, self._detail, chat, max_tokens, temperature, log, gaps, speculation)
+                    num_ended += 1
                 if on_answer is not None:
                     on_answer(answer)
                 return answer
 
-            return await asyncio.gather(*(ask(chat) for chat in chats))
+            async def fill() -> None:
+                while num_ended < len(chats):
+                    async with slots:
+                        if num_ended < len(chats):
+                            chat = next(waiting)
+                            await _ask(connection, self._detail, chat, max_tokens, temperature, log, gaps, speculation)
+
+            answers = asyncio.gather(*(ask(chat) for chat in chats))
+            await asyncio.gather(answers, *(fill() for _ in range(concurrency if fillers else 0)))
+            return answers.result()
 
     async def keep_asking(
         self,

@@ -3,10 +3,10 @@
 The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
 off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
 A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and no
-prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so that
-tokens over the seconds that requests took, times the streams, is the throughput; the ratio is of those, and is paired
-by block and request. Where vLLM's own endpoint is measured too, its process can't run beside ours: the same prompts are
-asked there before or after.
+prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, and others
+ask in their place until the last timed request has ended, so that tokens over the seconds that requests took, times the
+streams, is the throughput; the ratio is of those, and is paired by block and request. Where vLLM's own endpoint is
+measured too, its process can't run beside ours: the same prompts are asked there before or after.
 """
 
 from collections import Counter
@@ -41,12 +41,14 @@ class _Load(NamedTuple):
 
     Attributes:
         prompts: domain to those that are asked in turn.
+        fillers: domain to those that are asked while fewer of these are left than there are streams.
         least: prompts of a block, at least; it has two for each stream, as long as there are so many.
         num_pairs: of blocks.
     """
 
     run: Run
     prompts: Mapping[str, Sequence[Prompt]]
+    fillers: Mapping[str, Sequence[Prompt]]
     least: int
     num_pairs: int
 
@@ -61,7 +63,12 @@ class _Load(NamedTuple):
                         if isinstance(endpoint, Endpoint) and on is not None:
                             _switch(endpoint, on)
                             endpoint.ask_as_another()
-                        answers = endpoint.ask(prompts[:size], concurrency=num_streams, on_answer=bar.advance)
+                        answers = endpoint.ask(
+                            prompts[:size],
+                            concurrency=num_streams,
+                            on_answer=bar.advance,
+                            fillers=self.fillers[domain],
+                        )
                         blocks.append({"domain": domain, "on": on, "answers": dump(answers)})
         return blocks
 
@@ -90,11 +97,8 @@ def measure(
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
     run.prompts("held_out", num_prompts)
     most = max(num_prompts, 2 * max(streams))
-    held_out = run.prompts("held_out")
-    prompts = {
-        domain: [prompt for prompt in held_out if prompt.domain == domain][:most] for domain in run.recipe.traffic
-    }
-    load = _Load(run, prompts, num_prompts, num_pairs)
+    prompts = {domain: found[:most] for domain, found in _by_domain(run, "held_out").items()}
+    load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
     cells = {name: [f"{name}-{number}" for number in streams] for name in (*drafts, *([PLAIN] if stock else []))}
     _ask_service(load, served, streams, {name: cells[name] for name in drafts})
     if stock and not all(map(run.cells.has, cells[PLAIN])):
@@ -107,6 +111,13 @@ def measure(
         for name, of_name in cells.items()
     }
     return _report(run, served, found, run.cells.read("reference"))
+
+
+def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
+    found: dict[str, list[Prompt]] = {domain: [] for domain in run.recipe.traffic}
+    for prompt in run.prompts(part):
+        found[prompt.domain].append(prompt)
+    return found
 
 
 def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
@@ -195,7 +206,7 @@ def _report(
     verdicts = judge_answers(references, ours)
     notes = [
         f"Greedy, K = {run.recipe.num_draft_tokens} at most; the champion is draft {served.originals[-1]}.",
-        "tokens/s are streams × tokens ÷ seconds of the requests, first token included.",
+        "tokens/s are streams × tokens ÷ seconds of the requests, first token included, all streams busy.",
         "Ratios are on ÷ off, with a 95% interval that resamples pairs of blocks and the requests in them.",
         sentence(verdicts),
     ]

@@ -36,6 +36,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
         self.server.details.append(self.headers["X-Redraft-Detail"])
         self.server.groups.append(self.headers["X-Redraft-Group"])
+        if said == "await another":
+            self.server.another.wait(10.0)
+        elif said == "another":
+            self.server.another.set()
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -72,6 +76,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     """Return a server that runs."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.seen, server.details, server.groups, server.status = [], [], [], SERVING
+        server.another = threading.Event()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -122,6 +127,21 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
     assert {answer.prompt_id for answer in answers} == {"id of a", "id of b"}
     assert all(answer.status == "ok" for answer in answers)
     assert server.seen[0][1:] == ("none", 0.0)
+
+
+def test_others_ask_in_the_place_of_those_that_have_ended_until_the_last_has(server):
+    timed = chats("await another", "short")
+    answers = asyncio.run(
+        Client(url_of(server)).send(timed, concurrency=2, max_tokens=8, fillers=chats("a filler", "another"))
+    )
+    assert server.another.is_set()
+    assert [answer.prompt_id for answer in answers] == [chat.id for chat in timed]
+    assert len(server.seen) >= 4
+
+
+def test_nobody_asks_where_all_have_ended_at_once(server):
+    asyncio.run(Client(url_of(server)).send(chats("a"), concurrency=1, max_tokens=8, fillers=chats("a filler")))
+    assert len(server.seen) == 1
 
 
 def test_domain_and_consent_go_with_each_request(server):
