@@ -64,14 +64,17 @@ def load(
         list[str], typer.Option("--draft", help="Drafts to measure, such as bad; give it once for each.")
     ] = DRAFTS,
     num_pairs: Annotated[int, typer.Option("--pairs", min=1, help="How often on and off take turns.")] = 4,
-    stock: Annotated[bool, typer.Option("--stock", help="Measure vLLM's own compiled endpoint too.")] = False,
+    peers: Annotated[
+        list[str],
+        typer.Option("--peer", help="Measure vLLM's own compiled endpoint too, so drafted; give it once for each."),
+    ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
     """B2: throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
 
-    Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2
+    Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2 --peer vLLM
     """
     options = {"num_prompts": num_prompts, "streams": sorted(set(streams)), "drafts": drafts, "num_pairs": num_pairs}
-    run_benchmark("load", recipe, output, **options, stock=stock)
+    run_benchmark("load", recipe, output, **options, peers=peers)
 
 
 @command

@@ -24,7 +24,7 @@ from tasks.measure.latency import Decoded, compare_blocks, compare_percentiles, 
 from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
 from tasks.measure.random_draft import register_random
 from tasks.measure.run import Run
-from tasks.measure.stock import PLAIN, Stock
+from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
 from tasks.promote import open_champions
 
 TITLE, QUESTION = "B2", "does speculation ever lose?"
@@ -52,15 +52,17 @@ class _Load(NamedTuple):
     least: int
     num_pairs: int
 
-    def blocks(self, endpoint: Asked, num_streams: int, title: str, ways: Sequence[bool | None]) -> list[Row]:
-        """Ask in all ways, pair by pair, and return the blocks; a way is speculation on or off, None leaves it."""
+    def blocks(self, endpoint: Endpoint | Stock, num_streams: int, title: str, ways: Sequence[bool]) -> list[Row]:
+        """Ask in all ways, pair by pair, and return the blocks; a way is speculation on or off."""
         size, blocks = min(max(self.least, 2 * num_streams), *map(len, self.prompts.values())), []
         total = size * len(self.prompts) * len(ways) * self.num_pairs
         with self.run.bar(f"{title}, streams: {num_streams}", total) as bar:
             for pair in range(self.num_pairs):
                 for domain, prompts in self.prompts.items():
                     for on in ways if pair % 2 == 0 else ways[::-1]:
-                        if isinstance(endpoint, Endpoint) and on is not None:
+                        if isinstance(endpoint, Stock):
+                            endpoint.forget()
+                        else:
                             _switch(endpoint, on)
                             endpoint.ask_as_another()
                         answers = endpoint.ask(
@@ -74,7 +76,7 @@ class _Load(NamedTuple):
 
 
 def measure(
-    run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, stock: bool
+    run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, peers: Sequence[str]
 ) -> Report:
     """Measure each draft at each number of streams.
 
@@ -84,28 +86,33 @@ def measure(
         streams: how many ask at once, ascending.
         drafts: of DRAFTS.
         num_pairs: how often the two ways take turns.
-        stock: whether to measure vLLM's own endpoint too.
+        peers: ways in which vLLM drafts by itself, or PLAIN for none, each measured at its own endpoint; those that
+            draft are held to PLAIN if that is named.
 
     Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft.
+        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or peer.
         RuntimeError: a request failed, or the service did not take a draft.
     """
     if unknown := [name for name in drafts if name not in DRAFTS]:
         raise ValueError(f'there is no draft "{unknown[0]}"{did_you_mean(unknown[0], DRAFTS)}')
     served = run.served()
+    ways = _stock_ways(run, served) if peers else {}
+    if unknown := [name for name in peers if name not in ways]:
+        raise ValueError(f'there is no peer "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
     run.prompts("held_out", num_prompts)
     most = max(num_prompts, 2 * max(streams))
     prompts = {domain: found[:most] for domain, found in _by_domain(run, "held_out").items()}
     load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
-    cells = {name: [f"{name}-{number}" for number in streams] for name in (*drafts, *([PLAIN] if stock else []))}
+    cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *peers))}
     _ask_service(load, served, streams, {name: cells[name] for name in drafts})
-    if stock and not all(map(run.cells.has, cells[PLAIN])):
-        with Stock(run.recipe, run.settings, open_champions.fn().target_files.path) as endpoint:
-            _warm(load, endpoint)
-            for number, cell in zip(streams, cells[PLAIN], strict=True):
-                run.cells.keep(cell, lambda: load.blocks(endpoint, number, PLAIN, [None]))  # noqa: B023
+    for name in peers:
+        if not all(map(run.cells.has, cells[name])):
+            with Stock(run.recipe, run.settings, open_champions.fn().target_files.path, ways[name]) as endpoint:
+                _warm(load, endpoint)
+                for number, cell in zip(streams, cells[name], strict=True):
+                    run.cells.keep(cell, lambda: load.blocks(endpoint, number, name, [name != PLAIN]))  # noqa: B023
     found = {
         name: {number: run.cells.read(cell) for number, cell in zip(streams, of_name, strict=True)}
         for name, of_name in cells.items()
@@ -118,6 +125,13 @@ def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
     for prompt in run.prompts(part):
         found[prompt.domain].append(prompt)
     return found
+
+
+def _stock_ways(run: Run, served: Served) -> dict[str, Mapping[str, Any] | None]:
+    """Return vLLM's `speculative_config` by peer, None for no draft."""
+    num_draft_tokens, most = run.recipe.num_draft_tokens, getattr(run.recipe.engine, "max_num_seqs", 1)
+    ways = speculations(num_draft_tokens, served, run.settings)
+    return {PLAIN: None, **ways, BY_BATCH_SIZE: by_batch_size(ways[SERVED_DRAFT], most)}
 
 
 def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Mapping[str, Sequence[str]]) -> None:
@@ -199,8 +213,10 @@ def _report(
         figures[domain] = {name: {} for name in cells}
         for name, of_name in cells.items():
             for number, blocks in of_name.items():
-                own_blocks = [one for one in blocks if one["domain"] == domain]
-                figures[domain][name][number] = _compare(own_blocks, number, run.recipe.seed)
+                of_off = blocks if name in (*DRAFTS, PLAIN) else cells.get(PLAIN, {}).get(number, ())
+                on = _Way([one for one in blocks if one["domain"] == domain and one["on"]])
+                off = _Way([one for one in of_off if one["domain"] == domain and not one["on"]])
+                figures[domain][name][number] = _compare(on, off, number, run.recipe.seed)
         grids.append(_grid(domain, figures[domain]))
     ours = [row for name in own for blocks in cells[name].values() for one in blocks for row in one["answers"]]
     verdicts = judge_answers(references, ours)
@@ -212,10 +228,13 @@ def _report(
     ]
     if served.champion == 1:
         notes.append("The champion is the first draft.")
+    if any(name not in DRAFTS for name in cells):
+        notes.append(f"{PLAIN} is its own endpoint, compiled; each way ran in turn, its ratio is over {PLAIN} without.")
     lines = {
         domain: {
-            name: [(n, *(one["ratio"][end] for end in ("value", "low", "high"))) for n, one in of_domain[name].items()]
-            for name in own
+            name: [(n, *(one["ratio"][end] for end in ("value", "low", "high"))) for n, one in of_name.items()]
+            for name, of_name in of_domain.items()
+            if all("ratio" in one for one in of_name.values())
         }
         for domain, of_domain in figures.items()
     }
@@ -229,14 +248,13 @@ def _report(
     )
 
 
-def _compare(blocks: Sequence[Row], num_streams: int, seed: int) -> Row:
-    """Return the figures of one place with speculation on and off, and how they compare; of vLLM's own, off alone."""
-    on, off = (_Way([one for one in blocks if one["on"] in ways]) for ways in ((True,), (False, None)))
-    if not on.answers:
-        return {"off": off.figures(num_streams)}
+def _compare(on: _Way, off: _Way, num_streams: int, seed: int) -> Row:
+    """Return the figures of one place with and without drafts, where they were measured, and how they compare."""
+    figures = {name: way.figures(num_streams) for name, way in (("on", on), ("off", off)) if way.answers}
+    if len(figures) < 2:
+        return figures
     return {
-        "on": on.figures(num_streams),
-        "off": off.figures(num_streams),
+        **figures,
         "ratio": compare_blocks(list(zip(on.requests, off.requests, strict=True)), seed).model_dump(),
         "p99_ratio": compare_percentiles(on.gaps_ms, off.gaps_ms, 99, seed).model_dump(),
     }

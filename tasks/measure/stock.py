@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from infra.client import SERVED_NAME
 from infra.doctor import openmp_preload
 from infra.processes import Child, answers, wait_until
@@ -27,7 +29,12 @@ from tasks.measure.peers import engine_dtype
 LOOPBACK = "127.0.0.1"  # where it needs no key
 # A cold start compiles for minutes.
 START_TIMEOUT_S = 900.0
+FORGET_TIMEOUT_S = 30.0  # keys of requests that have just ended are held for a moment
 PLAIN = "vLLM"
+SERVED_DRAFT = f"{PLAIN} with the served draft"
+BY_BATCH_SIZE = f"{SERVED_DRAFT}, K by batch size"
+# Up to so many sequences K tokens are drafted, and one up to so many; above them none.
+MANY_TOKENS_UP_TO, ONE_UP_TO = 4, 16
 SUFFIX, SUFFIX_PACKAGE, SUFFIX_MODULE = f"{PLAIN} with suffix", "arctic-inference", "arctic_inference"
 
 
@@ -70,7 +77,8 @@ class Stock(Asked):
             arguments |= {"speculative_config": self._speculation, "per_request_spec_decode_metrics": "detailed"}
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
-        environment = {**child_environment(self._engine), **openmp_preload(), **cache}
+        forgetful = {"VLLM_SERVER_DEV_MODE": "1"}  # adds the route that empties the prefix cache, among others
+        environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful}
         log = self._settings.home / "logs" / "stock.log"
         self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
 
@@ -83,6 +91,15 @@ class Stock(Asked):
         except BaseException:
             self.stop()
             raise
+
+    def forget(self) -> None:
+        """Empty the prefix cache; TimeoutError if requests run for long."""
+
+        def emptied() -> bool:
+            answer = httpx.post(f"{self.url}/reset_prefix_cache", timeout=FORGET_TIMEOUT_S, trust_env=False)
+            return bool(answer.raise_for_status().json()["success"])
+
+        wait_until(emptied, FORGET_TIMEOUT_S, self._child, "an empty prefix cache of vLLM's own endpoint")
 
     def stop(self) -> None:
         """End it with all of its processes."""
@@ -130,10 +147,26 @@ def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> d
     registry = open_registry(settings)
     for number in sorted({1, served.champion}):
         files = registry.download(registry.get("draft", number), settings.cache)
-        name = "served" if number == served.champion else "first"
-        config = family_of(files).vllm_config(files)
-        ways[f"{PLAIN} with the {name} draft"] = {**config, "num_speculative_tokens": num_draft_tokens}
+        name = SERVED_DRAFT if number == served.champion else f"{PLAIN} with the first draft"
+        ways[name] = {**family_of(files).vllm_config(files), "num_speculative_tokens": num_draft_tokens}
     return ways
+
+
+def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+    """Return a draft's `speculative_config` with vLLM's static table: fewer tokens where more sequences run.
+
+    Args:
+        speculation: with the K of few sequences.
+        max_num_seqs: sequences decoded at once.
+    """
+    ends = [
+        (MANY_TOKENS_UP_TO, speculation["num_speculative_tokens"]),
+        (ONE_UP_TO, 1),
+        (max(max_num_seqs, ONE_UP_TO + 1), 0),
+    ]
+    starts = (1, *(end + 1 for end, _ in ends))
+    table = [[start, end, num_tokens] for start, (end, num_tokens) in zip(starts, ends, strict=False)]
+    return {**speculation, "num_speculative_tokens_per_batch_size": table}
 
 
 def has_suffix() -> bool:

@@ -13,7 +13,7 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.versions import OWN_TAGS
 from tasks.measure.drift import WAYS
-from tasks.measure.stock import has_suffix
+from tasks.measure.stock import BY_BATCH_SIZE, has_suffix
 from tests.flows.conftest import Cli
 
 TIMEOUT_S = 1200  # each starts the service several times
@@ -92,15 +92,18 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
 
 
 def test_speculation_is_held_to_none_at_each_load_with_a_bad_and_a_good_draft(built, tmp_path):
-    options = ("--prompts", "4", "--streams", "1", "--streams", "3", "--pairs", "2", "--stock")
-    found = run(built[0], "load", tmp_path / "load", *options)
+    options = ("--prompts", "4", "--streams", "1", "--streams", "3", "--pairs", "2", "--peer", "vLLM")
+    found = run(built[0], "load", tmp_path / "load", *options, "--peer", BY_BATCH_SIZE)
     assert found["outputs"].get("different", 0) == 0
     assert sum(found["outputs"].values()) == 2 * 2 * 2 * 2 * (4 + 6)  # domains, drafts, ways, pairs, prompts of blocks
     for sides in found["domains"].values():
-        assert sides.keys() == {"bad", "champion", "vLLM"}  # there is one draft, so the first is the champion
+        # there is one draft, so the first is the champion
+        assert sides.keys() == {"bad", "champion", "vLLM", BY_BATCH_SIZE}
         for streams in ("1", "3"):
             assert sides["champion"][streams]["ratio"]["value"] > 0
-            assert sides["vLLM"][streams]["off"]["tokens_per_s"] > 0
+            assert sides["vLLM"][streams].keys() == {"off"}
+            assert sides[BY_BATCH_SIZE][streams]["off"] == sides["vLLM"][streams]["off"]
+            assert sides[BY_BATCH_SIZE][streams]["ratio"]["value"] > 0
     assert (tmp_path / "load" / "load.png").read_bytes().startswith(b"\x89PNG")
     keys = json.loads((tmp_path / "load" / "home" / "keys.json").read_text())["keys"]
     of_blocks = {key["sha256"] for key in keys if key["name"].startswith("bench-")}

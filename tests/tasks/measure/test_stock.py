@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra.processes import answers
@@ -12,7 +13,7 @@ from models.drafting.draft_families import family_of
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
 from tasks.measure.peers import encoder, open_peers
-from tasks.measure.stock import Stock, as_flags, ngram_speculation
+from tasks.measure.stock import Stock, as_flags, by_batch_size, ngram_speculation
 
 
 def test_arguments_are_written_as_vllms_command_line_takes_them():
@@ -32,6 +33,16 @@ def test_vllms_own_lookup_takes_the_familys_sizes() -> None:
     }
 
 
+@pytest.mark.parametrize(("most", "last"), [(64, [17, 64, 0]), (8, [17, 17, 0])])
+def test_vllms_static_table_drafts_less_where_more_sequences_run(most: int, last: list[int]) -> None:
+    found = by_batch_size({"method": "eagle3", "num_speculative_tokens": 3}, most)
+    assert found == {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1], last],
+    }
+
+
 def test_a_recipe_of_another_engine_has_no_vllm_to_be_compared_with(tiny_target, tmp_path):
     engine = catalog.parse("engines", {"name": "torch", "num_draft_tokens": 2, "max_model_len": 64})
     other = load_recipe("tiny").model_copy(update={"engine": engine})
@@ -42,7 +53,7 @@ def test_a_recipe_of_another_engine_has_no_vllm_to_be_compared_with(tiny_target,
 @pytest.mark.engine
 def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_target, tiny_draft, tmp_path):
     recipe = load_recipe("tiny")
-    extra = {"compilation_config": {"mode": 0}}  # it need not be fast here
+    extra = {"compilation_config": {"mode": 0}, "block_size": 32}  # it need not be fast here; short prompts are cached
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"dtype": "float32", "extra": extra})})
     speculation = {**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 2}
     prompt = Prompt(messages=(Message(role="user", content="what is 3 times 4?"),), domain="chat", group="g")
@@ -54,6 +65,13 @@ def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_
     with begun as stock:  # and only waits for the rest
         assert len(descendants(os.getpid()) - before) > 2  # a guard, the endpoint, its engine
         (answer,) = stock.ask([prompt])
+        long = prompt.model_copy(update={"messages": (Message(role="user", content="3 times 4 is 12, " * 10),)})
+        stock.ask([long])
+        hits = [_hits_of(stock, long)]
+        stock.forget()
+        hits.append(_hits_of(stock, long))
+    assert hits[0] > 0
+    assert hits[1] == 0
     assert descendants(os.getpid()) <= before
     assert not stock.runs
     assert not answers(f"{stock.url}/health")
@@ -69,3 +87,16 @@ def descendants(pid: int) -> set[int]:
     tasks = Path(f"/proc/{pid}/task")
     children = {int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()}
     return children.union(*map(descendants, children))
+
+
+def _hits_of(stock: Stock, prompt: Prompt) -> float:
+    """Ask, and return how many tokens the prefix cache had."""
+
+    def total() -> float:
+        lines = httpx.get(f"{stock.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+    before = total()
+    (answer,) = stock.ask([prompt])
+    assert answer.status == "ok"
+    return total() - before
