@@ -6,6 +6,7 @@ for it: `redraft status` asks for none.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -158,7 +159,7 @@ class Client:
         gaps: bool = False,
         speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
-        fillers: Sequence[Chat] = (),
+        primers: Sequence[Chat] = (),
     ) -> list[Answer]:
         """Send chats and stream their answers.
 
@@ -171,35 +172,32 @@ class Client:
             gaps: whether to ask for the two best tokens at each position.
             speculation: how the answers are drafted; "head" measures the draft alone.
             on_answer: called with each answer as it ends.
-            fillers: sent over and over in place of those that have ended until all have, so that the last chats are
-                answered among as many as the first.
+            primers: sent before them, one for each that is in flight, with limits that go up to `max_tokens` in equal
+                steps, so that the chats begin one after the other and not at once.
 
         Returns:
-            One answer a chat, in their order; a request that fails is an answer that says so. None of a filler.
+            One answer a chat, in their order; a request that fails is an answer that says so. None of a primer.
         """
-        waiting, num_ended = itertools.cycle(fillers), 0
         async with self._chats(concurrency) as connection:
             slots = asyncio.Semaphore(concurrency)  # lets in who came first
 
-            async def ask(chat: Chat) -> Answer:
-                nonlocal num_ended
+            async def ask(chat: Chat, most: int) -> Answer:
                 async with slots:
-                    answer = await _ask(connection, self._detail, chat, max_tokens, temperature, log, gaps, speculation)
-                    num_ended += 1
+                    return await _ask(connection, self._detail, chat, most, temperature, log, gaps, speculation)
+
+            async def tell(chat: Chat) -> Answer:
+                answer = await ask(chat, max_tokens)
                 if on_answer is not None:
                     on_answer(answer)
                 return answer
 
-            async def fill() -> None:
-                while num_ended < len(chats):
-                    async with slots:
-                        if num_ended < len(chats):
-                            chat = next(waiting)
-                            await _ask(connection, self._detail, chat, max_tokens, temperature, log, gaps, speculation)
-
-            answers = asyncio.gather(*(ask(chat) for chat in chats))
-            await asyncio.gather(answers, *(fill() for _ in range(concurrency if fillers else 0)))
-            return answers.result()
+            begun = [
+                asyncio.create_task(ask(chat, math.ceil(max_tokens * part / concurrency)))
+                for part, chat in zip(range(1, concurrency + 1), itertools.cycle(primers), strict=False)
+            ]
+            answers = await asyncio.gather(*(tell(chat) for chat in chats))
+            await asyncio.gather(*begun)
+            return answers
 
     async def keep_asking(
         self,

@@ -67,7 +67,7 @@ class Asked(ABC):
         gaps: bool = False,
         speculation: Speculation = "on",
         on_answer: Callable[[Answer], None] | None = None,
-        fillers: Sequence[Prompt] = (),
+        primers: Sequence[Prompt] = (),
     ) -> list[Answer]:
         """Send prompts; see `Client.send`."""
         return asyncio.run(
@@ -79,7 +79,7 @@ class Asked(ABC):
                 gaps=gaps,
                 speculation=speculation,
                 on_answer=on_answer,
-                fillers=as_chats(fillers),
+                primers=as_chats(primers),
             )
         )
 

@@ -3,10 +3,11 @@
 The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
 off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
 A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and no
-prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, and others
-ask in their place until the last timed request has ended, so that tokens over the seconds that requests took, times the
-streams, is the throughput; the ratio is of those, and is paired by block and request. Where vLLM's own endpoint is
-measured too, its process can't run beside ours: the same prompts are asked there before or after.
+prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so that
+tokens over the seconds that requests took, times the streams, is the throughput. They begin one after the other, behind
+requests of growing length that are not timed: streams that begin at once and answer at one speed stay in step, as no
+traffic does, and those that draft can't. The ratio is of throughputs, paired by block and request. Where vLLM's own
+endpoint is measured too, its process can't run beside ours: the same prompts are asked there before or after.
 """
 
 from collections import Counter
@@ -41,14 +42,14 @@ class _Load(NamedTuple):
 
     Attributes:
         prompts: domain to those that are asked in turn.
-        fillers: domain to those that are asked while fewer of these are left than there are streams.
+        primers: domain to those that are asked before them, so that the streams are not in step.
         least: prompts of a block, at least; it has two for each stream, as long as there are so many.
         num_pairs: of blocks.
     """
 
     run: Run
     prompts: Mapping[str, Sequence[Prompt]]
-    fillers: Mapping[str, Sequence[Prompt]]
+    primers: Mapping[str, Sequence[Prompt]]
     least: int
     num_pairs: int
 
@@ -69,7 +70,7 @@ class _Load(NamedTuple):
                             prompts[:size],
                             concurrency=num_streams,
                             on_answer=bar.advance,
-                            fillers=self.fillers[domain],
+                            primers=self.primers[domain],
                         )
                         blocks.append({"domain": domain, "on": on, "answers": dump(answers)})
         return blocks
@@ -222,7 +223,7 @@ def _report(
     verdicts = judge_answers(references, ours)
     notes = [
         f"Greedy, K = {run.recipe.num_draft_tokens} at most; the champion is draft {served.originals[-1]}.",
-        "tokens/s are streams × tokens ÷ seconds of the requests, first token included, all streams busy.",
+        "tokens/s are streams × tokens ÷ seconds of the requests, first token included; streams begin one by one.",
         "Ratios are on ÷ off, with a 95% interval that resamples pairs of blocks and the requests in them.",
         sentence(verdicts),
     ]

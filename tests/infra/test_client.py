@@ -34,12 +34,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         said = body["messages"][-1]["content"]
         self.server.seen.append((self.headers["X-Redraft-Domain"], self.headers["X-Redraft-Log"], body["temperature"]))
+        self.server.limits.append((said, body["max_tokens"]))
         self.server.details.append(self.headers["X-Redraft-Detail"])
         self.server.groups.append(self.headers["X-Redraft-Group"])
-        if said == "await another":
-            self.server.another.wait(10.0)
-        elif said == "another":
-            self.server.another.set()
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -76,7 +73,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     """Return a server that runs."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.seen, server.details, server.groups, server.status = [], [], [], SERVING
-        server.another = threading.Event()
+        server.limits = []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -129,19 +126,13 @@ def test_clients_ask_in_turn_until_they_are_stopped(server):
     assert server.seen[0][1:] == ("none", 0.0)
 
 
-def test_others_ask_in_the_place_of_those_that_have_ended_until_the_last_has(server):
-    timed = chats("await another", "short")
+def test_chats_begin_one_after_the_other_behind_primers_of_growing_length(server):
     answers = asyncio.run(
-        Client(url_of(server)).send(timed, concurrency=2, max_tokens=8, fillers=chats("a filler", "another"))
+        Client(url_of(server)).send(chats("a", "b"), concurrency=3, max_tokens=8, primers=chats("one", "two"))
     )
-    assert server.another.is_set()
-    assert [answer.prompt_id for answer in answers] == [chat.id for chat in timed]
-    assert len(server.seen) >= 4
-
-
-def test_nobody_asks_where_all_have_ended_at_once(server):
-    asyncio.run(Client(url_of(server)).send(chats("a"), concurrency=1, max_tokens=8, fillers=chats("a filler")))
-    assert len(server.seen) == 1
+    assert [answer.prompt_id for answer in answers] == ["id of a", "id of b"]
+    assert sorted(server.limits[:3]) == [("one", 3), ("one", 8), ("two", 6)]
+    assert sorted(server.limits[3:]) == [("a", 8), ("b", 8)]
 
 
 def test_domain_and_consent_go_with_each_request(server):
