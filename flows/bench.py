@@ -66,7 +66,7 @@ def load(
     num_pairs: Annotated[int, typer.Option("--pairs", min=1, help="How often on and off take turns.")] = 4,
     peers: Annotated[
         list[str],
-        typer.Option("--peer", help="Measure vLLM's own compiled endpoint too, so drafted; give it once for each."),
+        typer.Option("--peer", help='vLLM\'s own endpoint too, as vLLM or "vLLM with ngram"; once for each.'),
     ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
     """B2: throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.

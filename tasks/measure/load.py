@@ -2,12 +2,12 @@
 
 The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
 off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
-A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and no
-prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so that
-tokens over the seconds that requests took, times the streams, is the throughput. They begin one after the other, behind
-requests of growing length that are not timed: streams that begin at once and answer at one speed stay in step, as no
-traffic does, and those that draft can't. The ratio is of throughputs, paired by block and request. Where vLLM's own
-endpoint is measured too, its process can't run beside ours: the same prompts are asked there before or after.
+A bad draft has noise for weights, the first one is fresh, the champion is adapted. A block has a key of its own and
+times no prompt twice, so that no answer is looked up that the same prompt had before. Streams ask without a pause, so
+that tokens over the seconds that requests took, times the streams, is the throughput. They begin one after the other,
+behind requests of growing length that are not timed: streams that begin at once and answer at one speed stay in step,
+as no traffic does, and those that draft can't. The ratio is of throughputs, paired by block and request. Where vLLM's
+own endpoint is measured too, its process can't run beside ours: the same prompts are asked there before or after.
 """
 
 from collections import Counter

@@ -33,7 +33,8 @@ FORGET_TIMEOUT_S = 30.0  # keys of requests that have just ended are held for a 
 PLAIN = "vLLM"
 SERVED_DRAFT = f"{PLAIN} with the served draft"
 BY_BATCH_SIZE = f"{SERVED_DRAFT}, K by batch size"
-# Up to so many sequences K tokens are drafted, and one up to so many; above them none.
+# Up to so many sequences K tokens are drafted, and one up to so many; above them none. What an operator might guess:
+# nothing was tuned.
 MANY_TOKENS_UP_TO, ONE_UP_TO = 4, 16
 SUFFIX, SUFFIX_PACKAGE, SUFFIX_MODULE = f"{PLAIN} with suffix", "arctic-inference", "arctic_inference"
 

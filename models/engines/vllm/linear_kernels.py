@@ -15,10 +15,10 @@ loaded; they take a float's memory then, and compute exactly what the packed one
 FBGEMM multiplies floats of 32 bits, and its packed weights are no tensors that `torch.compile` could trace: an engine
 in bfloat16 and a compiled one keep oneDNN's products.
 
-**Row counts.** oneDNN prepares a product anew for each number of rows, and vLLM keeps 32 of them a layer. Steps that
-read prompts, and verify what was drafted, have many more. What was kept no longer took a step's linear layers 4 to 8 ms
-more of 45 to 140 (SmolLM2-135M in bfloat16, two cores of an AMD EPYC), so more are kept. Layers of one shape share most
-of what they hold.
+**Row counts.** oneDNN prepares a product anew for each number of rows, and vLLM keeps 32 of them a float layer. Steps
+that read prompts, and verify what was drafted, have many more. What was kept no longer took a step's linear layers 4 to
+8 ms more of 45 to 140 (SmolLM2-135M in bfloat16, two cores of an AMD EPYC), so more are kept. Layers of one shape share
+most of what they hold.
 """
 
 from functools import cache
