@@ -21,7 +21,10 @@ IMPORTED := flows.build, flows.refresh, services.runner, services.service, model
 # Python compiles what it imports and keeps it; where it may keep nothing, every start would take seconds more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test types test-engines test-fast test-front drills test-swaps soak test-bench references tutorial clean
+# Others' engines that `redraft bench speed` can ask.
+PEERS := .venv/peers
+
+.PHONY: install demo test types test-engines test-fast test-front drills test-swaps soak test-bench peers references tutorial clean
 
 install: $(STAMP)
 
@@ -79,6 +82,14 @@ soak: install
 
 test-bench: install
 	$(BIN)/python -m pytest tests/benchmarks
+
+# Both come as sources. llama.cpp has an environment of its own; vLLM's suffix trees are compiled with the tools that lie
+# there, and imported by none but the process that drafts by them.
+peers: install
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q -c $(CONSTRAINTS) llama-cpp-python cmake grpcio-tools nanobind ninja setuptools wheel
+	PYTHONPATH=$$(echo $(PEERS)/lib/python*/site-packages) $(BIN)/pip install -q -c $(CONSTRAINTS) --no-build-isolation \
+		--no-deps --upgrade --target $(PEERS)/suffix arctic-inference
 
 # What is generated from the code and committed beside it; a test fails where it is out of date.
 references: install

@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
+from infra.peers import SUFFIX_PACKAGE, suffix_version
 from infra.settings import Settings, load_settings
 
 ENGINE_VERSION = "0.32.0"
@@ -28,7 +29,6 @@ WANTED_DISK_GIB = 5
 OPENMP_NAME = "libiomp5.so"
 HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Where vLLM says what its suffix trees need.
-SUFFIX_PACKAGE = "arctic-inference"
 SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decoding"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
@@ -186,7 +186,7 @@ def _check_openmp() -> Check:
 
 def _check_suffix() -> Check:
     """Say what vLLM's suffix trees lack, in the words of its source; no fault, as nothing needs them."""
-    found, spec = _version(SUFFIX_PACKAGE), find_spec("vllm")  # looks for the files, runs none of them
+    found, spec = suffix_version(), find_spec("vllm")  # looks for the files, runs none of them
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     said = said_of_suffix(Path(folders[0]) if folders else None)
     return Check(
@@ -194,7 +194,7 @@ def _check_suffix() -> Check:
         ok=True,
         found=f"{SUFFIX_PACKAGE} {found}" if found else f'engine "torch" alone drafts by them; vLLM says: {said}',
         wanted=f"{SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`",
-        fix=f"pip install nanobind && pip install --no-build-isolation --no-deps {SUFFIX_PACKAGE}",
+        fix="make peers",
     )
 
 

@@ -7,8 +7,9 @@ really gone when its process is.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -44,18 +45,37 @@ def run_offline(job: Job, folder: Path, bar: Bar) -> list[tuple[str, Answer]]:
         RuntimeError: it failed; the message has the end of its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    job.answers.unlink(missing_ok=True)
     file = folder / "job.json"
     file.write_text(job.model_dump_json())
     argv = [sys.executable, "-m", "tasks.measure.offline", str(file)]
-    with Child.start(argv, openmp_preload(), folder / "offline.log", "the peers' process") as child:
+    rows = run_process(argv, openmp_preload(), job.answers, folder / "offline.log", "the peers' process", bar)
+    return [(row["side"], Answer(**row["answer"])) for row in rows]
+
+
+def run_process(
+    argv: Sequence[str], environment: Mapping[str, str], answers: Path, log: Path, name: str, bar: Bar
+) -> list[dict[str, Any]]:
+    """Run a process that writes a line of JSON an answer to its end, and return the lines.
+
+    Args:
+        argv: the process.
+        environment: variables added to this one's.
+        answers: where it writes; what an earlier one left is removed.
+        log: for what else it says.
+        name: what messages call it.
+        bar: told of the lines so far.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its log.
+    """
+    answers.unlink(missing_ok=True)
+    with Child.start(argv, environment, log, name) as child:
         while (code := child.poll()) is None:
             time.sleep(POLL_S)
-            bar.show(_num_lines(job.answers))
+            bar.show(_num_lines(answers))
     if code:
-        raise RuntimeError(f"the peers' process ended with {code}\n{child.tail()}")
-    lines = [json.loads(line) for line in job.answers.read_text().splitlines()]
-    return [(line["side"], Answer(**line["answer"])) for line in lines]
+        raise RuntimeError(f"{name} ended with {code}\n{child.tail()}")
+    return [json.loads(line) for line in answers.read_text().splitlines()]
 
 
 def main() -> None:

@@ -15,8 +15,10 @@ too, from sending to the last token, and no bunch can flatter those.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.peers import SUFFIX_PACKAGE, suffix_version
 from infra.registry import Registry, open_registry
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
@@ -27,10 +29,11 @@ from tasks.measure.endpoint import Asked, Endpoint, dump
 from tasks.measure.home import Served
 from tasks.measure.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from tasks.measure.latency import spread as spread_of
+from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.offline import Job, run_offline
 from tasks.measure.peers import UNDRAFTED, engine_dtype
 from tasks.measure.run import Bar, Run
-from tasks.measure.stock import PLAIN, SUFFIX_PACKAGE, Stock, has_suffix, speculations
+from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
 
 TITLE, QUESTION = "B1", "is the served pair faster?"
@@ -40,6 +43,7 @@ OVER_STOCK = ("over_stock", "request_over_stock")
 # What is aimed at by domain, and elsewhere.
 AIMS, AIM = {"code": 2.0}, 1.5
 OURS = "pair"  # what is started for the pair
+UNHELD = "not held to them"  # the verdict on an output of other weights
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
 NUM_WARM = 24
 
@@ -113,6 +117,7 @@ def _hosts(run: Run, served: Served) -> dict[str, _Host]:
         PLAIN: _Host(_stock, 2),
         **{side: _Host(partial(_drafting_stock, side, way), 1) for side, way in ways.items()},
         "offline": _Host(_offline, 4),
+        **({} if why_not(run.recipe) else {LLAMACPP: _Host(_llamacpp, len(SIDES))}),
     }
 
 
@@ -188,6 +193,13 @@ def _offline(stage: Stage) -> list[Row]:
     return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
 
 
+def _llamacpp(stage: Stage) -> list[Row]:
+    """Ask llama.cpp."""
+    run, target_dir = stage.run, open_champions.fn().target_files.path
+    answers = run_llamacpp(run.recipe, target_dir, stage.prompts, run.folder / "llamacpp", stage.bar)
+    return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
+
+
 def _warm(endpoint: Asked, stage: Stage, num_prompts: int = 1) -> None:
     fewest = min(traffic.num_requests for traffic in stage.run.recipe.traffic.values())
     endpoint.ask(stage.run.prompts("requests", min(num_prompts, fewest)))
@@ -206,7 +218,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     for domain in domains:
         of = {side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)] for side in _sides(rows)}
         references = of.pop(REFERENCE)
-        sides = {side: _Side(answers, judge_outputs(references, answers, target_dir)) for side, answers in of.items()}
+        sides = {side: _Side(answers, _judge(side, references, answers, target_dir)) for side, answers in of.items()}
         figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
         grids.append(_grid(domain, figures[domain]))
         failures += [
@@ -224,8 +236,14 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         "Assisted generation of transformers is its prompt lookup: no small model with this tokenizer is at hand.",
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
     ]
-    if not has_suffix():
-        notes.append(f"vLLM's suffix trees were left out: {SUFFIX_PACKAGE} is not installed.")
+    if suffix_version() is None:
+        notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make peers` compiles it.")
+    if missing := why_not(run.recipe):
+        notes.append(f"{LLAMACPP} was left out: {missing}.")
+    else:
+        notes.append(
+            f"{LLAMACPP} computes with the file that the target is made of, in other number formats: its outputs are its own."
+        )
     if served.champion == 1:
         notes.append("The served draft is the first one, so there is no static draft to compare with.")
     picture = draw_speeds(_speeds(figures), "tokens/s, one stream", run.folder / "speed.png")
@@ -237,6 +255,12 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         failures=failures,
         picture=picture,
     )
+
+
+def _judge(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
+    if side in SIDES:
+        return {row["prompt_id"]: UNHELD for row in answers}
+    return judge_outputs(references, answers, target_dir)
 
 
 class _Side:
@@ -334,7 +358,7 @@ def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
 def _outputs(figures: Row) -> str:
     counts = figures["outputs"]
     return ", ".join(
-        f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different") if counts.get(verdict)
+        f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict)
     )
 
 

@@ -3,8 +3,8 @@
 It has the service's vLLM, weights, number format, threads and limits, is compiled, and is asked by the same client.
 """
 
-import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +14,7 @@ import httpx
 
 from infra.client import SERVED_NAME
 from infra.doctor import openmp_preload
+from infra.peers import SUFFIX_TREES, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.service_process import END_TIMEOUT_S
@@ -36,7 +37,7 @@ BY_BATCH_SIZE = f"{SERVED_DRAFT}, K by batch size"
 # Up to so many sequences K tokens are drafted, and one up to so many; above them none. What an operator might guess:
 # nothing was tuned.
 MANY_TOKENS_UP_TO, ONE_UP_TO = 4, 16
-SUFFIX, SUFFIX_PACKAGE, SUFFIX_MODULE = f"{PLAIN} with suffix", "arctic-inference", "arctic_inference"
+SUFFIX, SUFFIX_METHOD = f"{PLAIN} with suffix", "suffix"
 
 
 class Stock(Asked):
@@ -80,6 +81,8 @@ class Stock(Asked):
         cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
         forgetful = {"VLLM_SERVER_DEV_MODE": "1"}  # adds the route that empties the prefix cache, among others
         environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful}
+        if self._speculation is not None and self._speculation.get("method") == SUFFIX_METHOD:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUFFIX_TREES), os.environ.get("PYTHONPATH")]))
         log = self._settings.home / "logs" / "stock.log"
         self._child = Child.start(argv, environment, log, "vLLM's own endpoint")
 
@@ -143,8 +146,8 @@ def speculations(num_draft_tokens: int, served: Served, settings: Settings) -> d
         settings: of its home.
     """
     ways: dict[str, dict[str, Any]] = {f"{PLAIN} with ngram": ngram_speculation(num_draft_tokens)}
-    if has_suffix():
-        ways[SUFFIX] = {"method": "suffix"}
+    if suffix_version() is not None:
+        ways[SUFFIX] = {"method": SUFFIX_METHOD}
     registry = open_registry(settings)
     for number in sorted({1, served.champion}):
         files = registry.download(registry.get("draft", number), settings.cache)
@@ -168,8 +171,3 @@ def by_batch_size(speculation: Mapping[str, Any], max_num_seqs: int) -> dict[str
     starts = (1, *(end + 1 for end, _ in ends))
     table = [[start, end, num_tokens] for start, (end, num_tokens) in zip(starts, ends, strict=False)]
     return {**speculation, "num_speculative_tokens_per_batch_size": table}
-
-
-def has_suffix() -> bool:
-    """Return whether what vLLM's suffix trees need is installed."""
-    return importlib.util.find_spec(SUFFIX_MODULE) is not None

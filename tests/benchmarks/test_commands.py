@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from infra.peers import suffix_version
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.versions import OWN_TAGS
 from tasks.measure.drift import WAYS
-from tasks.measure.stock import BY_BATCH_SIZE, has_suffix
+from tasks.measure.stock import BY_BATCH_SIZE
 from tests.flows.conftest import Cli
 
 TIMEOUT_S = 1200  # each starts the service several times
@@ -68,7 +69,7 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
         "vLLM with ngram",
         "vLLM with the first draft",
         "vLLM with the served draft",
-        *(["vLLM with suffix"] if has_suffix() else []),
+        *([] if suffix_version() is None else ["vLLM with suffix"]),
         "transformers",
         "transformers, prompt lookup",
         "reference engine",
