@@ -177,6 +177,9 @@ class Client:
 
         Returns:
             One answer a chat, in their order; a request that fails is an answer that says so. None of a primer.
+
+        Raises:
+            RuntimeError: a primer failed.
         """
         async with self._chats(concurrency) as connection:
             slots = asyncio.Semaphore(concurrency)  # lets in who came first
@@ -196,7 +199,9 @@ class Client:
                 for part, chat in zip(range(1, concurrency + 1), itertools.cycle(primers), strict=False)
             ]
             answers = await asyncio.gather(*(tell(chat) for chat in chats))
-            await asyncio.gather(*begun)
+            failed = [answer.status for answer in await asyncio.gather(*begun) if answer.status != "ok"]
+            if failed:
+                raise RuntimeError(f"{len(failed)} of {len(begun)} primers failed, the first with {failed[0]}")
             return answers
 
     async def keep_asking(

@@ -1,6 +1,6 @@
 """The process that answers with llama.cpp, in the environment of `make peers`, where nothing of redraft is.
 
-`python llamacpp_process.py JOB.json`, see `tasks.measure.llamacpp`; a line an answer and side goes to a file of the job.
+`python llamacpp_process.py JOB.json`, see `tasks.measure.llamacpp`; answers go to a file of the job, a line each.
 """
 
 import json

@@ -241,9 +241,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     if missing := why_not(run.recipe):
         notes.append(f"{LLAMACPP} was left out: {missing}.")
     else:
-        notes.append(
-            f"{LLAMACPP} computes with the file that the target is made of, in other number formats: its outputs are its own."
-        )
+        notes.append(f"{LLAMACPP} has the file that the target is made of, and computes in its own formats.")
     if served.champion == 1:
         notes.append("The served draft is the first one, so there is no static draft to compare with.")
     picture = draw_speeds(_speeds(figures), "tokens/s, one stream", run.folder / "speed.png")

@@ -135,6 +135,12 @@ def test_chats_begin_one_after_the_other_behind_primers_of_growing_length(server
     assert sorted(server.limits[3:]) == [("a", 8), ("b", 8)]
 
 
+def test_a_primer_that_fails_is_told(server):
+    client = Client(url_of(server))
+    with pytest.raises(RuntimeError, match=r"2 of 4 primers failed, the first with http 503"):
+        asyncio.run(client.send(chats("a"), concurrency=4, max_tokens=8, primers=chats("refuse", "one")))
+
+
 def test_domain_and_consent_go_with_each_request(server):
     ask(server, "a", "b")
     assert server.seen == [("code", "full", 0.0)] * 2
