@@ -25,7 +25,7 @@ from infra.manifest import MANIFEST_NAME
 NUM_OTHERS = 2000  # of the latest rows, that say what is not a person's own
 SQLITE = b"SQLite format 3\x00"
 PACKED: dict[str, ModuleType] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-NO_TEXT = {".safetensors", ".bin", SUFFIX, ".gguf", ".so", ".pyc", ".png"}
+NO_TEXT = {".safetensors", ".bin", SUFFIX, ".gguf", ".grid", ".so", ".pyc", ".png"}
 BATCH_ROWS = 4000  # a row is some 5,000 different stretches
 BUSY_S, POLL_S = 30.0, 0.2
 

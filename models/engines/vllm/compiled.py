@@ -24,6 +24,8 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
+from models.layers import grids
+
 NAME = "finalize_loading"
 # What of a model's configuration tells where it lies.
 CONFIGS = ("hf_config", "hf_text_config")
@@ -66,7 +68,9 @@ def _name_by_config() -> None:
         if not file.is_file():  # a hub's name
             return own(self)
         placeless = copy.copy(self)
-        placeless.model = hashlib.sha256(file.read_bytes()).hexdigest()
+        # With a grid beside the weights other products are compiled, see few_rows.
+        has_grid = file.with_name(grids.FILE).is_file()
+        placeless.model = hashlib.sha256(file.read_bytes() + bytes([has_grid])).hexdigest()
         for name in CONFIGS:
             setattr(placeless, name, _Placeless(getattr(self, name), self.model))
         return own(placeless)

@@ -157,6 +157,9 @@ class VllmEngine:
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
+            if num_rows := await engine._call("few_rows"):
+                why = f"{mode.why}; products of up to {num_rows} rows read the bits the target was published in"
+                engine.mode = mode._replace(why=why)
         except BaseException:
             await engine.close()
             raise

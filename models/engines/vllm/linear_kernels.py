@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.engines.vllm import few_rows
 from models.layers import integers
 from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
@@ -47,6 +48,7 @@ def install() -> None:
     if not current_platform.is_cpu():
         return
     _keep_row_counts()
+    few_rows.install()
     if half_is_faster():
         _replace_float_product()
     if saturates():

@@ -20,6 +20,7 @@ from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, W
 from models.engines.vllm.judging import Judging
 from models.engines.vllm.parent import WithParent
 from models.engines.vllm.turns import turns
+from models.layers import grids
 from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.throughput import costfile
@@ -327,6 +328,7 @@ def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, vers
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
+        **({"few rows": "from the target's grid"} if (target / grids.FILE).is_file() else {}),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

@@ -7,6 +7,9 @@ from typing import NamedTuple
 NUM_CYCLES = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4, 32: 3, 64: 2, 128: 2}
 # Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
 MANY_ROWS = 16
+# Sequences up to which each number of rows is measured that few tokens give: products of few rows have kernels of their
+# own (`few_rows`), so that a row more can take as long as all before it.
+FEW_ROWS, FEW_TOKENS = 2, 4
 
 
 class Turn(NamedTuple):
@@ -36,7 +39,8 @@ def turns(num_sequences: int, num_tokens: int) -> list[Turn]:
     turn, few = [Turn(passes=True)], num_sequences // 4
     turn += [Turn(num_filled=few, num_tokens=1)] if few else []
     many = max(1, num_tokens) if num_sequences <= MANY_ROWS else 1
-    return [*turn, *(Turn(False, num_sequences, num) for num in sorted({1, many})), Turn()]
+    some = range(1, min(many, FEW_TOKENS) + 1) if num_sequences <= FEW_ROWS else ()
+    return [*turn, *(Turn(False, num_sequences, num) for num in sorted({1, *some, many})), Turn()]
 
 
 def cycles(most: int) -> dict[int, int]:

