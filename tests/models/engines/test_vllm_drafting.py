@@ -217,8 +217,8 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
         assert {curve.num_sequences: curve.rows for curve in kept.curves} == {
-            1: (1, 2, 9),
-            2: (1, 2, 9),
+            1: (1, 2, 3, 4, 5, 9),
+            2: (1, 2, 3, 4, 5, 9),
             4: (1, 1.25, 2, 9),
         }
     speed = engine.speeds[""]

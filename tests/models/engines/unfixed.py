@@ -15,6 +15,10 @@ class UnfixedWorker:
         """Return the class of the model runner."""
         return {"value": type(self.model_runner).__name__}
 
+    def few_rows(self) -> dict[str, int]:
+        """Return up to how many rows products read a grid: vLLM's own read none."""
+        return {"value": 0}
+
     def follow_plans(self) -> dict[str, None]:
         """Let the draft follow the scheduler's plans, as redraft's own extension does."""
         proposer.install(self.model_runner, Library(shortest=3, longest=16, capacity=0))
