@@ -1,4 +1,4 @@
-"""Weights on the grid that they were published on, kept beside a target's floats.
+"""Weights on the grid that a file had them on, kept beside a target's floats.
 
 A GGUF file has integers of few bits for a matrix, and a scale for each 32 of a row (Q8_0), or a scale and a least value
 (Q4_1): w = scale · integer + least. A target made of it is served in floats, which take four times the memory to read.

@@ -43,7 +43,7 @@ OVER_STOCK = ("over_stock", "request_over_stock")
 # What is aimed at by domain, and elsewhere.
 AIMS, AIM = {"code": 2.0}, 1.5
 OURS = "pair"  # what is started for the pair
-UNHELD = "not held to them"  # the verdict on an output of other weights
+UNHELD = "not held to them"  # the verdict on an output of other number formats
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
 NUM_WARM = 24
 

@@ -1,11 +1,11 @@
-"""Products with few rows read a target's weights in the bits that it was published in, on CPUs.
+"""Products with few rows read a target's weights in the few bits that its file had, on CPUs.
 
 Where few sequences are decoded, a step takes as long as its weights take to be read. A target whose grid lies beside
 its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with torch's kernel for
 packed 4-bit weights, and those of more rows the floats, with oneDNN's. Both compute with the same weights. With
-SmolLM2-135M, published in 4 bits, all products of a step take 6.5 instead of 13 ms for one row, 7.5 instead of 13 for
-two, 10 instead of 11 for four, and 18 instead of 13 for eight (two cores of an AMD EPYC, bfloat16). Up to how many rows
-the grid is faster is measured when the last layer was loaded.
+SmolLM2-135M, which its wheel has in 4 bits, all products of a step take 6.5 instead of 13 ms for one row, 7.5 instead
+of 13 for two, 10 instead of 11 for four, and 18 instead of 13 for eight (two cores of an AMD EPYC, bfloat16). Up to how
+many rows the grid is faster is measured when the last layer was loaded.
 
 The kernel knows no 8 bits: w = scale · (16 · high + low) is a product of twice as many inputs with 4.
 """
