@@ -24,7 +24,7 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
-from models.layers import grids
+from models.engines.vllm import few_rows
 
 NAME = "finalize_loading"
 # What of a model's configuration tells where it lies.
@@ -68,9 +68,8 @@ def _name_by_config() -> None:
         if not file.is_file():  # a hub's name
             return own(self)
         placeless = copy.copy(self)
-        # With a grid beside the weights other products are compiled, see few_rows.
-        has_grid = file.with_name(grids.FILE).is_file()
-        placeless.model = hashlib.sha256(file.read_bytes() + bytes([has_grid])).hexdigest()
+        products = few_rows.kernel_for(file.parent).encode()
+        placeless.model = hashlib.sha256(file.read_bytes() + products).hexdigest()
         for name in CONFIGS:
             setattr(placeless, name, _Placeless(getattr(self, name), self.model))
         return own(placeless)

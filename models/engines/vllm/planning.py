@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 
 from models import catalog
 from models.engines import LookUp
+from models.engines.vllm import few_rows
 from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
 from models.engines.vllm.judging import Judging
 from models.engines.vllm.parent import WithParent
 from models.engines.vllm.turns import turns
-from models.layers import grids
 from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.throughput import costfile
@@ -328,7 +328,7 @@ def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, vers
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
-        **({"few rows": "from the target's grid"} if (target / grids.FILE).is_file() else {}),
+        **({"few rows": kernel} if (kernel := few_rows.kernel_for(target)) else {}),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

@@ -1,0 +1,268 @@
+// Products of few rows with weights of 4 or 8 bits, see few_rows.py.
+//
+// Outputs are computed in panels of 32, of two vectors of 16 lanes, and inputs come in groups of 32, which share a
+// scale s and a least value m: w = s * q + m. Weights are read once for up to MOST rows, in the order they are stored:
+//
+//   4 bits: [panel, group, 4, 2, 16] words of 8 integers, 0 to 15; the inputs of a word are 0, 2, 4, 6, 1, 3, 5, 7.
+//   8 bits: [panel, group, 16, 2, 16] pairs of integers, -128 to 127, of two inputs side by side.
+//   scales: [panel, group, 1 or 2, 32] float16, those of the 8 bits without least values.
+//
+// Where the processor multiplies pairs of bfloat16 (AVX512_BF16), products with such inputs are of the integers, which
+// bfloat16 holds exactly, and a group's sum is scaled: s * sum(q * x) + m * sum(x). All others are of the weights, in
+// float32.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16, VECTORS = 2, PANEL = LANES * VECTORS, GROUP = 32, MOST = 8;
+
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Shorts = int16_t __attribute__((vector_size(32)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+
+std::atomic<int64_t> limit{0};  // rows up to which these products are used; those of more read floats
+
+template <typename Vector>
+inline Vector load(const void* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+inline Floats from_halves(const uint16_t* halves) {
+#ifdef __AVX512F__
+    return _mm512_cvtph_ps(load<__m256i>(halves));
+#else
+    const Ints bits = __builtin_convertvector(load<Halves>(halves), Ints);
+    const Ints magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+    const Floats scaled = reinterpret_cast<Floats>(magnitude) * 0x1p112f;  // the exponents' biases differ by 112
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(scaled) | sign);
+#endif
+}
+
+template <int BITS>
+struct Matrix {
+    static constexpr int64_t BYTES = PANEL * GROUP * BITS / 8;  // of a panel's group
+    static constexpr int64_t SCALES = BITS == 4 ? 2 * PANEL : PANEL;
+
+    const uint8_t* packed;
+    const uint16_t* scales;
+    int64_t groups;
+
+    const uint8_t* values_at(int64_t panel, int64_t group) const { return packed + (panel * groups + group) * BYTES; }
+    const uint16_t* scales_at(int64_t panel, int64_t group) const {
+        return scales + (panel * groups + group) * SCALES;
+    }
+};
+
+template <int BITS, typename Input>
+struct Inputs {
+    const Input* rows;
+    int64_t stride;
+    std::vector<float> sums;  // [rows, groups], where products are of integers
+};
+
+template <int BITS>
+void sum_groups(Inputs<BITS, float>&, int64_t) {}  // sums are of weighted products
+
+template <int BITS, int ROWS>
+inline void add_group(
+    const Matrix<BITS>& matrix, const Inputs<BITS, float>& inputs, int64_t first, int64_t panel, int64_t group,
+    Floats (&total)[ROWS][VECTORS]
+) {
+    const uint8_t* values = matrix.values_at(panel, group);
+    const uint16_t* scales = matrix.scales_at(panel, group);
+    const float* x = inputs.rows + first * inputs.stride + group * GROUP;
+    for (int vector = 0; vector < VECTORS; ++vector) {
+        const Floats scale = from_halves(scales + vector * LANES);
+        const auto add = [&](int input, Floats weights) {
+            for (int row = 0; row < ROWS; ++row) total[row][vector] += weights * x[row * inputs.stride + input];
+        };
+        if constexpr (BITS == 4) {
+            const Floats least = from_halves(scales + PANEL + vector * LANES);
+            for (int word = 0; word < 4; ++word) {
+                const Ints words = load<Ints>(values + (word * VECTORS + vector) * 64);
+                for (int at = 0; at < 8; ++at) {
+                    const Floats integers = __builtin_convertvector((words >> 4 * at) & 15, Floats);
+                    add(8 * word + 2 * (at % 4) + at / 4, integers * scale + least);
+                }
+            }
+        } else {
+            for (int pair = 0; pair < 16; ++pair) {
+                const Shorts pairs = load<Shorts>(values + (pair * VECTORS + vector) * 32);
+                const Ints words = __builtin_convertvector(pairs, Ints);
+                add(2 * pair, __builtin_convertvector(words << 24 >> 24, Floats) * scale);
+                add(2 * pair + 1, __builtin_convertvector(words >> 8, Floats) * scale);
+            }
+        }
+    }
+}
+
+#ifdef __AVX512BF16__
+
+using OfBFloat16 = at::BFloat16;
+
+// 128 + q is a bfloat16 whose last bits are q.
+inline __m512i with_128(__m512i words) {
+    return _mm512_ternarylogic_epi32(words, _mm512_set1_epi32(0x000f000f), _mm512_set1_epi32(0x43004300), 0xea);
+}
+
+template <int BITS>
+void sum_groups(Inputs<BITS, at::BFloat16>& inputs, int64_t num_rows) {
+    if (BITS == 8) return;  // which have no least values
+    const auto ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    inputs.sums.resize(num_rows * inputs.stride / GROUP);
+    for (size_t at = 0; at < inputs.sums.size(); ++at) {
+        const auto group = load<__m512bh>(inputs.rows + at * GROUP);
+        inputs.sums[at] = _mm512_reduce_add_ps(_mm512_dpbf16_ps(_mm512_setzero_ps(), group, ones));
+    }
+}
+
+template <int BITS, int ROWS>
+inline void add_group(
+    const Matrix<BITS>& matrix, const Inputs<BITS, at::BFloat16>& inputs, int64_t first, int64_t panel, int64_t group,
+    Floats (&total)[ROWS][VECTORS]
+) {
+    const uint8_t* values = matrix.values_at(panel, group);
+    const at::BFloat16* x = inputs.rows + first * inputs.stride + group * GROUP;
+    __m512 sum[ROWS][VECTORS];
+    for (auto& row : sum)
+        for (auto& vector : row) vector = _mm512_setzero_ps();
+    const auto add = [&](int pair, int vector, __m512i weights) {
+        for (int row = 0; row < ROWS; ++row) {
+            const auto both = _mm512_set1_epi32(load<int32_t>(x + row * inputs.stride + 2 * pair));
+            sum[row][vector] = _mm512_dpbf16_ps(sum[row][vector], (__m512bh)both, (__m512bh)weights);
+        }
+    };
+    if constexpr (BITS == 4) {
+#pragma GCC unroll 4
+        for (int word = 0; word < 4; ++word)
+#pragma GCC unroll 2
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                const __m512i words = load<__m512i>(values + (word * VECTORS + vector) * 64);
+                add(4 * word, vector, with_128(words));
+                add(4 * word + 1, vector, with_128(_mm512_srli_epi16(words, 4)));
+                add(4 * word + 2, vector, with_128(_mm512_srli_epi16(words, 8)));
+                add(4 * word + 3, vector, with_128(_mm512_srli_epi16(words, 12)));
+            }
+    } else {
+#pragma GCC unroll 16
+        for (int pair = 0; pair < 16; ++pair)
+#pragma GCC unroll 2
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                const uint8_t* at = values + (pair * VECTORS + vector) * 32;
+                const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at)));
+                const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at + 16)));
+                add(pair, vector, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+            }
+    }
+    const uint16_t* scales = matrix.scales_at(panel, group);
+    for (int vector = 0; vector < VECTORS; ++vector) {
+        const Floats scale = from_halves(scales + vector * LANES);
+        if constexpr (BITS == 4) {
+            const Floats least = from_halves(scales + PANEL + vector * LANES) - 128 * scale;
+            for (int row = 0; row < ROWS; ++row)
+                total[row][vector] += least * inputs.sums[(first + row) * matrix.groups + group];
+        }
+        for (int row = 0; row < ROWS; ++row) total[row][vector] += scale * sum[row][vector];
+    }
+}
+
+#else
+
+using OfBFloat16 = float;
+
+#endif
+
+// Compute a panel's outputs for `num` rows from the first on, 1 to ROWS.
+template <int BITS, int ROWS, typename Input, typename Output>
+void multiply_panel(
+    const Matrix<BITS>& matrix, const Inputs<BITS, Input>& inputs, int64_t first, int64_t num, int64_t panel,
+    Output* output, int64_t num_outputs
+) {
+    if constexpr (ROWS > 1) {
+        if (num < ROWS) {
+            multiply_panel<BITS, ROWS - 1>(matrix, inputs, first, num, panel, output, num_outputs);
+            return;
+        }
+    }
+    Floats total[ROWS][VECTORS] = {};
+    for (int64_t group = 0; group < matrix.groups; ++group) add_group(matrix, inputs, first, panel, group, total);
+    const int64_t end = std::min<int64_t>(PANEL, num_outputs - panel * PANEL);
+    for (int row = 0; row < ROWS; ++row)
+        for (int64_t lane = 0; lane < end; ++lane)
+            output[(first + row) * num_outputs + panel * PANEL + lane] = total[row][lane / LANES][lane % LANES];
+}
+
+template <typename Input, typename Output, int BITS>
+void multiply(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, at::Tensor& output) {
+    const int64_t num_rows = x.size(0), num_outputs = output.size(1);
+    const auto* halves = static_cast<const uint16_t*>(scales.const_data_ptr());
+    const Matrix<BITS> matrix{packed.const_data_ptr<uint8_t>(), halves, packed.size(1)};
+    const at::Tensor rows = x.to(c10::CppTypeToScalarType<Input>::value).contiguous();
+    Inputs<BITS, Input> inputs{rows.const_data_ptr<Input>(), rows.size(1), {}};
+    sum_groups(inputs, num_rows);
+    Output* to = output.mutable_data_ptr<Output>();
+    at::parallel_for(0, packed.size(0), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel)
+            for (int64_t first = 0; first < num_rows; first += MOST) {
+                const int64_t num = std::min<int64_t>(MOST, num_rows - first);
+                multiply_panel<BITS, MOST>(matrix, inputs, first, num, panel, to, num_outputs);
+            }
+    });
+}
+
+template <typename Input, typename Output>
+void multiply(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, at::Tensor& output) {
+    if (scales.size(2) == 2)
+        multiply<Input, Output, 4>(x, packed, scales, output);
+    else
+        multiply<Input, Output, 8>(x, packed, scales, output);
+}
+
+void multiply_floats(const at::Tensor& x, const at::Tensor& handler, at::Tensor& output) {
+    using Product = void(at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&);
+    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("_C::onednn_mm", "").typed<Product>();
+    product.call(output, x, std::nullopt, handler);
+}
+
+at::Tensor few_rows(
+    const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& handler,
+    int64_t num_outputs
+) {
+    at::Tensor output = at::empty({x.size(0), num_outputs}, x.options());
+    if (x.size(0) > limit)
+        multiply_floats(x, handler, output);
+    else if (x.scalar_type() == at::kBFloat16)
+        multiply<OfBFloat16, at::BFloat16>(x, packed, scales, output);
+    else
+        multiply<float, float>(x, packed, scales, output);
+    return output;
+}
+
+void set_limit(int64_t rows) { limit = rows; }
+
+}  // namespace
+
+TORCH_LIBRARY(redraft, library) {
+    library.def("few_rows(Tensor x, Tensor packed, Tensor scales, Tensor handler, int num_outputs) -> Tensor");
+    library.impl("few_rows", c10::DispatchKey::CPU, few_rows);
+    library.def("limit_few_rows(int rows) -> ()", set_limit);
+}

@@ -1,0 +1,58 @@
+"""Operators of our own in C++, compiled for the processor at hand by the compiler that torch's graphs need as well."""
+
+import hashlib
+import logging
+import subprocess
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.utils import cpp_extension
+
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
+# Linked without OpenMP's library: the process has one, and threads of a second would fight its own for the cores.
+OPENMP = "-fopenmp"
+LIBRARIES = ("c10", "torch_cpu", "torch")
+
+log = logging.getLogger(__name__)
+
+
+def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
+    """Compile a file, unless a library for this processor and torch lies in the folder, and load its operators.
+
+    Raises:
+        OSError: there is no compiler, the folder can't be written, or the library can't be loaded.
+        ValueError: it does not compile.
+    """
+    library = folder / f"{source.stem}-{_digest(source, flags)}.so"
+    if not library.is_file():
+        start_s = time.monotonic()
+        _compile(source, library, flags)
+        log.info("compiled %s in %.0f s", source.name, time.monotonic() - start_s)
+    torch.ops.load_library(library)
+
+
+def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:
+    """Write the library whole or not at all, whoever else does so at the same time."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    compiler = cpp_extension.get_cxx_compiler()
+    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + [f"-l{name}" for name in LIBRARIES]
+    with TemporaryDirectory(dir=library.parent) as own:
+        compiled, linked = Path(own, "compiled.o"), Path(own, library.name)
+        _run([compiler, *flags, OPENMP, *includes, "-c", source, "-o", compiled])
+        _run([compiler, "-shared", compiled, *libraries, "-o", linked])
+        linked.replace(library)
+
+
+def _run(command: list[str | Path]) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise ValueError(f"{command[0]} ended with {ended.returncode}: {ended.stderr.strip()[-2000:]}")
+
+
+def _digest(source: Path, flags: tuple[str, ...]) -> str:
+    """Return a name for what is compiled of a file, for this processor."""
+    facts = (source.read_text(), flags, torch.__version__, sorted(torch.cpu.get_capabilities().items()))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
