@@ -88,8 +88,8 @@ test-bench: install
 peers: install
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install -q -c $(CONSTRAINTS) llama-cpp-python cmake grpcio-tools nanobind ninja setuptools wheel
-	PYTHONPATH=$$(echo $(PEERS)/lib/python*/site-packages) $(BIN)/pip install -q -c $(CONSTRAINTS) --no-build-isolation \
-		--no-deps --upgrade --target $(PEERS)/suffix arctic-inference
+	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH PYTHONPATH=$$(echo $(CURDIR)/$(PEERS)/lib/python*/site-packages) $(BIN)/pip install -q \
+		-c $(CONSTRAINTS) --no-build-isolation --no-deps --upgrade --target $(PEERS)/suffix arctic-inference
 
 # What is generated from the code and committed beside it; a test fails where it is out of date.
 references: install
