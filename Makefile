@@ -1,4 +1,4 @@
-# Two targets do all set-up: `make demo` and `make test`. Both share .venv and start from Python 3.11, make and gcc.
+# Two targets do all set-up: `make demo` and `make test`. Both share .venv and start from Python 3.11, make and g++.
 PYTHON ?= python3.11
 REDRAFT_DEVICE ?= cpu
 BIN := .venv/bin

@@ -1,7 +1,7 @@
 # redraft on a CPU. Build from the root of the repository: docker build -f docker/cpu.Dockerfile -t redraft:cpu .
 FROM python:3.11-slim-bookworm
 
-# gcc: the engine compiles small kernels at its start.
+# g++: the engine compiles small kernels at its start.
 RUN apt-get update \
     && apt-get install --no-install-recommends -y gcc g++ git libnuma1 make \
     && rm -rf /var/lib/apt/lists/*
