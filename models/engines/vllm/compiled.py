@@ -5,7 +5,8 @@ is a plain function there, takes the AttributeError for a torn file and compiles
 has nothing to finalize.
 
 It also names what it compiled by the folders of the models, so that a start with another draft compiles anew. Graphs
-take weights as inputs and follow from the configs alone: here two folders with the same config.json share them.
+take weights as inputs and follow from the configs and the operators that they call: here two folders with the same
+config.json share them.
 
 And it pins the thread that compiles to the engine's first core, where two engines that start together wait for each
 other for minutes while other cores idle.
@@ -24,7 +25,7 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
-from models.engines.vllm import few_rows
+from models.engines.vllm import attention, few_rows, native
 
 NAME = "finalize_loading"
 # What of a model's configuration tells where it lies.
@@ -68,8 +69,8 @@ def _name_by_config() -> None:
         if not file.is_file():  # a hub's name
             return own(self)
         placeless = copy.copy(self)
-        products = few_rows.kernel_for(file.parent).encode()
-        placeless.model = hashlib.sha256(file.read_bytes() + products).hexdigest()
+        operators = f"{few_rows.kernel_for(file.parent)} {native.version(attention.SOURCE)}"
+        placeless.model = hashlib.sha256(file.read_bytes() + operators.encode()).hexdigest()
         for name in CONFIGS:
             setattr(placeless, name, _Placeless(getattr(self, name), self.model))
         return own(placeless)

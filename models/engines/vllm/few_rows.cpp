@@ -261,7 +261,7 @@ void set_limit(int64_t rows) { limit = rows; }
 
 }  // namespace
 
-TORCH_LIBRARY(redraft, library) {
+TORCH_LIBRARY_FRAGMENT(redraft, library) {
     library.def("few_rows(Tensor x, Tensor packed, Tensor scales, Tensor handler, int num_outputs) -> Tensor");
     library.impl("few_rows", c10::DispatchKey::CPU, few_rows);
     library.def("limit_few_rows(int rows) -> ()", set_limit);

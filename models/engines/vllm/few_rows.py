@@ -10,7 +10,6 @@ With SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all pr
 EPYC, bfloat16).
 """
 
-import hashlib
 import logging
 import time
 from functools import cache
@@ -160,7 +159,7 @@ def kernel_for(target: Path) -> str:
     """
     if not (target / grids.FILE).is_file():
         return ""
-    return f"{SOURCE.name} {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
+    return native.version(SOURCE)
 
 
 @cache

@@ -33,6 +33,11 @@ def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
     torch.ops.load_library(library)
 
 
+def version(source: Path) -> str:
+    """Return what tells a file's operators from those of its other versions."""
+    return f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
+
+
 def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:
     """Write the library whole or not at all, whoever else does so at the same time."""
     library.parent.mkdir(parents=True, exist_ok=True)

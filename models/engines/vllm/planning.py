@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from models import catalog
 from models.engines import LookUp
-from models.engines.vllm import few_rows
+from models.engines.vllm import attention, few_rows, native
 from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
 from models.engines.vllm.judging import Judging
 from models.engines.vllm.parent import WithParent
@@ -329,6 +329,7 @@ def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, vers
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
         **({"few rows": kernel} if (kernel := few_rows.kernel_for(target)) else {}),
+        "attention": native.version(attention.SOURCE),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.drafting.lookup import Library
-from models.engines.vllm import compiled, derived, few_rows, kernels, last_tap, linear_kernels
+from models.engines.vllm import attention, compiled, derived, few_rows, kernels, last_tap, linear_kernels
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.derived import relative
 
@@ -31,6 +31,7 @@ SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = dict[str, tuple[str, ...]]
 
+attention.install()
 compiled.install()
 kernels.install()
 last_tap.install()

@@ -1,0 +1,157 @@
+"""Layers that attend in one call compute what vLLM's own do, and leave alone what is none of theirs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.engines.vllm import attention
+
+HEADS, KV_HEADS, WIDTH, BLOCK, NUM_BLOCKS = 4, 2, 64, 32, 6
+# Tokens that each sequence of a step computes, and how many it has with them: a prompt, verified tokens, a single one.
+NEW, LENGTHS = (40, 4, 1), (40, 70, 9)
+BLOCKS = ((0, 1, 0), (2, 3, 4), (5, 0, 0))
+
+
+@pytest.fixture
+def config(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The config of an engine whose layers attend in one call, and none of another test's layers."""
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
+
+    attention.install()
+    monkeypatch.setattr(attention, "_layers", attention._Layers())
+    model = ModelConfig(model=str(tiny_target), max_model_len=128, dtype="bfloat16")
+    made = VllmConfig(model_config=model, cache_config=CacheConfig(block_size=BLOCK))
+    with set_current_vllm_config(made):
+        yield made
+
+
+def layer_of(config: Any, name: str, **options: Any) -> Any:
+    """Return a layer with a cache of its own, which the seed fills."""
+    from vllm.model_executor.layers.attention import Attention
+
+    layer = Attention(HEADS, WIDTH, WIDTH**-0.5, KV_HEADS, cache_config=config.cache_config, prefix=name, **options)
+    values = torch.Generator().manual_seed(0)
+    layer.kv_cache = torch.randn(NUM_BLOCKS, KV_HEADS, BLOCK, 2 * WIDTH, generator=values).bfloat16()
+    return layer
+
+
+def metadata_of(config: Any, layer: Any) -> Any:
+    """Return the metadata of a step and where its tokens' keys go."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=WIDTH, dtype=torch.bfloat16)
+    builder = CPUAttentionMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu"))
+    places = [
+        row[at // BLOCK] * BLOCK + at % BLOCK
+        for row, new, length in zip(BLOCKS, NEW, LENGTHS, strict=True)
+        for at in range(length - new, length)
+    ]
+    common = SimpleNamespace(
+        num_reqs=len(NEW),
+        num_actual_tokens=sum(NEW),
+        max_query_len=max(NEW),
+        max_seq_len=max(LENGTHS),
+        query_start_loc=torch.tensor([0, *NEW]).cumsum(0).int(),
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        block_table_tensor=torch.tensor(BLOCKS, dtype=torch.int32),
+        slot_mapping=torch.tensor(places),
+        causal=True,
+    )
+    return builder.build(0, common)
+
+
+def run(config: Any, layer: Any, metadata: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Return a layer's outputs in a step."""
+    from vllm.forward_context import set_forward_context
+
+    name = layer.layer_name
+    with set_forward_context({name: metadata}, config, slot_mapping={name: metadata.slot_mapping}):
+        outputs: Tensor = layer(*inputs)
+    return outputs
+
+
+def inputs_of() -> tuple[Tensor, Tensor, Tensor]:
+    num, values = sum(NEW), torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(num, n * WIDTH, generator=values).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS))
+    return query, key, value
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("options", [{}, {"per_layer_sliding_window": 16}, {"logits_soft_cap": 5.0}])
+def test_a_layer_writes_and_attends_as_vllms_own(config: Any, options: dict[str, Any]) -> None:
+    own, ours = layer_of(config, "model.layers.0.attn", **options), layer_of(config, "model.layers.1.attn", **options)
+    assert (own.number, ours.number) == (0, 1)
+    own.number = None  # it is vLLM's from here on
+    cache = ours.kv_cache.clone()
+    outputs = [run(config, layer, metadata_of(config, layer), inputs_of()) for layer in (own, ours)]
+    assert torch.equal(*outputs)
+    assert torch.equal(own.kv_cache, ours.kv_cache)
+    assert not torch.equal(ours.kv_cache, cache)
+    assert outputs[0].shape == (sum(NEW), HEADS * WIDTH)
+
+
+@pytest.mark.engine
+def test_a_layer_attends_by_the_cache_that_it_has_now(config: Any) -> None:
+    layer = layer_of(config, "model.layers.0.attn")
+    metadata = metadata_of(config, layer)
+    first = run(config, layer, metadata, inputs_of())
+    layer.kv_cache = torch.zeros_like(layer.kv_cache)
+    second = run(config, layer, metadata, inputs_of())
+    assert not torch.equal(first, second)
+    assert torch.equal(first[: NEW[0]], second[: NEW[0]])  # a prompt sees nothing but itself
+
+
+@pytest.mark.engine
+def test_layers_of_two_models_take_turns(config: Any) -> None:
+    target, draft = layer_of(config, "model.layers.0.attn"), layer_of(config, "draft.layers.0.attn")
+    metadata = metadata_of(config, target)
+    metadata_of(config, draft)  # tells the layer how it computes
+    wanted = run(config, target, metadata, inputs_of())
+    before = draft.kv_cache.clone()
+    run(config, draft, metadata, inputs_of())
+    assert not torch.equal(draft.kv_cache, before)
+    assert torch.equal(run(config, target, metadata, inputs_of()), wanted)
+
+
+@pytest.mark.engine
+def test_without_metadata_nothing_is_written(config: Any) -> None:
+    from vllm.forward_context import set_forward_context
+
+    layer = layer_of(config, "model.layers.0.attn")
+    run(config, layer, metadata_of(config, layer), inputs_of())
+    before = layer.kv_cache.clone()
+    query, key, value = inputs_of()
+    with set_forward_context(None, config):
+        assert layer(query, key + 1, value).shape == query.shape
+    assert torch.equal(layer.kv_cache, before)
+
+
+@pytest.mark.engine
+def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
+    layer = layer_of(config, "model.layers.0.attn", alibi_slopes=[0.5] * HEADS)
+    assert layer.number is None
+    metadata = metadata_of(config, layer)
+    flat = layer_of(config, "model.layers.1.attn")
+    assert not torch.equal(
+        run(config, layer, metadata, inputs_of()), run(config, flat, metadata_of(config, flat), inputs_of())
+    )
+
+
+@pytest.mark.engine
+def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    attention._is_built.cache_clear()
+    try:
+        assert layer_of(config, "model.layers.0.attn").number is None
+    finally:
+        attention._is_built.cache_clear()
+    assert "attention is called from Python" in caplog.text
