@@ -52,11 +52,12 @@ class _Layers:
         """Tell what a forward pass is about; without metadata, as where the engine is warmed up, nothing attends."""
         torch.ops.redraft.end_step()
         metadata_of: Any = context.attn_metadata or {}
+        slots_of: Any = context.slot_mapping
         steps: dict[int, tuple[Any, Tensor | None, list[int]]] = {}  # layers of one group share their metadata
         for name, metadata in metadata_of.items():
             if (number := self.numbers.get(name)) is not None:
                 self._tell_cache(number)
-                steps.setdefault(id(metadata), (metadata, context.slot_mapping.get(name), []))[2].append(number)
+                steps.setdefault(id(metadata), (metadata, slots_of.get(name), []))[2].append(number)
         for metadata, slots, numbers in steps.values():
             torch.ops.redraft.begin_step(
                 numbers,
