@@ -4,7 +4,8 @@ vLLM 0.32 calls Python twice in each layer, once to write its keys and values an
 step is about. With SmolLM2-135M and one sequence that was 2.5 ms of a forward pass of 9 (two cores of an AMD EPYC).
 Here a step tells its facts once for all layers, and `attention.cpp` calls the two operators that vLLM's Python would.
 
-Layers of other kinds (encoders, fp8, sinks, alibi, layers that share another one's cache) stay vLLM's.
+Layers of other kinds stay vLLM's: encoders, fp8, sinks, alibi, and layers that share another one's cache or hand theirs
+on to other engines.
 """
 
 import logging
@@ -134,12 +135,14 @@ def install() -> None:
 
 def _suits(layer: Any) -> bool:
     """Whether a layer is of the kind that `attention.cpp` knows."""
+    from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     impl = layer.impl
     return (
         type(impl) is CPUAttentionBackendImpl
+        and get_current_vllm_config().kv_transfer_config is None
         and impl.attn_type == AttentionType.DECODER
         and layer.kv_sharing_target_layer_name is None
         and impl.alibi_slopes is None

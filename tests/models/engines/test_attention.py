@@ -144,6 +144,14 @@ def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
 
 
 @pytest.mark.engine
+def test_layers_whose_caches_are_handed_on_stay_vllms(config: Any) -> None:
+    from vllm.config import KVTransferConfig
+
+    config.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert layer_of(config, "model.layers.0.attn").number is None
+
+
+@pytest.mark.engine
 def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
