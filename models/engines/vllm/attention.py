@@ -8,7 +8,6 @@ Layers of other kinds stay vLLM's: encoders, fp8, sinks, alibi, and layers that 
 on to other engines.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-
-log = logging.getLogger(__name__)
 
 
 class _Layers:
@@ -156,12 +153,7 @@ def _suits(layer: Any) -> bool:
 @cache
 def _is_built() -> bool:
     """Load the operators; say so if they can't be."""
-    from vllm import envs
-
-    try:
-        native.load(SOURCE, Path(envs.VLLM_CACHE_ROOT))
-    except (OSError, ValueError) as error:
-        log.warning("attention is called from Python: %s", error)
-        return False
-    torch.library.register_fake("redraft::attend", lambda query, key, value, output, layer: None)
-    return True
+    built = native.is_loaded(SOURCE, "attention is called from Python")
+    if built:
+        torch.library.register_fake("redraft::attend", lambda query, key, value, output, layer: None)
+    return built

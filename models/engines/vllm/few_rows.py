@@ -165,15 +165,10 @@ def kernel_for(target: Path) -> str:
 @cache
 def _is_built() -> bool:
     """Load the kernel; say so if it can't be."""
-    from vllm import envs
-
-    try:
-        native.load(SOURCE, Path(envs.VLLM_CACHE_ROOT))
-    except (OSError, ValueError) as error:
-        log.warning("products of few rows read floats instead of the few bits of the target's file: %s", error)
-        return False
-    torch.library.register_fake("redraft::few_rows", _like)
-    return True
+    built = native.is_loaded(SOURCE, "products of few rows read floats instead of the few bits of the target's file")
+    if built:
+        torch.library.register_fake("redraft::few_rows", _like)
+    return built
 
 
 def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int) -> Tensor:

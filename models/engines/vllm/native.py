@@ -33,6 +33,18 @@ def load(source: Path, folder: Path, flags: tuple[str, ...] = FLAGS) -> None:
     torch.ops.load_library(library)
 
 
+def is_loaded(source: Path, without: str) -> bool:
+    """Load a file's operators by vLLM's cache folder; where that can't be, warn of what is done without them."""
+    from vllm import envs
+
+    try:
+        load(source, Path(envs.VLLM_CACHE_ROOT))
+    except (OSError, ValueError) as error:
+        log.warning("%s: %s", without, error)
+        return False
+    return True
+
+
 def version(source: Path) -> str:
     """Return what tells a file's operators from those of its other versions."""
     return f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
