@@ -151,11 +151,13 @@ class Cost:
         )
 
     def step_ms(self, num_sequences: int, num_rows: float, num_passes: float) -> float | None:
-        """Estimate a step; None if nothing was measured that tells."""
-        line = self.line(num_sequences)
-        if line is None or (num_passes and line.pass_ms is None):
+        """Estimate a step; None if nothing was measured that tells. Of many steps of a size `line` tells sooner."""
+        pass_ms = self.pass_ms(num_sequences) if num_passes else 0.0
+        if not self.curves or pass_ms is None:
             return None
-        return line.step_ms(num_rows, num_passes)
+        points = self._target(num_sequences, num_rows)
+        target_ms = math.exp(self.drift) * sum(share * self.curves[at].points[place] for at, place, share in points)
+        return target_ms + (min(num_passes, 1) if self.one_pass else num_passes) * pass_ms
 
     def pass_ms(self, num_sequences: int) -> float | None:
         """Return what a pass of the draft over so many sequences takes; None if none was ever measured."""

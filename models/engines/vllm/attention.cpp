@@ -28,10 +28,11 @@ struct Layer {
     std::string isa, dtype;
     double scale, softcap, key_scale, value_scale;
     int64_t window;
-    std::shared_ptr<const Step> step;  // none while the engine is warmed up
+    std::shared_ptr<const Step> step;  // none where the step tells nothing of the layer
 };
 
 std::vector<Layer> layers;  // of the models in this process, whose forward passes run one after the other
+bool warms_up = true;  // the engine, by passes that attend to nothing
 
 Layer& layer_at(int64_t number) {
     TORCH_CHECK_VALUE(number >= 0, "layer ", number, ", wanted 0 or more");
@@ -55,8 +56,9 @@ void begin_step(
     for (const int64_t number : numbers) layer_at(number).step = step;
 }
 
-void end_step() {
+void end_step(bool to_warm_up) {
     for (Layer& layer : layers) layer.step = nullptr;
+    warms_up = to_warm_up;
 }
 
 using Write = void(
@@ -78,7 +80,10 @@ void attend(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor& output, int64_t number
 ) {
     Layer& layer = layer_at(number);
-    if (!layer.step) return;
+    if (!layer.step) {
+        TORCH_CHECK_VALUE(warms_up, "layer ", number, " attends in a step that tells nothing of it");
+        return;
+    }
     static const auto write = vllm_operator<Write>("_C::cpu_attn_reshape_and_cache");
     static const auto attention = vllm_operator<Attend>("_C::cpu_attention_with_kv_cache");
     const Step& step = *layer.step;
@@ -110,5 +115,5 @@ TORCH_LIBRARY_FRAGMENT(redraft, library) {
         "Tensor plan, Tensor? slots, Tensor? dynamic_causal) -> ()",
         begin_step
     );
-    library.def("end_step() -> ()", end_step);
+    library.def("end_step(bool to_warm_up) -> ()", end_step);
 }

@@ -48,7 +48,7 @@ class _Layers:
 
     def begin(self, context: "ForwardContext") -> None:
         """Tell what a forward pass is about; without metadata, as where the engine is warmed up, nothing attends."""
-        torch.ops.redraft.end_step()
+        torch.ops.redraft.end_step(context.attn_metadata is None)
         metadata_of: Any = context.attn_metadata or {}
         slots_of: Any = context.slot_mapping
         steps: dict[int, tuple[Any, Tensor | None, list[int]]] = {}  # layers of one group share their metadata

@@ -31,6 +31,7 @@
 namespace {
 
 constexpr int LANES = 16, VECTORS = 2, PANEL = LANES * VECTORS, GROUP = 32, MOST = 8;
+constexpr int64_t LINE = 64, AHEAD = 4;  // bytes of a line of the cache, and groups that weights are fetched ahead
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
@@ -55,6 +56,24 @@ inline Floats from_halves(const uint16_t* halves) {
     const Floats scaled = reinterpret_cast<Floats>(magnitude) * 0x1p112f;  // the exponents' biases differ by 112
     return reinterpret_cast<Floats>(reinterpret_cast<Ints>(scaled) | sign);
 #endif
+}
+
+// Write a vector's first lanes; of 0 or less none.
+template <typename Vector, typename Output>
+inline void store_lanes(const Vector& vector, Output* to, int64_t lanes) {
+    if (lanes >= LANES)
+        std::memcpy(to, &vector, sizeof(vector));
+    else if (lanes > 0)
+        std::memcpy(to, &vector, lanes * sizeof(Output));
+}
+
+inline void store(Floats values, float* to, int64_t lanes) { store_lanes(values, to, lanes); }
+
+inline void store(Floats values, at::BFloat16* to, int64_t lanes) {
+    const Ints bits = reinterpret_cast<Ints>(values);
+    const Ints nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // ties to even
+    const Ints halves = values == values ? nearest : 0x7fff;        // what is no number stays none
+    store_lanes(__builtin_convertvector(halves, Shorts), to, lanes);
 }
 
 template <int BITS>
@@ -142,36 +161,41 @@ inline void add_group(
 ) {
     const uint8_t* values = matrix.values_at(panel, group);
     const at::BFloat16* x = inputs.rows + first * inputs.stride + group * GROUP;
+#pragma GCC unroll 16
+    for (int64_t at = 0; at < Matrix<BITS>::BYTES; at += LINE)
+        _mm_prefetch(values + AHEAD * Matrix<BITS>::BYTES + at, _MM_HINT_T0);
     __m512 sum[ROWS][VECTORS];
     for (auto& row : sum)
         for (auto& vector : row) vector = _mm512_setzero_ps();
-    const auto add = [&](int pair, int vector, __m512i weights) {
+    const auto add = [&](int pair, const __m512i (&weights)[VECTORS]) {
         for (int row = 0; row < ROWS; ++row) {
-            const auto both = _mm512_set1_epi32(load<int32_t>(x + row * inputs.stride + 2 * pair));
-            sum[row][vector] = _mm512_dpbf16_ps(sum[row][vector], (__m512bh)both, (__m512bh)weights);
+            const auto both = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + row * inputs.stride + 2 * pair));
+            for (int vector = 0; vector < VECTORS; ++vector)
+                sum[row][vector] = _mm512_dpbf16_ps(sum[row][vector], both, (__m512bh)weights[vector]);
         }
     };
     if constexpr (BITS == 4) {
 #pragma GCC unroll 4
-        for (int word = 0; word < 4; ++word)
-#pragma GCC unroll 2
-            for (int vector = 0; vector < VECTORS; ++vector) {
-                const __m512i words = load<__m512i>(values + (word * VECTORS + vector) * 64);
-                add(4 * word, vector, with_128(words));
-                add(4 * word + 1, vector, with_128(_mm512_srli_epi16(words, 4)));
-                add(4 * word + 2, vector, with_128(_mm512_srli_epi16(words, 8)));
-                add(4 * word + 3, vector, with_128(_mm512_srli_epi16(words, 12)));
-            }
+        for (int word = 0; word < 4; ++word) {
+            const uint8_t* at = values + word * VECTORS * 64;
+            const __m512i words[] = {load<__m512i>(at), load<__m512i>(at + 64)};
+            add(4 * word, {with_128(words[0]), with_128(words[1])});
+            add(4 * word + 1, {with_128(_mm512_srli_epi16(words[0], 4)), with_128(_mm512_srli_epi16(words[1], 4))});
+            add(4 * word + 2, {with_128(_mm512_srli_epi16(words[0], 8)), with_128(_mm512_srli_epi16(words[1], 8))});
+            add(4 * word + 3, {with_128(_mm512_srli_epi16(words[0], 12)), with_128(_mm512_srli_epi16(words[1], 12))});
+        }
     } else {
 #pragma GCC unroll 16
-        for (int pair = 0; pair < 16; ++pair)
-#pragma GCC unroll 2
+        for (int pair = 0; pair < 16; ++pair) {
+            __m512i weights[VECTORS];
             for (int vector = 0; vector < VECTORS; ++vector) {
                 const uint8_t* at = values + (pair * VECTORS + vector) * 32;
                 const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at)));
                 const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at + 16)));
-                add(pair, vector, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+                weights[vector] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
             }
+            add(pair, weights);
+        }
     }
     const uint16_t* scales = matrix.scales_at(panel, group);
     for (int vector = 0; vector < VECTORS; ++vector) {
@@ -205,10 +229,10 @@ void multiply_panel(
     }
     Floats total[ROWS][VECTORS] = {};
     for (int64_t group = 0; group < matrix.groups; ++group) add_group(matrix, inputs, first, panel, group, total);
-    const int64_t end = std::min<int64_t>(PANEL, num_outputs - panel * PANEL);
-    for (int row = 0; row < ROWS; ++row)
-        for (int64_t lane = 0; lane < end; ++lane)
-            output[(first + row) * num_outputs + panel * PANEL + lane] = total[row][lane / LANES][lane % LANES];
+    for (int vector = 0; vector < VECTORS; ++vector) {
+        const int64_t at = panel * PANEL + vector * LANES, lanes = std::min<int64_t>(LANES, num_outputs - at);
+        for (int row = 0; row < ROWS; ++row) store(total[row][vector], output + (first + row) * num_outputs + at, lanes);
+    }
 }
 
 template <typename Input, typename Output, int BITS>

@@ -133,6 +133,20 @@ def test_without_metadata_nothing_is_written(config: Any) -> None:
 
 
 @pytest.mark.engine
+def test_a_layer_that_a_step_tells_nothing_of_is_refused(config: Any) -> None:
+    from vllm.forward_context import set_forward_context
+
+    told, untold = (layer_of(config, f"model.layers.{number}.attn") for number in range(2))
+    metadata = metadata_of(config, told)
+    metadata_of(config, untold)
+    run(config, untold, metadata, inputs_of())
+    with set_forward_context({told.layer_name: metadata}, config, slot_mapping={}):
+        told(*inputs_of())
+        with pytest.raises(ValueError, match="layer 1 attends in a step that tells nothing of it"):
+            untold(*inputs_of())
+
+
+@pytest.mark.engine
 def test_a_layer_of_another_kind_stays_vllms(config: Any) -> None:
     layer = layer_of(config, "model.layers.0.attn", alibi_slopes=[0.5] * HEADS)
     assert layer.number is None

@@ -70,6 +70,20 @@ def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
 
 
 @pytest.mark.engine
+def test_outputs_are_rounded_as_torch_does_ties_and_what_is_no_number_included(limit) -> None:
+    weights = torch.zeros(72, 32, dtype=torch.int8)
+    weights[:, 0], weights[:, 1] = 1, torch.arange(72) - 36
+    form, _ = form_of(Grid(weights, torch.ones(72, 1).half()))
+    x = torch.zeros(3, 32, dtype=torch.bfloat16)
+    x[:2, 0], x[:2, 1] = 1, torch.tensor([2**-8, 2**-9])  # bfloat16's neighbours of 1 are 2^-8 below and 2^-7 above
+    x[2, 0] = torch.nan
+    limit(len(x))
+    outputs = form.multiply(x)
+    assert torch.equal(outputs[:2], (x[:2].float() @ weights.float().T).bfloat16())
+    assert outputs[2].isnan().all()
+
+
+@pytest.mark.engine
 def test_without_avx512_products_are_of_floats(tmp_path: Path) -> None:
     if platform.machine() != "x86_64":
         pytest.skip("another processor has no other products than those of floats")

@@ -86,6 +86,15 @@ def test_a_prompts_token_takes_a_draft_as_long_as_one_sequence_more_and_is_no_pa
     assert reading.after(Time(1, 4, 3, 19.0)).curves == TABLE.after(Time(1, 4, 3, 19.0)).curves
 
 
+@pytest.mark.parametrize("sequences", [1, 2, 3, 5, 12, 16, 40])
+def test_a_line_says_of_each_step_what_the_table_does(sequences: int) -> None:
+    line = TABLE.line(sequences)
+    assert line is not None
+    for rows in (sequences, sequences + 1, 2 * sequences, 3.3 * sequences, 20 * sequences):
+        for passes in (0, 1, 3):
+            assert line.step_ms(rows, passes) == pytest.approx(TABLE.step_ms(sequences, rows, passes))
+
+
 def test_nothing_measured_tells_nothing() -> None:
     assert Cost().step_ms(1, 1, 0) is None
     assert Cost.measured([Time(1, 1, 0, 10.0)]).step_ms(1, 1, 1) is None
