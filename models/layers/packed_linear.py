@@ -46,8 +46,8 @@ def pack(module: nn.Module, dtype: torch.dtype, unrounded: Sequence[nn.Module] =
     for layer in module.modules():
         if isinstance(layer, nn.Linear | Borrowed) and layer.weight.numel():
             rounded = dtype == torch.bfloat16 and layer not in unrounded and takes_int8(layer.weight)
-            # An instance's own forward: with another module in its place, names of parameters would change.
-            layer.forward = _Packed(layer, dtype, rounded)  # type: ignore[method-assign]
+            # With another module in its place, names of parameters would change.
+            layer.forward = _Packed(layer, dtype, rounded)  # type: ignore[method-assign]  # an instance's own
 
 
 class _Packed:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from models.throughput.curves import Curve, Line, ascending, between
+from models.throughput.curves import Curve, Line, ascending, between, passes_made
 
 PAPER = "Kalman 1960, A new approach to linear filtering and prediction problems"
 
@@ -157,7 +157,7 @@ class Cost:
             return None
         points = self._target(num_sequences, num_rows)
         target_ms = math.exp(self.drift) * sum(share * self.curves[at].points[place] for at, place, share in points)
-        return target_ms + (min(num_passes, 1) if self.one_pass else num_passes) * pass_ms
+        return target_ms + passes_made(num_passes, self.one_pass) * pass_ms
 
     def pass_ms(self, num_sequences: int) -> float | None:
         """Return what a pass of the draft over so many sequences takes; None if none was ever measured."""

@@ -80,7 +80,12 @@ class Line(NamedTuple):
             return 0.0
         if self.pass_ms is None:
             raise ValueError(f"wanted the time of a step with {num_passes} passes, but none was ever measured")
-        return (min(num_passes, 1) if self.one_pass else num_passes) * self.pass_ms
+        return passes_made(num_passes, self.one_pass) * self.pass_ms
+
+
+def passes_made(num_tokens: float, one_pass: bool) -> float:
+    """Return how many passes of the draft say so many tokens."""
+    return min(num_tokens, 1) if one_pass else num_tokens
 
 
 def between(numbers: Sequence[int], number: int) -> list[tuple[int, float]]:

@@ -47,7 +47,7 @@ class _Layers:
         return number
 
     def begin(self, context: "ForwardContext") -> None:
-        """Tell what a forward pass is about; without metadata, as where the engine is warmed up, nothing attends."""
+        """Tell what a forward pass is about; without metadata the engine is warmed up, and nothing attends."""
         torch.ops.redraft.end_step(context.attn_metadata is None)
         metadata_of: Any = context.attn_metadata or {}
         slots_of: Any = context.slot_mapping

@@ -75,8 +75,7 @@ def _name_by_config() -> None:
             setattr(placeless, name, _Placeless(getattr(self, name), self.model))
         return own(placeless)
 
-    # A method of vLLM's class is put in place for all of its instances, which mypy forbids.
-    ModelConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+    ModelConfig.compute_hash = compute_hash  # type: ignore[method-assign]  # vLLM has no hook
 
 
 def _compile_on_any_core() -> None:
@@ -89,8 +88,7 @@ def _compile_on_any_core() -> None:
         with on_any_core():
             return own(self, *args, **options)
 
-    # Likewise: a method of vLLM's class, put in place for all of its instances.
-    TorchCompileWithNoGuardsWrapper.aot_compile = aot_compile  # type: ignore[method-assign]
+    TorchCompileWithNoGuardsWrapper.aot_compile = aot_compile  # type: ignore[method-assign]  # vLLM has no hook
 
 
 @contextmanager

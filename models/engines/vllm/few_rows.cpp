@@ -31,7 +31,8 @@
 namespace {
 
 constexpr int LANES = 16, VECTORS = 2, PANEL = LANES * VECTORS, GROUP = 32, MOST = 8;
-constexpr int64_t LINE = 64, AHEAD = 4;  // bytes of a line of the cache, and groups that weights are fetched ahead
+// Bytes of a line of the cache, and groups that weights are fetched ahead; beyond the last one that does nothing.
+constexpr int64_t LINE = 64, AHEAD = 4;
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));

@@ -93,8 +93,8 @@ def install() -> None:
 
     if current_platform.is_cpu():
         register_kernels({NAME: expand})
-        # The module calls it by this name, which it imported and doesn't export.
-        rejection_sampler.apply_top_k_top_p = on_rows(apply_top_k_top_p)  # type: ignore[attr-defined]
+        # The module calls it by this name.
+        rejection_sampler.apply_top_k_top_p = on_rows(apply_top_k_top_p)  # type: ignore[attr-defined]  # not exported
         dflash: Any = DFlashQwen3Model
         dflash._normalize_context_k = norm_by_layer
         dflash._build_context_kv_buffers = build_by_layer

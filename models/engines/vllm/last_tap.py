@@ -29,8 +29,7 @@ def install() -> None:
             self.model.set_aux_hidden_state_layers((*layers, last))
             setattr(self, NUM_READ, len(layers))
 
-    # A method of vLLM's class is put in place for all of its instances, which mypy forbids.
-    GPUModelRunner._setup_eagle3_aux_hidden_state_outputs = set_up  # type: ignore[method-assign]
+    GPUModelRunner._setup_eagle3_aux_hidden_state_outputs = set_up  # type: ignore[method-assign]  # vLLM has no hook
 
 
 def tapped_layers(model: Any) -> list[int]:
