@@ -4,7 +4,7 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -130,23 +130,44 @@ async def answer_prompts(
 async def _reference(
     engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate
 ) -> tuple[list[Golden], float]:
-    """Ask one prompt at a time, which is the reference, then two and all at once, which fixes what a near-tie is."""
-    sampling = Sampling(max_tokens=generate.max_tokens, num_logprobs=2)
-    passes: list[list[Completion]] = []
+    """Ask one prompt at a time, which is the reference, then several, which fixes what a near-tie is."""
+    encoded = {prompt.id: _encode(tokenizer, prompt) for prompt in prompts}
+    backwards = dict(reversed(encoded.items()))
+    ways = {"one": (encoded, 1), "two": (encoded, 2), "all": (encoded, len(prompts))}
+    ways["all backwards"] = (backwards, len(prompts))
+    passes: list[dict[str, Completion]] = []
     with progress("record reference outputs") as show:
-        for size in sorted({1, 2, len(prompts)}):
-            completions: list[Completion] = []
-            for start in range(0, len(prompts), size):
-                wanted = (
-                    engine.generate(_encode(tokenizer, prompt), sampling, f"golden-{size}-{prompt.id}")
-                    for prompt in prompts[start : start + size]
-                )
-                completions += await asyncio.gather(*wanted)
-                show(len(completions), len(prompts), f"{size} at a time")
-            passes.append(completions)
-    reference, *reruns = passes
+        for name, (asked, most) in ways.items():
+            passes.append(await _joining(engine, asked, most, generate.max_tokens, f"golden-{name}"))
+            show(len(passes), len(ways), f"{name} at a time")
+    reference, *reruns = [[answers[prompt_id] for prompt_id in encoded] for answers in passes]
     golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in reference]
-    return golden, near_tie_threshold(golden, [[one.token_ids for one in rerun] for rerun in reruns])
+    return golden, near_tie_threshold(golden, reruns)
+
+
+async def _joining(
+    engine: Engine, prompts: Mapping[str, list[int]], most: int, max_tokens: int, name: str
+) -> dict[str, Completion]:
+    """Return id to answer; a prompt is asked when the one before has its first token and fewer than `most` are asked.
+
+    As in a service, most steps then read a prompt or none while others go on, which changes what they are computed by.
+    """
+    sampling, slots = Sampling(max_tokens=max_tokens, num_logprobs=2), asyncio.Semaphore(most)
+
+    async def answer(prompt_id: str, begun: asyncio.Event) -> Completion:
+        try:
+            return await engine.generate(prompts[prompt_id], sampling, f"{name}-{prompt_id}", begun.set)
+        finally:
+            begun.set()  # where it failed too
+            slots.release()
+
+    tasks = {}
+    for prompt_id in prompts:
+        await slots.acquire()
+        begun = asyncio.Event()
+        tasks[prompt_id] = asyncio.create_task(answer(prompt_id, begun))
+        await begun.wait()
+    return dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
 
 
 def _across_domains(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

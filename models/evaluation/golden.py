@@ -3,22 +3,36 @@
 The reference is what the same engine build says without speculation. Greedy decoding is exact only as far as the
 arithmetic is: a batch of another shape adds in another order, and where the two best tokens are nearly tied the choice
 flips. So an output passes when it is equal, or first differs at such a tie. The threshold is fixed beforehand from runs
-without speculation at several batch sizes, never from the outputs that are judged.
+without speculation in several batches, never from the outputs that are judged: by how much a batch changes any gap, not
+only those of the few tokens that flip there.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from models.params import Frozen
 
 FILE = "golden.json"
-# Gap below which a tie counts as near even if no run without speculation flipped there.
+# Gap below which a tie counts as near even if no gap changed from batch to batch.
 LEAST_THRESHOLD = 1e-3
+MARGIN = 1.5
 # What a float32 log-softmax may add to a gap: bfloat16 logits lie on a grid, so a gap often is the threshold itself.
 ROUNDING = 1e-5
+
+
+class Answer(Protocol):
+    """An output and, at each position, the log-probability of its token minus the best other's."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was said."""
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """One for each token."""
 
 
 class Golden(Frozen):
@@ -53,23 +67,38 @@ def first_difference(reference: Sequence[int], token_ids: Sequence[int]) -> int 
     return None if len(reference) == len(token_ids) else min(len(reference), len(token_ids))
 
 
-def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Fix the threshold from runs of the reference's prompts at other batch sizes.
+def near_tie_threshold(golden: Sequence[Golden], reruns: Sequence[Sequence[Answer]]) -> float:
+    """Fix the threshold from runs of the reference's prompts in other batches.
+
+    A token can flip where its gap is no larger than what a batch changes. Some thousand positions are looked at here,
+    and outputs are judged at a million; of so many normal changes the largest is 1.4 times as large.
 
     Args:
         golden: the reference.
-        reruns: for each batch size the outputs, in the order of `golden`; none of them speculated.
+        reruns: of each run the outputs, in the order of `golden`; none of them speculated.
 
     Returns:
-        twice the largest gap at which a rerun parted from the reference, at least `LEAST_THRESHOLD`.
+        `MARGIN` times the largest change of a gap, up to where a rerun parts from the reference; at least
+        `LEAST_THRESHOLD`.
     """
-    gaps = [0.0]
-    for outputs in reruns:
-        for reference, token_ids in zip(golden, outputs, strict=True):
-            position = first_difference(reference.token_ids, token_ids)
-            if position is not None and position < len(reference.gaps):
-                gaps.append(reference.gaps[position])
-    return max(LEAST_THRESHOLD, 2 * max(gaps))
+    changes = [
+        change
+        for answers in reruns
+        for reference, answer in zip(golden, answers, strict=True)
+        for change in _changes(reference, answer)
+    ]
+    return max(LEAST_THRESHOLD, MARGIN * max(changes, default=0.0))
+
+
+def _changes(reference: Golden, answer: Answer) -> Iterator[float]:
+    """Say by how much the reference's token lost or won on the best other one, where the tokens before are the same."""
+    for wanted, got, before, after in zip(
+        reference.token_ids, answer.token_ids, reference.gaps, answer.gaps, strict=False
+    ):
+        if math.isfinite(before) and math.isfinite(after):
+            yield abs(before - after) if wanted == got else before + after
+        if wanted != got:
+            break
 
 
 def save_golden(directory: Path, golden: Sequence[Golden], threshold: float) -> None:

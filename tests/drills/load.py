@@ -86,7 +86,7 @@ def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KE
         golden, reruns = [one for _, one in alone], []
         for batch_size in (3, len(prompts)):
             with ThreadPoolExecutor(batch_size) as pool:
-                reruns.append([one.token_ids for _, one in pool.map(answer, prompts)])
+                reruns.append([one for _, one in pool.map(answer, prompts)])
     httpx.post(speculation, json={"on": True}, headers=world.operator, trust_env=False).raise_for_status()
     world.wait_for("speculation", lambda status: bool(status["speculating"]))
     threshold = max(SPACING, near_tie_threshold(golden, reruns))
