@@ -52,9 +52,7 @@ class Captured(NamedTuple):
     states: Tensor
 
 
-def write(
-    file: Path, target: str, layers: Sequence[int], first: int, token_ids: Sequence[int], states: Sequence[Tensor]
-) -> None:
+def write(file: Path, target: str, layers: Sequence[int], first: int, token_ids: Sequence[int], states: Tensor) -> None:
     """Write a file that only its owner may read, whole or not at all.
 
     Args:
@@ -63,27 +61,23 @@ def write(
         layers: see `Header`.
         first: position of the first row.
         token_ids: [N] which the target read.
-        states: [n, W] bfloat16 each, N rows in all.
+        states: [N, W] bfloat16.
     """
-    rows = [one.contiguous().view(torch.int16).numpy().data for one in states]
-    crc = 0
-    for one in rows:
-        crc = zlib.crc32(one, crc)
+    rows = states.contiguous().view(torch.int16).numpy().data
     header = Header(
         target=target,
         layers=tuple(layers),
-        width=states[0].shape[1],
+        width=states.shape[1],
         first=first,
         length=len(token_ids),
         tokens=_crc_of(token_ids),
-        rows=crc,
+        rows=zlib.crc32(rows),
     )
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
             stream.write(header.model_dump_json().encode() + b"\n")
-            for one in rows:
-                stream.write(one)
+            stream.write(rows)
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)

@@ -57,9 +57,9 @@ class Held:
     num_bytes: int = 0
     touched_s: float = 0.0
     lost: bool = False
-    pieces: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pieces: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
-    def add(self, position: int, token_ids: Tensor, states: Tensor) -> None:
+    def add(self, position: int, token_ids: list[int], states: Tensor) -> None:
         """Add the positions from `position` on; those that were there are replaced, and all are if there is a gap."""
         if not self.first <= position <= self.end:
             self.first = position
@@ -109,19 +109,16 @@ class Ring:
             positions, token_ids: [N].
             states: [N, W].
         """
-        now_s = time.monotonic()
-        for name, start, end in zip(names, borders[:-1], borders[1:], strict=True):
+        now_s, ids = time.monotonic(), token_ids.tolist()
+        firsts = positions[list(borders[:-1])].tolist()
+        for name, first, start, end in zip(names, firsts, borders[:-1], borders[1:], strict=True):
             if not name:
                 continue
             held = self._held.setdefault(name, Held())
             self._held.move_to_end(name)
             before, held.touched_s = held.num_bytes, now_s
             if not held.lost:
-                held.add(
-                    int(positions[start]),
-                    token_ids[start:end].to("cpu", copy=True),
-                    states[start:end].to("cpu", torch.bfloat16, copy=True),
-                )
+                held.add(first, ids[start:end], states[start:end].to("cpu", torch.bfloat16, copy=True))
                 self._count(held.num_bytes - before)
                 if self._num_bytes > self._max_bytes:
                     self._drop(held, "no memory")
@@ -168,8 +165,8 @@ class Ring:
         while True:
             claim, held = self._queue.get()
             try:
-                token_ids = [token for ids, _ in held.pieces for token in ids.tolist()]
-                states = [rows for _, rows in held.pieces]
+                token_ids = [token for ids, _ in held.pieces for token in ids]
+                states = torch.cat([rows for _, rows in held.pieces])
                 captured.write(Path(claim.file), claim.target, self._layers, held.first, token_ids, states)
                 self.counts["written"] += 1
             except OSError as error:

@@ -12,9 +12,9 @@ STATES = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(torch.
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """States of an answer of nine tokens, in two pieces; the cache gave the first two and the last was never read."""
+    """States of an answer of nine tokens; the cache gave the first two and the last was never read."""
     file = tmp_path / "one.states"
-    write(file, TARGET, LAYERS, 2, TOKENS[2:8], [STATES[:5], STATES[5:]])
+    write(file, TARGET, LAYERS, 2, TOKENS[2:8], STATES)
     return file
 
 
@@ -73,7 +73,7 @@ def test_extraction_takes_what_was_captured_and_runs_the_target_for_the_rest(tin
 
     for number, first in enumerate([8, 8, 0]):
         states = computed.read(samples[number])[0][first:-1]
-        write(tmp_path / f"{number}.states", TARGET, LAYERS, first, ids[number][first:-1], [states])
+        write(tmp_path / f"{number}.states", TARGET, LAYERS, first, ids[number][first:-1], states)
     (tmp_path / "2.states").write_bytes(b"torn")
     captures = Captures(lambda row_id: tmp_path / f"{row_id}.states", TARGET)
     taken = HiddenStates(tmp_path / "taken", samples, LAYERS, 128)
