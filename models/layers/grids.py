@@ -43,6 +43,14 @@ class Grid(NamedTuple):
         return bool(torch.equal(self.floats().to(weight.dtype), weight))
 
 
+def rounded(weight: Tensor) -> Grid:
+    """Return the nearest 8-bit grid of floats [O, I], I a multiple of 32: off by 1/254 of a group's largest at most."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(dim=2) / 127).half().clamp(min=2**-24)  # the least of float16
+    values = (groups / scales.float()[..., None]).round().clamp(-127, 127)
+    return Grid(values.flatten(1).to(torch.int8), scales)
+
+
 def stacked(grids: list[Grid]) -> Grid:
     """Return the matrix that has all of their outputs; ValueError if they are of two kinds."""
     values, scales, least = zip(*grids, strict=True)

@@ -134,7 +134,7 @@ class DraftWorker:
         weights = _without(load_file(path), shared)
         self._require_like_start(weights, shared)
         config = self.vllm_config.speculative_config.draft_model_config
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), torch.no_grad(), few_rows.loading_draft():
             initialize_layerwise_reload(draft)
             draft.load_weights(iter(weights.items()))
             finalize_layerwise_reload(draft, config)
@@ -179,10 +179,13 @@ class DraftWorker:
         if wanted.ndim == 1 or leaf in module._buffers:
             return relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
         dtype = self.vllm_config.model_config.dtype
-        inputs = torch.randn(4, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-        with torch.no_grad():
-            got = _product(module, inputs.to(self.device)).cpu()
-        return relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T)
+        errors = []
+        for num_rows in (1, few_rows.limit() + 4):  # products of few rows read other weights than those of many
+            inputs = torch.randn(num_rows, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+            with torch.no_grad():
+                got = _product(module, inputs.to(self.device)).cpu()
+            errors.append(relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T))
+        return max(errors)
 
     @answering
     def derived_errors(self, path: str) -> dict[str, float]:

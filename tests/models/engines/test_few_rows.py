@@ -164,6 +164,68 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("most", "dtype", "num_inputs", "packed"),
+    [
+        (4, torch.bfloat16, 128, True),
+        (0, torch.bfloat16, 128, False),  # the target's floats are read faster
+        (4, torch.float32, 128, False),
+        (4, torch.bfloat16, 72, False),  # no whole groups
+    ],
+)
+def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
+    most: int, dtype: torch.dtype, num_inputs: int, packed: bool, monkeypatch: pytest.MonkeyPatch, limit
+) -> None:
+    from vllm.model_executor.layers import utils
+
+    from models.engines.vllm import few_rows
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setattr(few_rows, "_target", few_rows._Target())
+    few_rows.install()
+    assert few_rows._is_built()
+    few_rows._target._set(most)
+    x = torch.randn(6, num_inputs).to(dtype)
+    for seed in range(2):  # the second is swapped in
+        weight = torch.randn(64, num_inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        layer = layer_of("lm_head", weight.clone())
+        with few_rows.loading_draft():
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        wanted = x.float() @ weight.float().T
+        few, many = (error(layer.cpu_linear(x[:num], layer.weight, None), wanted[:num]) for num in (4, 6))
+        assert few < 0.01
+        assert many < 0.003
+        assert (few > many + 0.002) is packed
+    assert few_rows._target.forms == []  # by which the limit is measured
+    assert few_rows.limit() == most
+
+
+@pytest.mark.engine
+def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    from models.engines.vllm import few_rows
+
+    few_rows.install()
+    seen = []
+
+    class Drafter(SpecDecodeBaseProposer):
+        def __init__(self) -> None:
+            pass
+
+        def _get_model(self) -> nn.Module:
+            seen.append(few_rows._target.loads_draft)
+            raise ValueError("torn")
+
+    drafter = Drafter()
+    drafter.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    with pytest.raises(ValueError, match="torn"):
+        drafter.load_model(nn.Module())
+    assert seen == [True]
+    assert not few_rows._target.loads_draft
+
+
+@pytest.mark.engine
 def test_where_nothing_can_be_compiled_floats_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:

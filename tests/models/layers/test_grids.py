@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.layers.grids import FILE, Grid, load, save, stacked
+from models.layers.grids import FILE, GROUP, Grid, load, rounded, save, stacked
 from tests.models.layers.published import random_grid
 
 
@@ -23,6 +23,18 @@ def test_grids_come_back_as_they_were_written_two_integers_of_four_bits_in_a_byt
         assert all(torch.equal(*parts) for parts in zip(found[name], grid, strict=True) if parts[0] is not None)
     assert (found["a.weight"].least is None, found["b.weight"].least is None) == (False, True)
     assert (tmp_path / FILE).stat().st_size < 8 * 64 * 1.5 + 2500
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_floats_are_rounded_to_255_steps_of_each_groups_largest(size: float) -> None:
+    weight = size * torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight[2, :GROUP] = 0
+    grid = rounded(weight)
+    assert grid.values.dtype == torch.int8
+    assert grid.least is None
+    largest = weight.unflatten(1, (-1, GROUP)).abs().amax(dim=2).repeat_interleave(GROUP, dim=1)
+    assert bool(((grid.floats() - weight).abs() <= largest * 1.001 / 254).all())
+    assert bool((grid.floats()[2, :GROUP] == 0).all())
 
 
 def test_where_nothing_was_written_there_is_no_grid(tmp_path) -> None:
