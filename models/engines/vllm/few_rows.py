@@ -13,6 +13,7 @@ A draft in bfloat16 beside such a target is rounded to 8 bits, 32 weights to a s
 much is read, and what it proposes is verified in any case. A draft that is swapped in is packed as it is loaded.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -163,6 +164,7 @@ def install() -> None:
     def loaded(self: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
         with loading_draft():
             load(self, target_model)
+        gc.collect()  # embeddings that it shares from now on; oneDNN can't let go of their own while a graph is traced
 
     SpecDecodeBaseProposer.load_model = loaded  # type: ignore[method-assign]  # vLLM has no hook
 
@@ -208,6 +210,8 @@ def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_output
 def _draft_grid_of(layer: Any) -> Grid | None:
     """Return 8 bits for each of a draft's weights; None where its target's are floats, or it has other shapes."""
     weight: Tensor = layer.weight
+    if getattr(layer, "prefix", "").endswith(EMBEDDINGS):
+        return None  # they are looked up
     if not _target.limit or weight.dtype != torch.bfloat16 or weight.shape[1] % grids.GROUP:
         return None
     return rounded(weight)

@@ -165,16 +165,17 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("most", "dtype", "num_inputs", "packed"),
+    ("name", "most", "dtype", "num_inputs", "packed"),
     [
-        (4, torch.bfloat16, 128, True),
-        (0, torch.bfloat16, 128, False),  # the target's floats are read faster
-        (4, torch.float32, 128, False),
-        (4, torch.bfloat16, 72, False),  # no whole groups
+        ("lm_head", 4, torch.bfloat16, 128, True),
+        ("lm_head", 0, torch.bfloat16, 128, False),  # the target's floats are read faster
+        ("lm_head", 4, torch.float32, 128, False),
+        ("lm_head", 4, torch.bfloat16, 72, False),  # no whole groups
+        ("model.embed_tokens", 4, torch.bfloat16, 128, False),
     ],
 )
 def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
-    most: int, dtype: torch.dtype, num_inputs: int, packed: bool, monkeypatch: pytest.MonkeyPatch, limit
+    name: str, most: int, dtype: torch.dtype, num_inputs: int, packed: bool, monkeypatch: pytest.MonkeyPatch, limit
 ) -> None:
     from vllm.model_executor.layers import utils
 
@@ -188,7 +189,7 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
     x = torch.randn(6, num_inputs).to(dtype)
     for seed in range(2):  # the second is swapped in
         weight = torch.randn(64, num_inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        layer = layer_of("lm_head", weight.clone())
+        layer = layer_of(name, weight.clone())
         with few_rows.loading_draft():
             utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         wanted = x.float() @ weight.float().T
