@@ -192,3 +192,9 @@ def forgetful(recipe: Recipe) -> Recipe:
         return recipe
     lookup = recipe.engine.lookup.model_copy(update={"remembered": 0})
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"lookup": lookup})})
+
+
+def undivided(recipe: Recipe) -> Recipe:
+    """Return a recipe whose service lets one key have all of the engine's sequences: a benchmark's streams have one."""
+    limits = recipe.serve.limits.model_copy(update={"max_share_per_key": 1.0})
+    return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"limits": limits})})

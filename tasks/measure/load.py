@@ -19,7 +19,7 @@ from infra.views.figures import draw_ratios
 from infra.views.results import Grid, Report, interval
 from models.params import did_you_mean
 from models.sources import Prompt
-from tasks.measure.endpoint import Asked, Endpoint, dump
+from tasks.measure.endpoint import Asked, Endpoint, dump, undivided
 from tasks.measure.home import Served
 from tasks.measure.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
 from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
@@ -147,7 +147,7 @@ def _ask_service(load: _Load, served: Served, streams: Sequence[int], cells: Map
         folder = run.settings.home / "random"
         numbers[BAD] = register_random(registry, served.champion, target_dir, folder, run.recipe.seed)
     registry.promote("draft", served.champion)
-    with Endpoint(run.recipe, run.settings) as endpoint:
+    with Endpoint(undivided(run.recipe), run.settings) as endpoint:
         endpoint.wait_for_draft(served.champion)
         for name, of_name in missing.items():
             endpoint.speculate(True)

@@ -5,7 +5,8 @@ from pathlib import Path
 from infra.keys import keys_path, read_keys
 from infra.settings import Settings
 from models.recipe import load_recipe
-from tasks.measure.endpoint import Endpoint, forgetful
+from services.turns import Turns
+from tasks.measure.endpoint import Endpoint, forgetful, undivided
 
 
 def test_whoever_asks_as_another_has_a_key_of_its_own_and_the_one_before_is_revoked(tmp_path: Path) -> None:
@@ -29,3 +30,10 @@ def test_a_forgetful_recipe_looks_up_what_a_request_says_itself_and_nothing_else
     changed = forgetful(recipe)
     assert changed.engine.lookup == recipe.engine.lookup.model_copy(update={"remembered": 0})
     assert changed.model_copy(update={"engine": recipe.engine}) == recipe
+
+
+def test_an_undivided_service_answers_as_many_requests_of_one_key_as_the_engine_has_sequences() -> None:
+    recipe = load_recipe("smollm2-cpu")
+    most = recipe.engine.max_num_seqs
+    divided, whole = (Turns(one.serve.limits, most, 1024).per_key for one in (recipe, undivided(recipe)))
+    assert divided < whole == most
