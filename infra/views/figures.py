@@ -202,7 +202,8 @@ def draw_ratios(
         axes.axhline(1, color="tab:gray", linewidth=0.8)
         axes.axhline(limit, color="black", linestyle="--", label=f"limit: {limit:g}")
     shared[0].set_ylabel(y_label)
-    shared[-1].legend(fontsize="small")
+    handles, labels = shared[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     figure.savefig(file, dpi=150)
     return file
 
