@@ -164,7 +164,7 @@ def install() -> None:
     def loaded(self: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
         with loading_draft():
             load(self, target_model)
-        gc.collect()  # embeddings that it shares from now on; oneDNN can't let go of their own while a graph is traced
+        gc.collect()  # of what it needs no more: oneDNN's handles can't be let go of while a graph is traced
 
     SpecDecodeBaseProposer.load_model = loaded  # type: ignore[method-assign]  # vLLM has no hook
 
