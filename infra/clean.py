@@ -10,6 +10,7 @@ were trained on and judged by, nor anything younger than a day.
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -28,6 +29,7 @@ from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile
 from infra.versions import CLEANED, Version, cached, is_usable
+from infra.walks import files_under
 from infra.watches import Watches
 from infra.windows import Window
 
@@ -238,7 +240,10 @@ def _item(kind: str, path: Path, read: bool = False) -> Item:
         path: of a file or a folder.
         read: whether reading a file makes it young too. Of a folder it never does: this look reads it.
     """
-    files = [file.lstat() for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    files = []
+    for file in files_under(path) if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # whatever runs here may remove its files meanwhile
+            files.append(file.lstat())
     touched = [path.stat().st_mtime, *(max(one.st_mtime, one.st_atime if read else 0.0) for one in files)]
     return Item(kind, (path,), sum(one.st_size for one in files), (time.time() - max(touched)) / DAY_S)
 

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from infra.walks import files_under
+
 # What vLLM's compiler leaves: a library for each kernel, and a file for each model whose graph is whole.
 KERNELS, MODELS = "*.so", "rank_*/model"
 
@@ -24,4 +26,5 @@ class Compiling:
         return ", ".join(parts)
 
     def _left(self) -> tuple[int, int]:
-        return (sum(1 for _ in self._folder.rglob(KERNELS)), sum(1 for _ in self._folder.rglob(MODELS)))
+        files = list(files_under(self._folder))
+        return (sum(file.match(KERNELS) for file in files), sum(file.match(MODELS) for file in files))

@@ -6,6 +6,7 @@ from pathlib import Path
 from infra.artifacts import discard, held, sweep_staging
 from infra.captured import CapturedFiles
 from infra.erase.job import Job
+from infra.walks import files_under
 from infra.watches import Watches
 
 STATES = "states.bin"
@@ -27,8 +28,7 @@ def remove_work(job: Job) -> None:
     names = [name.encode() for name in job.ids]
     for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
         with held(folder, wait=False) as is_free:
-            files = [file for file in folder.rglob("*") if file.is_file()]
-            if is_free and any(file.name == STATES or _names(file, names) for file in files):
+            if is_free and any(_is_of(file, names) for file in files_under(folder)):
                 _remove(job, folder)
 
 
@@ -44,9 +44,9 @@ def sweep_watch(job: Job) -> None:
     Watches(job.settings).sweep()
 
 
-def _names(file: Path, names: list[bytes]) -> bool:
+def _is_of(file: Path, names: list[bytes]) -> bool:
     if file.suffix not in (".jsonl", ".json"):
-        return False
+        return file.name == STATES
     content = file.read_bytes()
     return any(name in content for name in names)
 

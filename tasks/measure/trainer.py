@@ -21,6 +21,7 @@ from infra.registry import open_registry
 from infra.settings import Settings
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report, interval
+from infra.walks import files_under
 from models.sources import Prompt
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served
@@ -146,7 +147,8 @@ def _refresh(run: Run, training: Settings, most_s: float) -> tuple[Span, str]:
         launched_s = time.monotonic()
         while (code := child.poll()) is None:
             # Hidden states are the first thing that a refresh computes.
-            if started_s is None and any(training.artifacts.glob("work/*/hidden/*")):
+            states = (file for file in files_under(training.artifacts / "work") if "hidden" in file.parts)
+            if started_s is None and any(states):
                 started_s = time.monotonic()
             if started_s is not None and time.monotonic() > started_s + most_s:
                 break

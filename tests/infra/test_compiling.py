@@ -1,5 +1,6 @@
 """What is told of compiling while a service starts."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,24 @@ def test_only_what_was_compiled_since_the_start_is_told_and_counted(
     now_s += 60
     assert seen.told() == "80 s, 2 kernels, 1 model"
     assert Compiling(folder).told() == "0 s"
+
+
+def test_folders_that_the_compiler_removes_meanwhile_do_not_fail_the_look(tmp_path: Path) -> None:
+    seen, is_over = Compiling(tmp_path), threading.Event()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "one.so").touch()
+
+    def build() -> None:
+        while not is_over.is_set():
+            for number in range(20):
+                (tmp_path / f"{number}_CxxBuild").mkdir()
+            for number in range(20):
+                (tmp_path / f"{number}_CxxBuild").rmdir()
+
+    compiler = threading.Thread(target=build)
+    compiler.start()
+    try:
+        assert {seen.told().partition(", ")[2] for _ in range(500)} == {"1 kernel"}
+    finally:
+        is_over.set()
+        compiler.join()
