@@ -3,7 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Count = TypeVar("Count", int, float)  # of tokens or passes: of a step, or the mean of several
 
 
 class Curve(NamedTuple):
@@ -83,7 +85,7 @@ class Line(NamedTuple):
         return passes_made(num_passes, self.one_pass) * self.pass_ms
 
 
-def passes_made(num_tokens: float, one_pass: bool) -> float:
+def passes_made(num_tokens: Count, one_pass: bool) -> Count:
     """Return how many passes of the draft say so many tokens."""
     return min(num_tokens, 1) if one_pass else num_tokens
 

@@ -25,6 +25,7 @@ from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.throughput import costfile
 from models.throughput.cost import Cost, Time
+from models.throughput.curves import passes_made
 from models.throughput.running import Acceptance, Source
 from models.throughput.speeds import Part, Speeds
 
@@ -223,7 +224,7 @@ class Planner:
     def _passes_ms(self, passes: Passes, num_sequences: int) -> float:
         """Return what passes take; 0 as long as nothing was measured."""
         pass_ms = self._cost.pass_ms(num_sequences if passes.names is None else len(passes.names))
-        return self._num_passes(max(passes.num, 1)) * (pass_ms or 0.0)
+        return passes_made(max(passes.num, 1), self._setup.one_pass) * (pass_ms or 0.0)
 
     def verified(self, wishes: Wishes, row: Row, num_accepted: int, whole: bool) -> None:
         """Take what was accepted of a row; `whole` says whether the sequence has all of the draft's keys."""
@@ -243,12 +244,14 @@ class Planner:
         """Take a step that read no prompt; `rows` were drafted after it, None where nothing was."""
         num_passes, num_drafted, made = 0, 0, self._drafting.passes
         if rows is not None and made:
-            num_passes = self._num_passes(max(1, *(len(row.token_ids) for row in rows if not row.looked_up), 1))
+            most = max((len(row.token_ids) for row in rows if not row.looked_up), default=0)
+            num_passes = passes_made(max(1, most), self._setup.one_pass)
             num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
             # Not while the first come or the last have gone, nor the step after, which verifies what fewer were given.
             if str(step.num_sequences) == self._measuring and step.num_rows == self._measured_rows:
-                num_passes = self._num_passes(self._drafting.num_passes)  # of which no token need be kept
+                # No token need be kept of them.
+                num_passes = passes_made(self._drafting.num_passes, self._setup.one_pass)
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
             return
         measured, self._measured = self._measured, []
@@ -263,10 +266,6 @@ class Planner:
         plain_ms = cost.step_ms(step.num_sequences, step.num_sequences, 0)
         if plain_ms is not None and (rows is not None or self._drafting.rests):  # else speculation is off
             self.speeds.see(step.parts, step.ms, plain_ms)
-
-    def _num_passes(self, num_tokens: int) -> int:
-        """Return how many passes the draft made to say so many tokens."""
-        return min(num_tokens, 1) if self._setup.one_pass else num_tokens
 
     def _take(self, times: Sequence[Time]) -> None:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
