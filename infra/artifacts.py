@@ -3,6 +3,10 @@
 A directory is made under a staging name beside its final one and renamed when it is complete. Renaming cannot replace
 a directory that has files in it, so an older one is first renamed aside; `sweep_staging` puts it back if the process
 died between the two renames, and `staged` sweeps its parent before it starts.
+
+Who makes a directory holds a lock on it, and the kernel releases the lock with the process. So a sweep knows what is
+alive without process ids, which say nothing about the processes of another container. The parent's lock covers the
+moments in which a directory is not locked yet or has no final name.
 """
 
 import fcntl
@@ -12,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.manifest import check_manifest, fsync_directory, write_manifest
 
 ROWS_NAME = "rows.jsonl"
-LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 
 
 class Artifact(BaseModel):
@@ -48,14 +52,18 @@ def renamed_when_complete(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     sweep_staging(final.parent)
     staging = _sibling(final, "staging")
-    staging.mkdir()
-    try:
-        yield staging
-        _fsync_tree(staging)
-        _rename_over(staging, final)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with ExitStack() as alive:
+        with held(final.parent):
+            staging.mkdir()
+            alive.enter_context(held(staging))
+        try:
+            yield staging
+            _fsync_tree(staging)
+            with held(final.parent):
+                _rename_over(staging, final)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -92,28 +100,32 @@ def held(directory: Path, wait: bool = True) -> Iterator[bool]:
 def discard(directory: Path) -> None:
     """Remove a directory; if the process dies meanwhile, nothing stands under its name any more."""
     staging = _sibling(directory, "staging")
-    directory.rename(staging)
-    shutil.rmtree(staging)
+    with held(directory, wait=False):  # the caller may hold it; either way no sweep takes it
+        directory.rename(staging)
+        shutil.rmtree(staging)
 
 
 def sweep_staging(parent: Path) -> list[Path]:
     """Remove what dead processes left half-made in `parent`, and put back what they had renamed aside.
 
     Returns:
-        The leftovers that were dealt with. Those of living processes stay.
+        The leftovers that were removed or put back. What a process holds stays.
     """
     swept = []
-    for path in sorted(parent.iterdir()):
-        match = LEFTOVER.fullmatch(path.name)
-        if match is None or Path(f"/proc/{match['pid']}").exists():
-            continue
-        final = parent / match["name"]
-        if match["role"] == "aside" and not final.exists():
-            with suppress(FileNotFoundError):  # another process may sweep the same parent
-                path.rename(final)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        swept.append(path)
+    with held(parent):
+        for path in sorted(parent.iterdir()):
+            match = LEFTOVER.fullmatch(path.name)
+            if match is None:
+                continue
+            with suppress(FileNotFoundError), held(path, wait=False) as is_free:  # `discard` may remove it meanwhile
+                if not is_free:
+                    continue
+                final = parent / match["name"]
+                if match["role"] == "aside" and not final.exists():
+                    path.rename(final)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+                swept.append(path)
     return swept
 
 
@@ -184,7 +196,7 @@ def read_jsonl(source: Artifact | Path) -> list[dict[str, object]]:
 
 
 def _sibling(final: Path, role: str) -> Path:
-    return final.with_name(f".{role}-{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    return final.with_name(f".{role}-{final.name}-{secrets.token_hex(8)}")
 
 
 def _rename_over(staging: Path, final: Path) -> None:

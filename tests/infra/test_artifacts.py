@@ -50,25 +50,37 @@ def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_swept_and_living_processes_are_left_alone(tmp_path: Path) -> None:
+    # A process of another container has an id that is nobody's here.
     script = (
         "import os, signal, sys; from pathlib import Path; from infra.artifacts import staged\n"
+        "os.getpid, pid = lambda: 4194305, os.getpid()\n"
         "with staged(Path(sys.argv[1])) as d:\n"
-        "    (d / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)"
+        "    (d / 'half').write_text('x'); print(d, flush=True); sys.stdin.read(1)\n"
+        "    if sys.argv[2] == 'dies': os.kill(pid, signal.SIGKILL)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "final")], env=environment, check=False)
+
+    def start(name: str, end: str) -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", script, str(tmp_path / name), end]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    living, half_made = start("final", "ends")
+    killed, leftover = start("other", "dies")
+    killed.communicate("x")
     assert killed.returncode == -9
-    living = tmp_path / f".staging-final-{os.getpid()}-00000000"
-    living.mkdir()
-    (leftover,) = [path for path in tmp_path.iterdir() if path != living]
+    assert leftover.is_dir()
     assert sweep_staging(tmp_path) == [leftover]
-    assert list(tmp_path.iterdir()) == [living]
+    assert (half_made / "half").read_text() == "x"
+    living.communicate("x")
+    assert living.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_a_directory_that_was_set_aside_when_the_process_died_is_put_back(tmp_path: Path) -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    aside = tmp_path / f".aside-my-final-{gone.pid}-0123abcd"
+    aside = tmp_path / ".aside-my-final-0123abcd0123abcd"
     aside.mkdir()
     (aside / "old").write_text("old")
     sweep_staging(tmp_path)

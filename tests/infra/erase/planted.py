@@ -141,7 +141,7 @@ def _caches(settings: Settings, rows: list[QueryRow]) -> None:
     for row in (*rows[:3], planted_row(99, "somebody")):  # the last one did not come to the log
         files.path_of(row.id).write_bytes(row.model_dump_json().encode())
         os.utime(files.path_of(row.id), (1, 1))
-    torn = settings.artifacts / "window" / ".staging-dddd-999999999-0a0b0c0d"
+    torn = settings.artifacts / "window" / ".staging-dddd-0a0b0c0d0a0b0c0d"
     torn.mkdir()
     (torn / "train.jsonl").write_text(json.dumps(sample(rows[0])) + "\n")
     (settings.home / "watch" / "work").mkdir(parents=True)
