@@ -29,6 +29,7 @@ from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
 from infra.home import FORMAT_FILE, latest_format, open_home
 from infra.keys import keys_path
+from infra.lineage import SNAPSHOT_TAGS
 from infra.logfile import COPIES, SCHEMA_VERSION, TORN, copy_database
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -41,6 +42,17 @@ ARTIFACTS = "artifacts"
 FOLDERS = ("watch", FOLDER)
 NOT_KEPT = ("work",)
 BUSY_S, PAGES, PAUSE_S = 30.0, 1024, 0.01
+# Table, column and condition of what names a file, by database.
+ADDRESSES = {
+    "mlflow.db": (
+        ("experiments", "artifact_location", "TRUE"),
+        ("runs", "artifact_uri", "TRUE"),
+        ("logged_models", "artifact_location", "TRUE"),
+        ("model_versions", "source", "TRUE"),
+        ("model_versions", "storage_location", "TRUE"),
+        ("model_version_tags", "value", f"key IN {SNAPSHOT_TAGS}"),
+    )
+}
 ALL_ERASURES = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
 
 
@@ -234,18 +246,22 @@ def _place(source: Path, target: Path) -> None:
 
 
 def _move(database: Path, contents: Contents, settings: Settings) -> None:
-    """Have a database name this home's folders where it named those of the home that was backed up."""
-    places = [(contents.artifacts, str(settings.artifacts)), (contents.home, str(settings.home))]
-    moved = [(f"{old}/", f"{new}/") for old, new in places if old != new]
-    moved += [(quote(old), quote(new)) for old, new in moved if quote(old) != old]
+    """Have a database name this home's folders where it named those of the home that was backed up.
+
+    Only addresses that begin with such a folder change: a path in a user's text is the user's.
+    """
+    folders = [(contents.artifacts, str(settings.artifacts)), (contents.home, str(settings.home))]
+    prefixes = [(f"file://{quote(old)}/", f"file://{quote(new)}/") for old, new in folders]
+    prefixes += [(f"{old}/", f"{new}/") for old, new in folders]
+
+    def moved(address: str) -> str:
+        old, new = next((pair for pair in prefixes if address.startswith(pair[0])), ("", ""))
+        return new + address.removeprefix(old)
+
     with closing(sqlite3.connect(database, isolation_level=None)) as db:
-        for table, column in db.execute(
-            """SELECT tables.name, columns.name FROM sqlite_schema AS tables, pragma_table_info(tables.name) AS columns
-            WHERE tables.type = 'table' AND tables.name NOT LIKE 'sqlite_%'"""
-        ).fetchall():
-            for old, new in moved:
-                place = f'"{table}" SET "{column}" = replace("{column}", ?, ?) WHERE instr("{column}", ?)'
-                db.execute(f"UPDATE {place}", (old, new, old))
+        db.create_function("moved", 1, moved, deterministic=True)
+        for table, column, which in ADDRESSES.get(database.name, ()):
+            db.execute(f'UPDATE "{table}" SET "{column}" = moved("{column}") WHERE "{column}" IS NOT NULL AND {which}')
 
 
 def _overwrite(source: Path, target: Path) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from infra import history
 from infra.artifacts import LEFTOVER, discard, held
+from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
 from infra.logfile import COPIES
 from infra.manifest import MANIFEST_NAME, Manifest
@@ -38,7 +39,6 @@ YOUNG_DAYS = 1.0
 NUM_COPIES, NUM_COMPILED = 5, 8
 # Champions before the present one that a rollback may go back to.
 NUM_BACK = 2
-SNAPSHOT_TAGS = ("window_uri", "judged_on", "samples_uri", "state_uri")
 # A window after all others: no past champion was trained on its rows.
 LATER = Window(first_seq=2**62, last_seq=2**62, num_rows=0, sha256="", owner="")
 

@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, V
 
 GateVerdict = Literal["passed", "undecided", "refused"]
 NESTED = ("target", "window")
+# Tags that hold the address of a directory.
+SNAPSHOT_TAGS = ("window_uri", "judged_on", "samples_uri", "state_uri")
 
 
 def _none_if_blank(value: object) -> object:

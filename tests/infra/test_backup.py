@@ -63,7 +63,8 @@ def serve(settings: Settings) -> tuple[int, ...]:
 @pytest.mark.slow
 def test_what_was_backed_up_while_rows_came_in_is_served_from_an_empty_home(settings: Settings, tmp_path: Path) -> None:
     wanted, writer = serve(settings), BackgroundWriter(QueryLog(settings.querylog))
-    file = tmp_path / "kept.tar"
+    file, paths = tmp_path / "kept.tar", f"why is {settings.home}/mlflow.db so large? file://{settings.artifacts}/x"
+    QueryLog(settings.querylog).append([row("paths").model_copy(update={"prompt": paths, "completion": paths})])
     for number in range(200):
         writer.offer(row(f"new-{number}"))
         if number == 100:
@@ -75,7 +76,9 @@ def test_what_was_backed_up_while_rows_came_in_is_served_from_an_empty_home(sett
     open_home(elsewhere)
     contents, copies = restore(elsewhere, file, wait_s=0)
     assert (contents.home, copies) == (str(settings.home), None)
-    assert 100 <= QueryLog(elsewhere.querylog).stats().total <= 300
+    log = QueryLog(elsewhere.querylog)
+    assert 100 <= log.stats().total <= 301
+    assert [(one.prompt, one.completion) for one in log.rows(1, 10**6) if one.id == "paths"] == [(paths, paths)]
     assert champion(elsewhere) == 2
     assert serve(elsewhere) == wanted
     assert home_secret(elsewhere.home)
