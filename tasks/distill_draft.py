@@ -115,10 +115,7 @@ def _train(
     }
     if params.validation and window is not None:
         settings["validated"] = [window.first_seq, window.last_seq]
-    said = () if params.loss is None else (f"models.losses.{params.loss.name}",)  # a family imports its own
-    source = f"models.answers.{params.answers.name}"
-    heads = [f"models.{of}.{method.name}" for of, method in params.heads]
-    code = (__name__, "models.learning.distill", f"models.drafts.{name_of(family)}", source, *said, *heads)
+    code = (__name__, "models.learning.distill", f"models.drafts.{name_of(family)}")
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:

@@ -22,7 +22,7 @@ from infra.versions import Pair, is_usable
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
 from infra.windows import Window
-from models.drafting.draft_families import open_draft
+from models.drafting.draft_families import module_of, open_draft
 from models.drafts import Draft
 from models.evaluation import gate
 from models.evaluation.acceptance import Estimate
@@ -33,7 +33,7 @@ from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe
 from tasks.claim_window import Parts
-from tasks.measure_draft import Measured, measure_probe, rule_modules, summarise, tau_of
+from tasks.measure_draft import Measured, measure_probe, summarise, tau_of
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.captures import captures_of, tell
@@ -191,7 +191,12 @@ class Scorer:
                 "samples": samples,
             },
             inputs={"target": self.pair.target_files, "draft": draft},
-            code=(__name__, "tasks.measure_draft", "models.evaluation.scoring", *rule_modules(self.recipe)),
+            code=(
+                __name__,
+                "tasks.measure_draft",
+                "models.evaluation.scoring",
+                module_of(open_artifact(draft)),
+            ),
             make=gently(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())

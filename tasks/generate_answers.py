@@ -60,7 +60,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
             "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
         },
         inputs={"target": target, "prompts": prompts},
-        code=(__name__, f"models.engines.{recipe.engine.name}", "models.evaluation.golden"),
+        code=(__name__, "models.evaluation.golden"),
         make=make,
     )
 

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
-from models.drafting.draft_families import open_draft
+from models.drafting.draft_families import module_of, open_draft
 from models.drafts import Draft
 from models.evaluation.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.evaluation.golden import load_golden
@@ -83,17 +83,12 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
             "seed": recipe.seed,
         },
         inputs={"target": target, "draft": draft, "samples": samples},
-        code=(__name__, "models.evaluation.scoring", *rule_modules(recipe)),
+        code=(__name__, "models.evaluation.scoring", module_of(open_artifact(draft))),
         make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
     table("tau", measured.rows(), "τ on held-out conversations")
     return measured
-
-
-def rule_modules(recipe: Recipe) -> tuple[str, ...]:
-    """Return the modules of the rules that drafts are scored by."""
-    return tuple(f"models.verify.{rule.name}" for rule in recipe.engine.rules)
 
 
 def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD) -> float:

@@ -26,7 +26,7 @@ def prepare_target(params: BaseParams) -> Artifact:
             **{key: value for table in tables for key, value in local_content(getattr(table, "path", "")).items()},
         },
         inputs={},
-        code=(__name__, *(f"models.targets.{table.name}" for table in tables)),
+        code=(__name__,),
         make=lambda directory, _: method.build(params, directory),
     )
 

@@ -37,7 +37,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
         kind="text",
         params={"seed": seed, "text": {domain: _content(table) for domain, table in text.items()}},
         inputs={},
-        code=(__name__, *(f"models.sources.{table.source.name}" for table in text.values())),
+        code=(__name__,),
         make=make,
     )
 

@@ -66,13 +66,12 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         rows = [{"domain": name, "chosen": count, "of": len(by_domain[name])} for name, count in counts.items()]
         table("selected", rows, f"documents chosen by {settings.method.name}")
 
-    proxy_code = () if settings.proxy is None else (f"models.targets.{settings.proxy.name}",)
     return produce(
         stage="select",
         kind="text",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
-        code=(__name__, "tasks.prepare_text", f"models.select.{settings.method.name}", *proxy_code),
+        code=(__name__, "tasks.prepare_text"),
         make=gently(make),
     )
 

@@ -29,6 +29,11 @@ def name_of(family: Family) -> str:
     return str(cast("Any", family).__name__).rpartition(".")[2]
 
 
+def module_of(directory: Path) -> str:
+    """Return the name of the module of the family that a draft directory belongs to; raises what `family_of` does."""
+    return f"models.drafts.{name_of(family_of(directory))}"
+
+
 def class_of(family: Family) -> type[Draft]:
     """Return the class of a family's drafts."""
     kinds = [one for one in vars(family).values() if isinstance(one, type) and issubclass(one, Draft)]

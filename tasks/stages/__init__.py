@@ -1,8 +1,9 @@
 """Directories that are made once: found again by what they were made from, and checked before they are used again.
 
 Prefect's own cache keys a task by its lines, so a thin task would serve a stale result after its algorithm changed, and
-it would hand out references to files that are gone. Here the key covers the code of every module that computes, and a
-directory counts as made only while its manifest fits.
+it would hand out references to files that are gone. Here the key covers the code of every module that computes, of the
+methods that the params name, and the versions of the libraries that compute. A directory counts as made only while its
+manifest fits.
 
 Beside it lies what stages share: what they show, the samples that drafts learn from, and the change of a target.
 """
@@ -13,17 +14,21 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from infra.artifacts import Artifact, held, publish, staged
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
+from models import catalog
 from tasks.stages.reporting import run_logger
 
 ROOT = Path(__file__).parents[2]
 KEY_LENGTH = 16
 # Say what a stage may be told, and compute nothing: what it was told is in its params.
 SCHEMAS = ("models.recipe", "models.stages")
+# Another version may compute something else.
+LIBRARIES = ("torch", "transformers")
 
 
 def produce(
@@ -41,7 +46,7 @@ def produce(
         kind: of the artifact.
         params: what the result depends on besides the inputs, as JSON.
         inputs: role to what the result is made from.
-        code: the modules that compute it.
+        code: the modules that compute it, besides the methods that `params` name.
         make: fills an empty directory, its first argument. The second one is a directory that lasts until the stage is
             complete, so that a killed run is gone on with.
     """
@@ -80,7 +85,8 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "stage": stage,
         "params": params,
         "inputs": {role: artifact.sha256 for role, artifact in inputs.items()},
-        "code": code_version(*code),
+        "code": code_version(*code, *_methods_in(params)),
+        "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
 
@@ -102,8 +108,8 @@ def local_content(path: str) -> dict[str, str]:
 def code_version(*modules: str) -> str:
     """Hash the syntax of modules and of the modules of `models` and of measuring that they import, near and far.
 
-    Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen:
-    name it.
+    Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
+    here; `stage_key` adds the methods that a stage's params name.
 
     Raises:
         ValueError: there is no such module.
@@ -130,6 +136,20 @@ def code_hashes(*modules: str) -> dict[str, str]:
             if imported.startswith(("models.", "tasks.measure.")) and imported not in SCHEMAS
         ]
     return hashes
+
+
+def _methods_in(params: object) -> list[str]:
+    """Return the modules of the methods that tables in a stage's params name, of whichever family has such a one."""
+    waiting, named = [params], set[str]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            named |= {value["name"]} if isinstance(value.get("name"), str) else set()
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    families = {family: catalog.names(family) for family in catalog.families()} if named else {}
+    return [f"models.{family}.{name}" for family, names in families.items() for name in sorted(named & {*names})]
 
 
 def _source(module: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -122,6 +123,36 @@ def test_the_version_of_code_leaves_out_the_schema_of_recipes(tmp_path, monkeypa
     (tmp_path / "models" / "recipe.py").write_text("port = 2\n")
     (tmp_path / "models" / "stages.py").write_text("num_rounds = 2\n")
     assert code_version("tasks.train") == before
+
+
+def test_the_key_follows_the_methods_that_the_params_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    for folder in ("losses", "verify"):
+        (tmp_path / "models" / folder).mkdir(parents=True)
+    (tmp_path / "models" / "first.py").write_text("a = 1\n")
+    methods = [tmp_path / "models" / name for name in ("losses/forward_kl.py", "losses/jsd.py", "verify/rejection.py")]
+    params = {"distill": {"loss": {"name": "forward_kl"}}, "rules": [{"name": "rejection"}], "domains": {"jsd": "name"}}
+
+    def keys() -> Iterator[str]:
+        yield stage_key("s", params, {}, ("models.first",))
+        for number, method in enumerate(methods):
+            method.write_text(f"a = {number + 2}\n")
+            yield stage_key("s", params, {}, ("models.first",))
+
+    for method in methods:
+        method.write_text("a = 1\n")
+    before, loss, other, rule = keys()
+    assert before != loss
+    assert loss == other
+    assert other != rule
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_another_version_of_a_library_that_computes_makes_a_stage_anew(library, monkeypatch):
+    key = stage_key("s", 1, {}, ("models.evaluation.gate",))
+    version = stages.version
+    monkeypatch.setattr(stages, "version", lambda name: "99.0" if name == library else version(name))
+    assert stage_key("s", 1, {}, ("models.evaluation.gate",)) != key
 
 
 def test_a_module_that_is_not_there_is_refused():
