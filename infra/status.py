@@ -116,6 +116,9 @@ class ServiceStatus(_Told):
     )
     fallback: str | None = Field(description="why speculation must be off; null while it may be on")
     fault: str | None = Field(description="what the canary prompts showed of a broken draft or engine; null if nothing")
+    failed_tasks: dict[str, str] = Field(
+        {}, description="background tasks of the service that failed, and the class of the exception; its log has more"
+    )
     replacement: str | None = Field(description="why another replica must take over; null while none must")
     swaps: int = Field(description="drafts swapped in since the start")
     swap_ms: float | None = Field(description="milliseconds that the last swap took")

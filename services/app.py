@@ -49,12 +49,12 @@ def routes(service: Service) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
-        """`{"status": "ok"}`, or 503 if the target can't serve. Needs no key."""
+        """`{"status": "ok"}`, "degraded" if a background task failed, 503 if the target can't serve. Needs no key."""
         try:
             await service.health()
         except RuntimeError:
             raise Refusal(503, "the target can't serve", code="unhealthy") from None
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "degraded" if service.background.failed else "ok"})
 
     @app.get("/metrics")
     async def show_metrics() -> Response:

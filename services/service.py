@@ -1,7 +1,6 @@
 """One engine with everything around it: handlers, recorder, reconciler. Runs in one event loop, with or without Ray."""
 
 import asyncio
-import contextlib
 import logging
 import sqlite3
 import time
@@ -31,6 +30,7 @@ from models.evaluation.golden import load_golden
 from models.targets import describe
 from services.access import Admission, Keys
 from services.alone import Alone
+from services.background import BackgroundTasks
 from services.boot import start_engine
 from services.capture import Capture
 from services.config import ServiceConfig
@@ -80,13 +80,14 @@ class Service:
         self._alone, self._doubted = Alone(), frozenset[str]()
         self._started_s = time.monotonic()
         self._events = Emitter(config.orchestrator)
-        self._tasks = [asyncio.create_task(self._watch(), name="watch")]
-        self._tasks.append(asyncio.create_task(self._follow_erasures(), name="erasures"))
+        self.background = BackgroundTasks()
+        self.background.start("drift detector", self._watch())
+        self.background.start("erasures", self._follow_erasures())
         if capture is not None:
-            self._tasks.append(asyncio.create_task(capture.run(), name="capture"))
+            self.background.start("capture", capture.run())
         if reconciler is not None:
             reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, self.recorder.recent, self._tell)
-            self._tasks.append(asyncio.create_task(reconciler.run(), name="reconciler"))
+            self.background.start("reconciler", reconciler.run())
 
     @classmethod
     async def start(cls, config: ServiceConfig) -> "Service":
@@ -153,6 +154,7 @@ class Service:
             unplanned=self.engine.unplanned or None,
             fallback=state.fallback,
             fault=state.fault,
+            failed_tasks=dict(self.background.failed),
             replacement=state.replacement,
             swaps=counts["swaps"],
             swap_ms=state.swap_ms,
@@ -183,10 +185,7 @@ class Service:
 
     async def close(self) -> None:
         """End the loop, write what was recorded, end the engine's processes."""
-        for task in self._tasks:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self.background.close()
         await asyncio.to_thread(self.recorder.close)
         await asyncio.to_thread(self._events.close)
         if self.reasoning is not None:

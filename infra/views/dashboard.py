@@ -44,6 +44,7 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
         *((f"speed, {domain}", speed.told()) for domain, speed in status.speed.items()),
         ("swaps of the draft", f"{status.swaps} since its start"),
         ("canary prompts", status.fault or "found nothing"),
+        ("background tasks", ", ".join(f"{name} failed" for name in status.failed_tasks) or "run"),
         ("replica", status.replacement or "needs no replacement"),
         ("drafts it refused", _reasons(status.refused) or "none"),
         ("drafts to be retried", _reasons(status.postponed) or "none"),

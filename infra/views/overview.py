@@ -111,6 +111,8 @@ def _show_service(service: RunningService | None, out: Console) -> None:
         out.print(f"  {domain}: {speed.told()}", markup=False)
     answered = counts(service.requests)
     out.print(f"  {f'answered with {answered}' if answered else 'no requests yet'}; swaps: {service.swaps}")
+    for name, why in service.failed_tasks.items():
+        out.print(f"  failed: background task {name} ({why}); restart the service", markup=False)
     if service.fault is not None:
         out.print(f"  broken: {service.fault}", markup=False)
     if service.replacement is not None:
