@@ -79,21 +79,13 @@ class Capture:
         return generation_id
 
     def settle(self, completion: "Completion", row_id: str | None) -> None:
-        """Have a generation's states written for a row, or dropped; called in the recorder's thread.
+        """Have a generation's states written for a row, or dropped; any thread may call it.
 
         Args:
             completion: which ended.
             row_id: None where it left no row that may be trained on as it was served.
         """
-        if completion.request_id not in self._named:
-            return
-        del self._named[completion.request_id]
-        claim = Claim(completion.request_id)
-        if row_id is not None:
-            num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
-            claim = Claim(completion.request_id, str(self._files.path_of(row_id)), num_tokens, self._target)
-            self._num_bytes += num_tokens * self._row_bytes
-        asyncio.run_coroutine_threadsafe(self._tell(claim), self._loop)
+        asyncio.run_coroutine_threadsafe(self._settle(completion, row_id), self._loop)
 
     async def run(self) -> None:
         """Remove files by age, and count what is left, now and then: refreshes remove what they have trained on."""
@@ -108,5 +100,13 @@ class Capture:
         self._files.forget_older_than(self._params.keep_days)
         self._num_bytes = self._files.num_bytes()
 
-    async def _tell(self, claim: Claim) -> None:
+    async def _settle(self, completion: "Completion", row_id: str | None) -> None:
+        if completion.request_id not in self._named:
+            return
+        del self._named[completion.request_id]
+        claim = Claim(completion.request_id)
+        if row_id is not None:
+            num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
+            claim = Claim(completion.request_id, str(self._files.path_of(row_id)), num_tokens, self._target)
+            self._num_bytes += num_tokens * self._row_bytes
         self._by_engine = await self._engine.settle_states([claim])

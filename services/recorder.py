@@ -158,7 +158,7 @@ class Recorder:
             self._queue.put_nowait((completion, sampling, origin, row_id))
         except queue.Full:
             self.dropped += 1
-            self._settle(completion, None)
+            self._settled(completion, None)
 
     def usage(self, request_id: str, by_step: bool = False) -> dict[str, Any] | None:
         """Return what speculation did for a request so far, as the response reports it; None if nothing finished."""
@@ -251,7 +251,13 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 - the edge: a row that can't be made must not end the thread
                 self.dropped += 1
                 log.warning("a row was dropped: %s", type(error).__name__)  # its text may quote the request
-            self._settle(job[0], row_id)
+            self._settled(job[0], row_id)
+
+    def _settled(self, completion: "Completion", row_id: str | None) -> None:
+        try:
+            self._settle(completion, row_id)
+        except Exception as error:  # noqa: BLE001 - the edge: states that are lost must not end the thread
+            log.warning("hidden states could not be settled: %s", type(error).__name__)
 
     def _row(self, completion: "Completion", sampling: dict[str, Any], origin: Origin, row_id: str) -> QueryRow | None:
         row = QueryRow(

@@ -200,6 +200,18 @@ def test_a_row_that_can_not_be_made_is_counted_and_the_next_one_is_written(
     assert recorder.counts() == LogCounts(written=1, dropped=1, unlogged=0, last_error=None)
 
 
+def test_states_that_can_not_be_settled_do_not_end_the_recorder(querylog: QueryLog) -> None:
+    def fails(completion: Completion, row_id: str | None) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=2, settle=fails)
+    for number in range(2):
+        recorder.expect(Origin(f"{number}" * 32, "chat", "full", None))
+        recorder.finished(completion(f"chatcmpl-{f'{number}' * 32}"), Settings())
+    recorder.close()
+    assert recorder.counts().written == 2
+
+
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path) -> None:
     querylog = QueryLog(tmp_path / "queries.db")
     recorder = Recorder(BackgroundWriter(querylog), TOKENIZER, target_version=0, capacity=1)
