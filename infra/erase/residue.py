@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from infra.artifacts import LEFTOVER
 from infra.captured import SUFFIX
@@ -105,30 +105,41 @@ def _redact(file: Path, search: Search, job: Job) -> int:
 def _redact_plain(file: Path, search: Search) -> int:
     if not search.stands_in(file):
         return 0
-    content = file.read_bytes()
-    spans = search.spans(content)
-    if spans:
-        changed = redacted(content, spans)
-        with file.open("r+b") as opened:  # in place: whoever appends to it goes on
-            opened.write(changed)
+    with file.open("r+b") as opened:
+        content = opened.read()
+        spans = search.spans(content)
+        if spans:  # in place, in the file that was read: whoever appends to it goes on
+            opened.seek(0)
+            opened.write(redacted(content, spans))
             opened.flush()
             os.fsync(opened.fileno())
-    return len(spans)
+        replaced = not _is_at(opened, file)
+    return len(spans) + (_redact_plain(file, search) if replaced else 0)
 
 
 def _repack(file: Path, search: Search, module: ModuleType) -> int:
-    try:
-        with module.open(file, "rb") as opened:
-            content = opened.read()
-    except (OSError, EOFError, lzma.LZMAError):  # not what its name says
-        return _redact_plain(file, search)
-    spans = search.spans(content)
-    if spans:
+    with file.open("rb") as packed:
+        try:
+            with module.open(packed) as opened:
+                content = opened.read()
+        except (OSError, EOFError, lzma.LZMAError):  # not what its name says
+            return _redact_plain(file, search)
+        spans = search.spans(content)
+        if not spans:
+            return 0
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        with module.open(temporary, "wb") as opened:
-            opened.write(redacted(content, spans))
-        temporary.replace(file)
-    return len(spans)
+        with module.open(temporary, "wb") as written:
+            written.write(redacted(content, spans))
+        if _is_at(packed, file):
+            temporary.replace(file)
+            return len(spans)
+    temporary.unlink()
+    return _repack(file, search, module)
+
+
+def _is_at(opened: IO[bytes], file: Path) -> bool:
+    """Return whether a path still names the file that was opened."""
+    return os.path.samestat(os.fstat(opened.fileno()), file.stat())
 
 
 def _holds(file: Path, search: Search) -> bool:
@@ -138,8 +149,13 @@ def _holds(file: Path, search: Search) -> bool:
 
 
 def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -> int:
-    """Overwrite the text in all columns of a database, or of some tables of the log."""
+    """Overwrite the text in all columns of a database, or of some tables of the log.
+
+    Raises:
+        TimeoutError: others keep using it, so that the text can't be removed from its file.
+    """
     num_places = 0
+    until_s = time.monotonic() + BUSY_S
 
     def clean(value: Any) -> Any:
         nonlocal num_places
@@ -159,13 +175,29 @@ def _redact_database(file: Path, search: Search, tables: tuple[str, ...] = ()) -
         for table, column in _columns(db):
             if not tables or table in tables:
                 where = f'typeof("{column}") IN (\'text\', \'blob\') AND length("{column}") >= 24 AND holds("{column}")'
-                db.execute(f'UPDATE "{table}" SET "{column}" = clean("{column}") WHERE {where}')
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        if not tables and _holds(file, search):
-            db.execute("VACUUM")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                _execute(db, f'UPDATE "{table}" SET "{column}" = clean("{column}") WHERE {where}', until_s)
+        _execute(db, "PRAGMA wal_checkpoint(TRUNCATE)", until_s)
+        while not tables and _holds(file, search):
             num_places = max(1, num_places)
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{file}: others use it, so that a text can't be removed from its free pages")
+            _execute(db, "VACUUM", until_s)
+            _execute(db, "PRAGMA wal_checkpoint(TRUNCATE)", until_s)
     return num_places
+
+
+def _execute(db: sqlite3.Connection, statement: str, until_s: float) -> None:
+    """Execute a statement, again as long as others' transactions keep it from that."""
+    while True:
+        try:
+            db.execute(statement).fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"a database that a text is removed from stays locked: {error}") from error
+        time.sleep(POLL_S)
 
 
 def _columns(db: sqlite3.Connection) -> list[tuple[str, str]]:
