@@ -1,6 +1,7 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
 import argparse
+import asyncio
 import logging
 import os
 import time
@@ -239,7 +240,9 @@ class VllmEngine:
     async def swap_draft(self, directory: Path, version: str) -> float:
         """Replace the draft between two engine steps; return the milliseconds it took.
 
-        The prefix cache is forgotten, because it holds the keys of the draft before.
+        The prefix cache is forgotten, because it holds the keys of the draft before. The engine takes what it is sent
+        in order: a request that is sent after the swap is drafted by the new draft and labelled so, also where the
+        caller no longer waits.
 
         Raises:
             ValueError: the draft is of another family, or the file doesn't fit; nothing was changed.
@@ -249,14 +252,19 @@ class VllmEngine:
             raise ValueError("this engine was started without a draft")
         require_family(directory, self.draft)
         family = family_of(directory)
-        if (weights := family.vllm_weights(directory)) is not None:
-            await self._call("swap_draft", str(weights.file), weights.parameters)
-            await self.llm.reset_prefix_cache()
-        elif family.vllm_config(directory) != family.vllm_config(self.draft):
+        weights, before = family.vllm_weights(directory), (self.llm.draft_version, self.draft)
+        if weights is None and family.vllm_config(directory) != family.vllm_config(self.draft):
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
-        self.llm.num_swaps += 1
-        await self.llm.update_weight_version(version)
         self.llm.draft_version, self.draft = version, directory
+        self.llm.num_swaps += 1
+        if weights is not None:
+            swap = self._call("swap_draft", str(weights.file), weights.parameters)
+            try:
+                await asyncio.gather(swap, self.llm.reset_prefix_cache())  # nothing is sent between the two
+            except ValueError:
+                self.llm.draft_version, self.draft = before
+                raise
+        await self.llm.update_weight_version(version)
         return 1000 * (time.monotonic() - started)
 
     async def check_draft(self, directory: Path) -> float:

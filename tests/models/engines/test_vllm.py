@@ -227,6 +227,33 @@ def test_swaps_under_load_change_acceptance_and_no_output(
     assert len({o.draft_version for outputs in rounds for o in outputs}) > 3
 
 
+def test_a_request_that_starts_as_a_swap_ends_is_labelled_with_the_new_draft_also_where_nobody_waits_any_longer(
+    engine: VllmEngine, loop: Loop, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, update = make_draft(tiny_target, tmp_path, seed=7), engine.llm.update_weight_version
+    started: list[Completion] = []
+
+    async def answered_meanwhile(version: str) -> None:
+        started.append(await engine.generate(prompts(1)[0], GREEDY, f"meanwhile-{version}"))
+        await update(version)
+
+    async def hangs(version: str) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        monkeypatch.setattr(engine.llm, "update_weight_version", answered_meanwhile)
+        await engine.swap_draft(other, "other")
+        monkeypatch.setattr(engine.llm, "update_weight_version", hangs)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.swap_draft(tiny_draft, "late"), 3)
+        started.append(await engine.generate(prompts(1)[0], GREEDY, "after"))
+        await engine.check_draft(tiny_draft)
+
+    loop.run_until_complete(run())
+    assert [one.draft_version for one in started] == ["other", "late"]
+    assert (engine.draft_version, engine.draft) == ("late", tiny_draft)
+
+
 def test_the_fingerprint_tells_two_drafts_apart(
     engine: VllmEngine, loop: Loop, tiny_target: Path, tmp_path: Path
 ) -> None:
