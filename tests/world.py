@@ -58,7 +58,7 @@ class Served:
     def status(self) -> dict[str, Any]:
         """Return what the service says of itself; httpx.HTTPError if it says nothing."""
         url = f"{self.url}/redraft/status"
-        answer = httpx.get(url, headers=self.operator, timeout=30, verify=TLS, trust_env=False)
+        answer = httpx.get(url, headers=self.operator, timeout=60, verify=TLS, trust_env=False)
         return dict(answer.raise_for_status().json())
 
     def wait_for(self, what: str, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class World(Served):
     def wait_for_rows(self, domain: str, count: int) -> list[Any]:
         """Wait until the query log has so many rows of a domain with full consent, and return them."""
         log = QueryLog(self.querylog)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(rows := [row for row in log.rows(0, 10**9) if row.domain == domain]) < count:
             assert time.monotonic() < until, f"{len(rows)} rows of {domain}"
             time.sleep(0.1)

@@ -157,7 +157,7 @@ def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> Non
 
 
 def _one(database: Path, query: str) -> int:
-    with closing(sqlite3.connect(database, timeout=10)) as db:
+    with closing(sqlite3.connect(database, timeout=60)) as db:
         return int(db.execute(query).fetchone()[0])
 
 

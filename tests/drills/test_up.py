@@ -98,7 +98,7 @@ def test_a_refresh_happens_by_itself_and_a_person_has_the_last_word(built: tuple
         programs = status()["programs"]
         # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
         assert len([address for address, _ in _listening(home) if not address.endswith("127.0.0.1")]) <= 1
-        wait_until(lambda: _open_to_others(home) == [], 10, None, "all of the home to be closed, Ray's folder too")
+        wait_until(lambda: _open_to_others(home) == [], 60, None, "all of the home to be closed, Ray's folder too")
         environments = _environments(home)
         assert not [env for env in environments if CLIENTS_KEY in env.values()]
         assert {env["RAY_AUTH_MODE"] for env in environments if "RAY_AUTH_TOKEN" in env} == {"token"}
@@ -128,7 +128,7 @@ def _run_short_of_memory_while_it_trains(home: Path, memory: Memory, status: Cal
 
     wait_until(trains, 120, None, "a refresh that reads rows")
     memory.use(0.92)
-    wait_until(lambda: trigger.snapshot().waits_for_memory, 10, None, "the trainer's end")
+    wait_until(lambda: trigger.snapshot().waits_for_memory, 60, None, "the trainer's end")
     before = status()
     assert before["waiting"]["what"] == "memory"
     url = next(program["url"] for program in before["programs"] if program["name"] == "service")
@@ -160,7 +160,7 @@ def _let_in(home: Path, service: str) -> list[str]:
     for name, path in ((PREFECT, "/api/flows/filter"), (MLFLOW, "/")):  # from a foreign page, with the secret
         for header in FOREIGN.items():
             got = httpx.post(
-                state.url(name) + path, headers=[header], auth=(user, password), json={}, trust_env=False, timeout=30
+                state.url(name) + path, headers=[header], auth=(user, password), json={}, trust_env=False, timeout=60
             )
             answered += [f"{name} {header}: {got.status_code}"] * (got.status_code != 403)
     answered += ["a client operates"] * (_asked(service, CLIENTS_KEY, "/redraft/status") != 403)
@@ -182,7 +182,7 @@ def _asked_by_http(port: int) -> list[str]:
     found = []
     for method, path, headers in itertools.product(("GET", "POST"), PATHS, ({}, FOREIGN)) if speaks else ():
         url = f"http://127.0.0.1:{port}{path}"
-        got = httpx.request(method, url, headers=headers, json={}, trust_env=False, timeout=30)
+        got = httpx.request(method, url, headers=headers, json={}, trust_env=False, timeout=60)
         if (got.is_success and not got.text.startswith(HARMLESS)) or "access-control-allow-origin" in got.headers:
             found.append(f"{method} {port}{path} {headers}: {got.status_code} {got.text[:80]}")
     return found
@@ -225,7 +225,7 @@ def _environments(home: Path) -> list[dict[str, str]]:
 
 def _asked(url: str, key: str | None, path: str = "/v1/models") -> int:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return httpx.get(f"{url}{path}", headers=headers, timeout=30, trust_env=False).status_code
+    return httpx.get(f"{url}{path}", headers=headers, timeout=60, trust_env=False).status_code
 
 
 def _open_to_others(home: Path) -> list[str]:

@@ -79,7 +79,7 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
             cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
             wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
             wait_until(lambda: status()["service"]["draft_version"] == 1, 120, serving, "the swap back")
-            wait_until(lambda: len(collector.got) > 0, 20, watching, "an event")
+            wait_until(lambda: len(collector.got) > 0, 60, watching, "an event")
         told = status()
     seen = found()
     assert seen is not None

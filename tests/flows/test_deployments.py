@@ -137,6 +137,6 @@ def test_a_draft_that_waits_for_a_persons_approval_is_told_by_event(
         return list(found.json()["events"])
 
     assert refresh() == "waits for approval"
-    wait_until(lambda: len(told()) > 0, 30, None, "an event")
+    wait_until(lambda: len(told()) > 0, 60, None, "an event")
     [event] = told()
     assert (event["resource"]["prefect.resource.name"], event["payload"]["champion"]) == ("draft 2", 1)

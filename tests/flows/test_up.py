@@ -57,7 +57,7 @@ def test_without_the_secret_nothing_is_answered(running: tuple[str, str, str]) -
     for path in TRIED[name]:
         for method in ("GET", "POST"):
             for auth in (None, ("redraft", "guessed")):
-                answer = httpx.request(method, url + path, json={}, auth=auth, trust_env=False, timeout=30)
+                answer = httpx.request(method, url + path, json={}, auth=auth, trust_env=False, timeout=60)
                 assert answer.status_code == 401, (path, answer.text)
 
 
@@ -68,7 +68,7 @@ def test_with_the_secret_it_answers_and_foreign_pages_are_refused_even_so(runnin
 
     def ask(**headers: str) -> httpx.Response:
         return httpx.request(
-            method, url + path, json=body, headers=headers, auth=(user, password), trust_env=False, timeout=30
+            method, url + path, json=body, headers=headers, auth=(user, password), trust_env=False, timeout=60
         )
 
     assert ask().status_code == 200
@@ -78,7 +78,7 @@ def test_with_the_secret_it_answers_and_foreign_pages_are_refused_even_so(runnin
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
     preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-    answer = httpx.options(url + path, headers=preflight, trust_env=False, timeout=30)
+    answer = httpx.options(url + path, headers=preflight, trust_env=False, timeout=60)
     assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
 
 

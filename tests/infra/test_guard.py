@@ -108,7 +108,7 @@ def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(
     argv = [sys.executable, "-m", "infra.guard", "--port", str(port := free_port()), "slow:page"]
     environment = {"REDRAFT_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     with Child.start(argv, environment, tmp_path / "log", "the page") as child:
-        wait_until(lambda: "loading" in child.tail(), 30, child, "the page to be loaded")
+        wait_until(lambda: "loading" in child.tail(), 60, child, "the page to be loaded")
         assert not port_is_free("127.0.0.1", port)
         (tmp_path / "go").touch()
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}/"), 30, child, "the page")
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/"), 60, child, "the page")

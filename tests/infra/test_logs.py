@@ -34,5 +34,5 @@ def test_what_is_appended_is_followed_by_whole_lines(tmp_path: Path) -> None:
         time.sleep(0.5)
         with file.open("a") as log:
             log.write(text)
-    thread.join(10)
+    thread.join(60)
     assert got == [("a", "x"), ("b", "y"), ("a", "half and half")]

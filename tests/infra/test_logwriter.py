@@ -50,6 +50,26 @@ def test_the_writer_refuses_what_may_not_be_logged(writer: Callable[..., Backgro
 
 @pytest.mark.slow
 def test_a_locked_database_never_makes_an_offer_wait(
+    log: QueryLog, writer: Callable[..., BackgroundWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append([row("first")])
+    log.close()
+    monkeypatch.setattr("infra.logfile.BUSY_TIMEOUT_S", 600.0)
+    locker = sqlite3.connect(log.path, isolation_level=None)
+    locker.execute("BEGIN IMMEDIATE")
+    background = writer(capacity=4, batch=2)
+    for number in range(200):
+        background.offer(row(f"a{number}"))
+    assert background.dropped >= 200 - 4 - 2
+    assert (background.written, background.last_error) == (0, None)  # the first batch still waits for the lock
+    locker.execute("ROLLBACK")
+    locker.close()
+    background.close()
+    assert background.dropped + background.written == 200
+
+
+@pytest.mark.slow
+def test_batches_that_a_locked_database_refuses_are_counted_and_told_of_once(
     log: QueryLog,
     writer: Callable[..., BackgroundWriter],
     monkeypatch: pytest.MonkeyPatch,
@@ -60,22 +80,18 @@ def test_a_locked_database_never_makes_an_offer_wait(
     locker = sqlite3.connect(log.path, isolation_level=None)
     locker.execute("BEGIN IMMEDIATE")
     background = writer(capacity=4, batch=2)
-    slowest_s = 0.0
-    for number in range(200):
-        started = time.perf_counter()
+    for number in range(20):
         background.offer(row(f"a{number}"))
-        slowest_s = max(slowest_s, time.perf_counter() - started)
-    assert slowest_s < 0.4
-    wait_until(lambda: background.last_error is not None, 5, None, "the first refused batch")
+    wait_until(lambda: background.last_error is not None, 60, None, "the first refused batch")
     assert background.last_error == "database is locked"
     refused = background.dropped
-    wait_until(lambda: background.dropped > refused, 5, None, "another refused batch")
+    wait_until(lambda: background.dropped > refused, 60, None, "another refused batch")
     assert [record.getMessage() for record in caplog.records] == [
         "the query log takes no rows, they are dropped and counted: database is locked"
     ]
     locker.execute("ROLLBACK")
     locker.close()
-    wait_until(lambda: background.offer(row(f"z{time.monotonic_ns()}")), 5, None, "room in the queue")
+    wait_until(lambda: background.offer(row(f"z{time.monotonic_ns()}")), 60, None, "room in the queue")
     background.close()
     stats = log.stats()
     assert background.dropped > 0
@@ -100,12 +116,12 @@ def test_a_log_that_can_not_be_written_drops_and_counts_until_it_can(
     spoil(log.path)
     background = writer(batch=2)
     assert all(background.offer(row(f"a{number}")) for number in range(10))
-    wait_until(lambda: background.dropped == 10, 5, None, "all rows to be counted as lost")
+    wait_until(lambda: background.dropped == 10, 60, None, "all rows to be counted as lost")
     assert re.search(fault, background.last_error or "")
     log.path.with_suffix(".good").write_bytes(good)
     log.path.with_suffix(".good").replace(log.path)
     assert background.offer(row("later"))
-    wait_until(lambda: background.written == 1, 5, None, "the next row")
+    wait_until(lambda: background.written == 1, 60, None, "the next row")
     background.close()
     stats = log.stats()
     assert (stats.total, stats.dropped) == (2, 10)
@@ -134,7 +150,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
 writer = BackgroundWriter(log)
 for number in range(50):
     assert writer.offer(row(f"a{number}").model_copy(update={"prompt": "x" * 100_000}))
-wait_until(lambda: writer.dropped + writer.written == 50, 10, None, "the batches")
+wait_until(lambda: writer.dropped + writer.written == 50, 60, None, "the batches")
 assert writer.dropped > 0, "the limit did not bite"
 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 assert writer.offer(row("later"))

@@ -3,7 +3,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ FAMILY = "sleep 60 & echo pid $!; echo pid $$; wait"
 
 
 def family(log: Path) -> list[int]:
-    wait_until(lambda: log.exists() and log.read_text().count("pid") == 2, 10, None, "two process ids")
+    wait_until(lambda: log.exists() and log.read_text().count("pid") == 2, 60, None, "two process ids")
     return [int(line.split()[1]) for line in log.read_text().splitlines()]
 
 
@@ -39,17 +38,18 @@ def test_stopping_a_child_ends_its_whole_group(tmp_path: Path) -> None:
         pids = family(log)
         assert child.poll() is None
     assert child.poll() == 128 + signal.SIGTERM
-    wait_until(lambda: all_gone(pids), 5, None, "the group's end")
+    wait_until(lambda: all_gone(pids), 60, None, "the group's end")
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     child = Child.start(
-        ["sh", "-c", "trap '' TERM; echo ready; while true; do sleep 0.1; done"], {}, tmp_path / "log", "x"
+        ["sh", "-c", "trap '' TERM; echo ready; for n in $(seq 600); do sleep 0.1; done; exit 3"],
+        {},
+        tmp_path / "log",
+        "x",
     )
-    wait_until(lambda: "ready" in child.tail(), 10, child, "readiness")
-    started = time.monotonic()
-    assert child.stop(grace_s=0.2) == 128 + signal.SIGKILL
-    assert time.monotonic() - started < 3
+    wait_until(lambda: "ready" in child.tail(), 60, child, "readiness")
+    assert child.stop(grace_s=0.2) == 128 + signal.SIGKILL  # of itself it would end with 3
 
 
 @pytest.mark.slow
@@ -67,21 +67,21 @@ def test_a_killed_parent_or_guard_leaves_nothing_running(tmp_path: Path, victim:
         assert parent.stdout is not None
         guard = int(parent.stdout.readline())
         if victim == "guard":
-            wait_until(lambda: log.exists() and "pid" in log.read_text(), 10, None, "the process id")
+            wait_until(lambda: log.exists() and "pid" in log.read_text(), 60, None, "the process id")
             pids = [int(log.read_text().split()[1])]
             os.kill(guard, signal.SIGKILL)
         else:
             pids = [guard, *family(log)]
         if victim == "parent":
             parent.kill()
-        wait_until(lambda: all_gone(pids), 10, None, "everybody's end")
+        wait_until(lambda: all_gone(pids), 60, None, "everybody's end")
         parent.kill()
 
 
 def test_a_child_that_ends_while_it_is_waited_for_is_reported_with_its_log(tmp_path: Path) -> None:
     child = Child.start(["sh", "-c", "echo $REASON; exit 3"], {"REASON": "no memory"}, tmp_path / "log", "engine")
     with pytest.raises(RuntimeError, match=r"engine ended with 3, waiting for readiness\nno memory"):
-        wait_until(lambda: False, 10, child, "readiness")
+        wait_until(lambda: False, 60, child, "readiness")
     assert child.stop() == 3
 
 
@@ -92,13 +92,13 @@ def test_waiting_ends_when_the_time_is_up() -> None:
 
 def test_what_a_child_writes_is_closed_to_other_users(tmp_path: Path) -> None:
     with Child.start(["sh", "-c", f"echo text > {tmp_path}/written; sleep 60"], {}, tmp_path / "log", "x") as child:
-        wait_until((tmp_path / "written").exists, 10, child, "the file")
+        wait_until((tmp_path / "written").exists, 60, child, "the file")
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("written", "log")] == [0o600, 0o600]
 
 
 def test_the_tail_is_the_end_of_a_long_log(tmp_path: Path) -> None:
     child = Child.start(["seq", "50000"], None, tmp_path / "log", "seq")
-    wait_until(lambda: child.poll() == 0, 10, None, "the end")
+    wait_until(lambda: child.poll() == 0, 60, None, "the end")
     assert child.tail(2) == "49999\n50000"
     child.stop()
 
@@ -144,7 +144,7 @@ def test_a_server_answers_once_it_is_up(tmp_path: Path) -> None:
     assert not answers(url)
     argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
     with Child.start(argv, {}, tmp_path / "log", "server") as child:
-        wait_until(lambda: answers(url), 10, child, url)
+        wait_until(lambda: answers(url), 60, child, url)
         assert not answers(url + "absent")
 
 
@@ -153,7 +153,7 @@ def test_an_identity_belongs_to_one_living_process() -> None:
     other = subprocess.Popen(["sleep", "60"])
     assert own == process_identity(os.getpid()) != process_identity(other.pid)
     other.kill()
-    wait_until(lambda: process_identity(other.pid) is None, 5, None, "the zombie")
+    wait_until(lambda: process_identity(other.pid) is None, 60, None, "the zombie")
     other.wait()
     assert process_identity(other.pid) is None
 
@@ -163,4 +163,4 @@ def test_children_are_found_by_their_name_while_they_live() -> None:
         assert children_named("sleep", "raylet")[child.pid] == process_identity(child.pid)
         assert children_named("raylet") == {}
         child.kill()
-        wait_until(lambda: child.pid not in children_named("sleep"), 10, None, "its end")
+        wait_until(lambda: child.pid not in children_named("sleep"), 60, None, "its end")

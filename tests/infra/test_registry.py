@@ -115,7 +115,7 @@ class Elsewhere(Registry):
         class Slow(MlflowClient):
             def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
                 arrived.set()
-                assert may_go.wait(30)
+                assert may_go.wait(60)
                 super().set_registered_model_alias(name, alias, version)
 
         self.store.client = Slow(registry.store.uri, registry.store.uri)
@@ -125,7 +125,7 @@ def together(slow: Elsewhere, first: Callable[[], object], second: Callable[[], 
     """Start `second` while `first` stands just before moving the alias of `slow`; return what `second` raised."""
     with ThreadPoolExecutor(2) as pool:
         one = pool.submit(first)
-        assert slow.arrived.wait(30)
+        assert slow.arrived.wait(60)
         two = pool.submit(second)
         wait([two], timeout=0.5)  # who does not wait for `first` is done by now
         slow.may_go.set()

@@ -116,7 +116,7 @@ def test_f39_a_service_that_was_killed_holds_its_home_no_more(settings: Settings
     code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
     argv = [sys.executable, "-c", code, str(settings.home)]
     with Child.start(argv, {"PYTHONPATH": str(ROOT)}, settings.home / "log", "the first") as first:
-        wait_until(lambda: "serving" in first.tail(), 30, first, "the first")
+        wait_until(lambda: "serving" in first.tail(), 60, first, "the first")
         with pytest.raises(ValueError, match="at http://gone"):
             require_startable(settings, 0)
         first.stop(0.0)  # kill -9 of all of it

@@ -31,7 +31,7 @@ def server(port: int, name: str = "web", delay_s: float = 0.0) -> str:
     argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     argv = ["sh", "-c", f"sleep {delay_s}; exec {' '.join(argv)}"] if delay_s else argv
     url = f"http://127.0.0.1:{port}"
-    return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=20)"
+    return f"Program({name!r}, {argv!r}, url={url!r}, health={url!r}, start_timeout_s=60)"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def wait_ready(home: Path) -> UpState:
-    wait_until(lambda: (state := read_state(home)) is not None and state.ready, 30, None, "readiness")
+    wait_until(lambda: (state := read_state(home)) is not None and state.ready, 60, None, "readiness")
     state = read_state(home)
     assert state is not None
     return state
@@ -72,7 +72,7 @@ def test_a_program_waits_for_those_that_it_comes_after_and_for_no_others(start: 
         state = read_state(tmp_path)
         return {program.name for program in state.programs if program.ready} if state is not None else set()
 
-    wait_until(lambda: ready() != set(), 20, None, "the first")
+    wait_until(lambda: ready() != set(), 60, None, "the first")
     assert ready() == {"next door"}
     state = read_state(tmp_path)
     assert state is not None
@@ -107,7 +107,7 @@ def test_a_program_that_dies_is_started_again(start: Start, tmp_path: Path) -> N
         state = read_state(tmp_path)
         return state is not None and state.ready and state.programs[0].restarts == 1
 
-    wait_until(again, 30, None, "the second start")
+    wait_until(again, 60, None, "the second start")
     assert answers(f"http://127.0.0.1:{port}")
 
 
@@ -122,7 +122,7 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
     assert before.pid is not None
     os.kill(before.pid, signal.SIGKILL)
     told = "can't be written and is behind"
-    wait_until(lambda: told in (tmp_path / LOG).read_text(), 20, None, "a word of it")
+    wait_until(lambda: told in (tmp_path / LOG).read_text(), 60, None, "a word of it")
     time.sleep(0.5)  # the program starts again, and the state is tried again and again
     assert (process.poll(), read_state(tmp_path).programs[0]) == (None, before)
     assert (tmp_path / LOG).read_text().count(told) == 1
@@ -132,7 +132,7 @@ def test_with_no_room_for_its_state_it_says_so_once_and_goes_on_and_the_state_fo
         [now] = read_state(tmp_path).programs
         return now.restarts == 1 and now.pid is not None and process_identity(now.pid) is not None
 
-    wait_until(caught_up, 20, None, "the state that is true again")
+    wait_until(caught_up, 60, None, "the state that is true again")
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def test_a_program_that_can_not_be_started_again_now_is_tried_again_later(start:
     Path(before.log).mkdir()
     assert before.pid is not None
     os.kill(before.pid, signal.SIGKILL)
-    wait_until(lambda: "idle could not be started" in (tmp_path / LOG).read_text(), 20, None, "a word of it")
+    wait_until(lambda: "idle could not be started" in (tmp_path / LOG).read_text(), 60, None, "a word of it")
     Path(before.log).rmdir()
-    wait_until(lambda: (now := read_state(tmp_path).programs[0]).ready and now.pid is not None, 20, None, "it runs")
+    wait_until(lambda: (now := read_state(tmp_path).programs[0]).ready and now.pid is not None, 60, None, "it runs")
     assert process.poll() is None
 
 
@@ -162,7 +162,7 @@ def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Sta
         "served.serve_forever()\n"
     )
     url = f"http://127.0.0.1:{port}"
-    start(f"Program('web', {[sys.executable, '-c', script]!r}, url={url!r}, health={url!r}, start_timeout_s=20)")
+    start(f"Program('web', {[sys.executable, '-c', script]!r}, url={url!r}, health={url!r}, start_timeout_s=60)")
     pid = wait_ready(tmp_path).programs[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_it_is_started_again_once_what_is_left_of_it_lets_its_port_go(start: Sta
         state = read_state(tmp_path)
         return state is not None and state.ready and state.programs[0].restarts > 0
 
-    wait_until(again, 30, None, "the second start")
+    wait_until(again, 60, None, "the second start")
     state = read_state(tmp_path)
     assert state is not None
     assert state.programs[0].restarts == 1
@@ -184,7 +184,7 @@ def test_a_program_that_does_not_start_ends_it_all_and_says_why(start: Start, tm
         "Program('idle', ['sleep', '60'])",
         "Program('bad', ['sh', '-c', 'echo no disk; exit 3'], health='http://127.0.0.1:9')",
     )
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     state = UpState.model_validate_json((tmp_path / STATE).read_bytes())
     assert "bad ended with 3" in state.failure
     assert "no disk" in state.failure
@@ -196,6 +196,6 @@ def test_a_killed_supervisor_takes_its_programs_along_and_counts_as_down(start: 
     pid = wait_ready(tmp_path).programs[0].pid
     assert pid is not None
     process.kill()
-    process.wait(10)
-    wait_until(lambda: process_identity(pid) is None, 20, None, "the program's end")
+    process.wait(60)
+    wait_until(lambda: process_identity(pid) is None, 60, None, "the program's end")
     assert read_state(tmp_path) is None

@@ -264,7 +264,7 @@ def test_every_route_but_healthz_asks_for_a_key(world: World, authorization: str
     headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
     routes = [("GET", path) for path in ("/v1/models", "/metrics", "/redraft/status", "/", "/healthz/", "//healthz")]
     routes += [("POST", path) for path in (CHAT, COMPLETIONS, "/redraft/speculation", "/v1/embeddings")]
-    with httpx.Client(headers=headers, trust_env=False, timeout=30) as stranger:
+    with httpx.Client(headers=headers, trust_env=False, timeout=60) as stranger:
         for method, path in routes:
             answer = stranger.request(method, world.url + path, json=None if method == "GET" else chat())
             require_refused(answer, 401, "invalid_api_key")
@@ -276,7 +276,7 @@ def test_every_route_but_healthz_asks_for_a_key(world: World, authorization: str
 def test_a_key_is_checked_before_the_body_is_there(world: World) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}x\r\nContent-Length: {MIB}\r\n\r\n"
     for part in (b"", b"x" * (MIB // 2)):
-        with socket.create_connection(("127.0.0.1", world.port), timeout=3) as stranger:
+        with socket.create_connection(("127.0.0.1", world.port), timeout=60) as stranger:
             stranger.sendall(head.encode() + part)
             assert stranger.recv(65536).startswith(b"HTTP/1.1 401 ")
 

@@ -132,4 +132,4 @@ def test_whatever_is_sent_is_answered_or_refused_in_openais_shape(
     if path == SWITCH:
         switched = httpx.post(world.url + SWITCH, json={"on": True}, headers=world.operator, trust_env=False)
         assert switched.json() == {"speculating": True}
-    assert httpx.get(f"{world.url}/healthz", timeout=30, trust_env=False).status_code == httpx.codes.OK
+    assert httpx.get(f"{world.url}/healthz", timeout=60, trust_env=False).status_code == httpx.codes.OK

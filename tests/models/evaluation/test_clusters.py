@@ -1,7 +1,6 @@
 """Clusters: what belongs together, what does not, and who can tell."""
 
 import random
-import time
 from collections import Counter
 
 import numpy as np
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.evaluation.clusters import MAX_GROUP_SHARE, MOST_OF_FEW, SKETCH_SIZE, join, join_groups, num_tests, sketch
+from tests.growth import grows_linearly
 
 SECRET = b"s" * 32
 
@@ -92,14 +92,13 @@ def test_links_are_those_of_the_exact_resemblance_but_for_few():
 
 
 @pytest.mark.slow
-def test_ten_thousand_rows_take_seconds():
-    turns = [words(n % 9000, 100) for n in range(10_000)]
-    started = time.process_time()
-    sketches = [sketch(turn, SECRET) for turn in turns]
-    made = time.process_time()
-    assert len(set(join(sketches, ["code"] * len(sketches)))) == 9000
-    assert made - started < 20
-    assert time.process_time() - made < 10
+def test_time_grows_linearly_with_rows_and_with_their_length():
+    sketches = [sketch(words(n % 9000, 100), SECRET) for n in range(10_000)]
+    domains = ["code"] * len(sketches)
+    assert len(set(join(sketches, domains))) == 9000
+    assert grows_linearly(lambda: join(sketches[:2500], domains[:2500]), lambda: join(sketches, domains))
+    turns = {length: [words(n, length) for n in range(20)] for length in (1000, 4000)}
+    assert grows_linearly(*(lambda turns=some: [sketch(turn, SECRET) for turn in turns] for some in turns.values()))
     assert sum(one.grams.nbytes for one in sketches) / len(sketches) <= SKETCH_SIZE * np.dtype(np.uint64).itemsize
 
 

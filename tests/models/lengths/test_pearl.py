@@ -114,7 +114,7 @@ def test_draft_and_target_run_at_once(
     tiny_target: Path, tiny_draft: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits in every step until the other has begun, which one after the other never would."""
-    meeting, original = Barrier(2, timeout=30), Overlapped._draft_on
+    meeting, original = Barrier(2, timeout=60), Overlapped._draft_on
     target = Decoder.load(tiny_target, torch.float32)
     forward, prompt = target.forward, prompts(1)[0]
 

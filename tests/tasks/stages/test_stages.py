@@ -80,12 +80,12 @@ def test_of_two_that_make_a_stage_at_once_one_makes_it_and_both_have_it(artifact
 
     def slow(directory: Path, work: Path) -> None:
         begun.set()
-        waiting.wait(10)
+        waiting.wait(60)
         maker(directory, work)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(make, slow)
-        begun.wait(10)
+        begun.wait(60)
         second = pool.submit(make, slow)
         time.sleep(0.2)  # it waits for the first one's folder
         waiting.set()
