@@ -17,6 +17,7 @@ PAPER = "arXiv:2304.04487, prompt look-up; arXiv:2411.04975, suffixes of recent 
 
 # Places of an n-gram that are compared, the latest: a run of blanks stands everywhere.
 MAX_PLACES = 16
+MAX_STORED_PLACES = 5000  # of a store, whose continuations are counted; as REST's own
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class _Text:
                 self._places[tuple(self.token_ids[-self._shortest :])].append(len(self.token_ids))
             self.token_ids.append(token)
 
-    def places(self, end: list[int], longest: int) -> Iterator[tuple[int, int]]:
-        """Yield (matched tokens, place) for the places that follow the end of `end`, the latest first."""
+    def places(self, end: list[int], longest: int, limit: int = MAX_PLACES) -> Iterator[tuple[int, int]]:
+        """Yield (matched tokens, place) for at most `limit` places that follow the end of `end`, the latest first."""
         found = self._places.get(tuple(end[-self._shortest :]), ())
-        for place in islice(reversed(found), MAX_PLACES):
+        for place in islice(reversed(found), limit):
             size, most = self._shortest, min(longest, place, len(end))
             while size < most and self.token_ids[place - size - 1] == end[-size - 1]:
                 size += 1
@@ -78,7 +79,7 @@ class Store:
             longest: the most tokens of a match.
             num_tokens: the most tokens of a continuation.
         """
-        found = list(self._text.places(end, longest))
+        found = list(self._text.places(end, longest, MAX_STORED_PLACES))
         most, continuations = max(found, default=(0, 0))[0], []
         for place in (place for size, place in found if size == most):
             after = self._text.token_ids[place : place + num_tokens]

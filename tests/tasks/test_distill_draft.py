@@ -17,7 +17,7 @@ from infra.versions import Pair, Version
 from infra.windows import Window
 from models.answers import on_policy
 from models.drafting.draft_families import family_named, open_draft
-from models.drafts import Draft, retrieval, self_skip
+from models.drafts import Draft, rest, self_skip
 from models.evaluation import scoring
 from models.evaluation.gate import Evidence
 from models.evaluation.paired import Score
@@ -44,11 +44,11 @@ SAMPLES = [Sample("1", "code", [3, 4], [5, 6]), Sample("2", "chat", [7], [8, 9])
 def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_clients_text(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    draft = untrained(retrieval.Params(), None, tiny_target, SAMPLES)
+    draft = untrained(rest.Params(), None, tiny_target, SAMPLES)
     assert draft.store.texts == [[3, 4, 5, 6], [7, 8, 9]]
-    retrieval.save(draft, tmp_path)
+    rest.save(draft, tmp_path)
     later = [Sample("3", "code", [10], [11, 12])]
-    assert untrained(retrieval.Params(), tmp_path, tiny_target, later).store.texts == draft.store.texts
+    assert untrained(rest.Params(), tmp_path, tiny_target, later).store.texts == draft.store.texts
 
 
 @pytest.mark.slow

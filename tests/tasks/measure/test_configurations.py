@@ -13,7 +13,7 @@ def test_without_a_file_there_is_the_served_draft_and_each_family_that_needs_not
     found = read_configurations(None, served_k=3)
     assert found["served draft"] == Configuration(draft=SERVED, engine={"num_draft_tokens": 3})
     untrained = {name for name in catalog.names("drafts") if not family_named(name).TRAINED}
-    assert set(found) == {"served draft", "served draft, look-up", *untrained} - {"retrieval"}
+    assert set(found) == {"served draft", "served draft, look-up", *untrained} - {"rest"}
 
 
 def test_a_table_says_the_draft_and_how_the_engine_runs_it(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Retrieval: draft what followed the text's end in a store of other texts, as a tree of the commonest continuations.
+"""REST: draft what followed the text's end in a store of other texts, as a tree of the commonest continuations.
 
-The longest ending that the store holds is looked up, and the continuations of its places are merged into a tree, which
-is pruned to the budget: RASD prunes by the probabilities of a draft model and joins its tree with the draft's; here is
-no model, so the commonest beginnings are kept, as REST does. With an empty store, or where it holds no such ending,
-nothing is drafted. A build fills the store with the answers that it has for training. A refresh leaves it as it is:
-what clients said can be erased, and must not live on in a draft.
+The longest ending that the store holds is looked up, and the continuations of its places are merged into a tree, of
+which the commonest beginnings are kept, as many as the budget allows. Unlike the paper's, a match never runs from one
+text into the next, and of more than 5000 places the latest are looked at. With an empty store, or where it holds no
+such ending, nothing is drafted. A build fills the store with the answers that it has for training. A refresh leaves it
+as it is: what clients said can be erased, and must not live on in a draft.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from models.params import BaseParams
 from models.targets import TargetCard, describe
 from models.trees import merge
 
-PAPER = "arXiv:2503.03434; pruning without a model: arXiv:2311.08252"
-FAMILY = "retrieval"
-ARCHITECTURES = ("RetrievalDraft",)
+PAPER = "arXiv:2311.08252, section 3; github.com/FasterDecoding/REST"
+FAMILY = "rest"
+ARCHITECTURES = ("RestDraft",)
 TRAINED = False
 SERVED = False
 STORE = "store.safetensors"
@@ -44,7 +44,7 @@ class Params(BaseParams):
         capacity: the most tokens that are stored, of the texts that come first.
     """
 
-    name: Literal["retrieval"] = "retrieval"
+    name: Literal["rest"] = "rest"
     shortest: int = Field(2, ge=1)
     longest: int = Field(16, ge=1)
     capacity: int = Field(200_000, ge=0)
@@ -56,7 +56,7 @@ class Params(BaseParams):
         return self
 
 
-class Retrieval(TextDraft):
+class Rest(TextDraft):
     """Looks up in its store.
 
     Attributes:
@@ -90,7 +90,7 @@ class Retrieval(TextDraft):
 class _Drafter:
     """See `models.drafts.Drafter`."""
 
-    def __init__(self, draft: Retrieval) -> None:
+    def __init__(self, draft: Rest) -> None:
         self.draft = draft
         self._end: list[int] = []
         self._device = torch.device("cpu")
@@ -107,12 +107,12 @@ class _Drafter:
         return Proposal(torch.tensor([tokens], dtype=torch.int64, device=self._device), parents)
 
 
-_format = Format(FAMILY, ARCHITECTURES, Params, Retrieval)
+_format = Format(FAMILY, ARCHITECTURES, Params, Rest)
 create, renew = _format.create, _format.renew
 vllm_config, vllm_weights = _format.vllm_config, _format.vllm_weights
 
 
-def collect(draft: Retrieval, texts: Sequence[Sequence[int]]) -> None:
+def collect(draft: Rest, texts: Sequence[Sequence[int]]) -> None:
     """See `models.drafts.Collector`; texts beyond the capacity are left out, the first of them in part."""
     vocab_size, left = draft.config["vocab_size"], draft.params.capacity
     kept: list[list[int]] = []
@@ -125,7 +125,7 @@ def collect(draft: Retrieval, texts: Sequence[Sequence[int]]) -> None:
     draft.store = Store(kept, draft.params.shortest)
 
 
-def save(draft: Retrieval, directory: Path) -> None:
+def save(draft: Rest, directory: Path) -> None:
     """Write config.json and the store into `directory`."""
     _format.save(draft, directory)
     texts = draft.store.texts
@@ -137,7 +137,7 @@ def save(draft: Retrieval, directory: Path) -> None:
 def load(directory: Path, target_dir: Path) -> Draft:
     """Read a draft back; ValueError as `check`."""
     check(directory, None, describe(target_dir))
-    draft = cast("Retrieval", _format.load(directory, target_dir))
+    draft = cast("Rest", _format.load(directory, target_dir))
     collect(draft, _read_texts(directory))
     return draft
 
