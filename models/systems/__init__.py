@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
     Attributes:
         gain: see `GAIN`.
-        kept: see `KEPT`; NaN where nothing was put out.
+        kept: see `KEPT`.
         holds: whether `SHAPE` was seen.
     """
 
