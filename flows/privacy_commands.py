@@ -17,7 +17,11 @@ WaitS = Annotated[
 
 def erase(
     subject: Annotated[
-        str, typer.Option(help="Whose rows: the hash in the log, or the name that a client gave as `user`.")
+        str,
+        typer.Option(
+            help="Whose rows: the hash in the log, or a name, as clients gave it as `user` or `safety_identifier`, "
+            "or as rows were imported with it."
+        ),
     ] = "",
     wait_s: WaitS = 3600.0,
 ) -> None:
@@ -55,6 +59,9 @@ def retain(
 def _show(settings: "Settings", certificate: "Certificate") -> None:
     from infra.erase import certificate_file
 
+    if not certificate.rows:
+        out.print("found no such row: nothing was erased, and there is no certificate", soft_wrap=True)
+        return
     done = (
         f"erased {certificate.rows} rows, {sum(certificate.probes.values())} of them in probe sets; "
         f"{len(certificate.snapshots)} snapshots written again, {len(certificate.removed)} caches and work folders "

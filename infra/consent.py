@@ -6,6 +6,7 @@ The strictest that speaks wins, something malformed means "none", and when nobod
 
 import hmac
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -18,6 +19,7 @@ DOMAIN = r"^[a-z0-9_-]{1,32}$"  # a recipe's tables are named by the same words
 DEFAULT_DOMAIN = "default"  # of a request that names none
 # What a row holds with full consent only: its text, and what says which texts belong together.
 CONTENT_FIELDS = ("prompt", "completion", "prompt_ids", "completion_ids", "drafted_ids", "group")
+NAMED_BY = ("safety_identifier", "user")  # OpenAI's fields that say whom a request is for
 GROUP = r"^[\x21-\x7e]{1,128}$"  # as a client names one; only its hash is kept
 
 OTHER_DOMAINS = "other"  # where there are too many to be told apart
@@ -31,11 +33,12 @@ class QueryRow(BaseModel):
     """One served request, after scrubbing.
 
     `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many
-    subjects. `group` is a hash too, of what the client says that the request belongs with. `drafted` and `accepted`
-    count tokens per verification step; `drafted_ids` holds the tokens of each step, and `matches` of those that were
-    looked up how many tokens matched, 0 of the draft's. `drafting` says how the request was drafted: by the "head"
-    alone and up to K, as "auto" found fastest, or "off". The log gives `seq`; before that it is None. `domain` and
-    `finish_reason` are words, so that no text hides in them.
+    subjects. `aliases` are those of the other names that the request has for who asked. `group` is a hash too, of what
+    the client says that the request belongs with. `drafted` and `accepted` count tokens per verification step;
+    `drafted_ids` holds the tokens of each step, and `matches` of those that were looked up how many tokens matched, 0
+    of the draft's. `drafting` says how the request was drafted: by the "head" alone and up to K, as "auto" found
+    fastest, or "off". The log gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no
+    text hides in them.
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
@@ -45,6 +48,7 @@ class QueryRow(BaseModel):
     id: str = Field(pattern=r"^[\x21-\x7e]{1,128}$")
     time_ms: int
     subject: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
+    aliases: list[Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]] | None = None
     key: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
     group: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     domain: Domain
@@ -132,6 +136,25 @@ def subject_of(key: str | None, user: object) -> str | None:
     if key is None and user is None:
         return None
     return hmac.new((key or "redraft").encode(), str(user or "").encode(), "sha256").hexdigest()
+
+
+def subjects_named(key: str | None, said: Mapping[str, object]) -> list[str]:
+    """Return the hashes of all names that a request or a row has for whom it is for, each once; see `subject_of`.
+
+    Args:
+        key: the hash that the API key is known by, None without one.
+        said: the request's JSON, or the row; fields that are missing, None or "" name nobody.
+
+    Raises:
+        ValueError: a name is no text.
+    """
+    names = []
+    for field in NAMED_BY:
+        if (name := said.get(field)) is not None and not isinstance(name, str):
+            raise ValueError(f"{field} is a {type(name).__name__}, wanted a text")
+        names.append(name or None)
+    hashed = (subject_of(key, name) for name in names if name is not None)
+    return list(dict.fromkeys(one for one in hashed if one is not None))
 
 
 def group_of(secret: bytes, key: str | None, named: object) -> str | None:

@@ -23,6 +23,11 @@ from infra.windows import Window, Windows, shrink_claim
 
 ERASED = "the error was erased with rows of the window"
 DONE = -1
+BY_AGE = "time_ms < ?1"
+BY_SUBJECT = """seq IN (
+    SELECT seq FROM rows WHERE subject IN (SELECT value FROM json_each(?1)) UNION
+    SELECT seq FROM rows WHERE json_extract(body, '$.aliases') IS NOT NULL AND EXISTS (
+        SELECT 1 FROM json_each(body, '$.aliases') WHERE value IN (SELECT value FROM json_each(?1))))"""
 Role = Literal["train", "replay", "held_out", "probe"]
 
 
@@ -119,22 +124,19 @@ class Erasures(Windows):
         return self._forgotten(self.begin_erasure(older_than_ms=time_ms))
 
     def begin_erasure(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
-        """Take rows out of the log and enter their erasure in the journal, in one transaction.
+        """Take rows out of the log and enter their erasure in the journal, in one transaction; of none it is complete.
 
         Args:
-            subjects: hashes whose rows go.
+            subjects: hashes whose rows go, those that have one as an alias too.
             older_than_ms: if given, rows that were served before this Unix time go instead.
         """
-        condition, value = "time_ms < ?", str(older_than_ms)
-        if older_than_ms is None:
-            condition, value = "subject IN (SELECT value FROM json_each(?))", json.dumps(subjects)
+        condition = BY_SUBJECT if older_than_ms is None else BY_AGE
+        value = json.dumps(subjects) if older_than_ms is None else older_than_ms
         start = Certificate(subjects=subjects, older_than_ms=older_than_ms, began_ms=int(time.time() * 1000))
         with self.transaction() as db:
             number = db.execute("INSERT INTO erasures (step, certificate) VALUES (0, '')").lastrowid
-            db.execute(
-                f"INSERT INTO erasing SELECT seq, ?2, id, consent, body FROM rows WHERE {condition.replace('?', '?1')}",
-                (int(value) if older_than_ms is not None else value, number),
-            )
+            found = f"INSERT INTO erasing SELECT seq, ?2, id, consent, body FROM rows WHERE {condition}"
+            db.execute(found, (value, number))
             certificate = _counted(db, start.with_(number=number))
             db.execute(
                 f"""UPDATE attempts SET error = '{ERASED}' WHERE error != '{ENDED}' AND EXISTS
@@ -143,7 +145,7 @@ class Erasures(Windows):
             )
             db.execute("DELETE FROM rows WHERE seq IN (SELECT seq FROM erasing WHERE erasure = ?)", (number,))
             shrink_claim(db)
-            _enter(db, certificate, 0)
+            _enter(db, certificate, 0 if certificate.rows else DONE)
         return certificate
 
     def last_erasure(self) -> int:

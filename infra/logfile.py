@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS rows (
     domain TEXT NOT NULL, consent TEXT NOT NULL, body TEXT NOT NULL, group_hash TEXT);
 CREATE INDEX IF NOT EXISTS rows_by_domain ON rows (domain, consent, seq);
 CREATE INDEX IF NOT EXISTS rows_by_subject ON rows (subject);
+CREATE INDEX IF NOT EXISTS rows_with_aliases ON rows (seq) WHERE json_extract(body, '$.aliases') IS NOT NULL;
 CREATE INDEX IF NOT EXISTS rows_by_time ON rows (time_ms);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS claim (

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from starlette.datastructures import Headers
 
-from infra.consent import Consent, consent_level, group_of, parse_domain, subject_of
+from infra.consent import Consent, consent_level, group_of, parse_domain, subject_of, subjects_named
 from services.access import Caller, Refusal
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -22,7 +22,8 @@ MAX_DEPTH = 100
 class Origin(NamedTuple):
     """What is known of a request before it runs; `subject`, `key` and `group` are hashes, None if nothing was named.
 
-    `speculation` is what the request says of it: "on", "off" or "head".
+    `aliases` are hashes of the other names that it has for its subject. `speculation` is what the request says of it:
+    "on", "off" or "head".
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Origin(NamedTuple):
     key: str | None = None
     speculation: str = "on"
     group: str | None = None
+    aliases: tuple[str, ...] = ()
 
 
 def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def describe_origin(
         secret: of the home, which groups are hashed under.
 
     Raises:
-        Refusal: 400, the domain or the group is malformed, or its speculation is none of the choices.
+        Refusal: 400, the domain, the subject or the group is malformed, or its speculation is none of the choices.
     """
     try:
         domain = parse_domain(headers.get("x-redraft-domain"))
@@ -110,13 +112,18 @@ def describe_origin(
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
     consent = consent_level(", ".join(said) if said else None, body.get("store"), caller.log if caller else None)
     sent = caller.key if caller else None
-    subject, key = subject_of(sent, body.get("user") or None), subject_of(sent, None)
+    key = subject_of(sent, None)
+    try:
+        names = subjects_named(sent, body)
+    except ValueError as error:
+        raise Refusal(400, str(error), str(error).partition(" ")[0]) from error
     named = headers.getlist("x-redraft-group")  # sent twice it is malformed: no name has a space
     try:
         group = group_of(secret, key, ", ".join(named) if named else None)
     except ValueError as error:
         raise Refusal(400, f"X-Redraft-Group: {error}", "X-Redraft-Group") from error
-    return Origin(request_id, domain, consent, subject, key, _speculation(headers), group)
+    subject = names[0] if names else key
+    return Origin(request_id, domain, consent, subject, key, _speculation(headers), group, tuple(names[1:]))
 
 
 def wants_steps(headers: Headers, caller: Caller | None) -> bool:

@@ -264,6 +264,7 @@ class Recorder:
             id=row_id,
             time_ms=int(time.time() * 1000),
             subject=origin.subject,
+            aliases=list(origin.aliases) or None,
             key=origin.key,
             group=origin.group,
             domain=origin.domain,

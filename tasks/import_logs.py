@@ -9,7 +9,8 @@ before they are written, and a row's id is the hash of its content, so that impo
 
 Texts go through the target's chat template, as a chat with the service does, and the answer gets the token that ends
 it. Optional: `domain`; `temperature`, 1 where nothing is said, as in OpenAI's API; `subject`, a name, or the hash that
-a query log has for it; `group`, what the request belongs with, as header `X-Redraft-Group` names it, or the hash.
+a query log has for it; `safety_identifier` and `user`, names as a request has them; `group`, what the request
+belongs with, as header `X-Redraft-Group` names it, or the hash.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra import scrub
-from infra.consent import QueryRow, group_of, parse_domain, subject_of
+from infra.consent import QueryRow, group_of, parse_domain, subject_of, subjects_named
 from infra.manifest import canonical_json
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -134,10 +135,12 @@ class _Reader:
         if (length := len(prompt_ids) + len(completion_ids)) > self._max_len:
             raise Unusable("too long", f"wanted at most {self._max_len} tokens, the engine's context; got {length}")
         content = canonical_json([self._target_version, prompt_ids, completion_ids])
+        subjects = _subjects(values)
         return QueryRow(
             id=f"import-{hashlib.sha256(content).hexdigest()[:32]}",
             time_ms=int(time.time() * 1000),
-            subject=_subject(values.get("subject")),
+            subject=next(iter(subjects), None),
+            aliases=subjects[1:] or None,
             group=self._group(values.get("group")),
             domain=self._domain or _domain(values.get("domain")),
             consent="full",
@@ -262,9 +265,14 @@ def _temperature(value: object) -> float:
     return temperature
 
 
-def _subject(value: object) -> str | None:
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str):
+def _subjects(values: Mapping[str, Any]) -> list[str]:
+    value = values.get("subject")
+    if value is not None and not isinstance(value, str):
         raise Unusable("with an invalid subject", f"subject is a {type(value).__name__}, wanted a text")
-    return value if HASHED.fullmatch(value) else subject_of(None, value)
+    own = value if value and HASHED.fullmatch(value) else subject_of(None, value or None)
+    try:
+        named = subjects_named(None, values)
+    except ValueError as error:
+        raise Unusable("with an invalid subject", str(error)) from error
+    known = [one for one in values.get("aliases") or () if isinstance(one, str) and HASHED.fullmatch(one)]  # exported
+    return list(dict.fromkeys(one for one in (own, *named, *known) if one is not None))

@@ -3,12 +3,14 @@
 Rows leave the log first, in one transaction; then each store gives up what it made of them; then every other file is
 searched for their text; the text itself, which that takes, goes last. After each step the journal (`infra.erasures`)
 knows what was done, so that an erasure that was killed anywhere is completed by `finish_erasures`, which `redraft up`,
-`serve`, `refresh` and the next erasure call. Each step may be repeated.
+`serve`, `refresh` and the next erasure call. Each step may be repeated. An erasure that finds no row is in the journal
+alone, for the service to forget its recent answers.
 
 What can't be undone: weights that were trained on the rows. The certificate names them.
 """
 
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +29,7 @@ from infra.settings import Settings
 
 FOLDER = "erasures"
 WAIT_S = 3600.0
-HASH_LENGTH = 64
+HASHED = re.compile(r"[0-9a-f]{64}")
 
 # Whatever keeps text of rows, or what was computed from it, in files of its own registers here. A store takes the job,
 # removes what belongs to `job.ids`, and keeps what it did by `job.keep`; it must find its way when it was killed in the
@@ -48,8 +50,13 @@ def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> C
 
     Args:
         settings: of the home.
-        subject: the hash in the log, or the name that a client gave as `user`, which is hashed under each API key.
+        subject: the hash in the log, or the name that a client gave as `user` or `safety_identifier` or that a row was
+            imported with, which is hashed under each API key.
         wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+
+    Returns:
+        The certificate; where no row was found its `rows` is 0, and no file is written. If an erasure of the same
+        person was completed with it, which was killed or had to wait before, that one's.
 
     Raises:
         TimeoutError: somebody still reads rows. The rows are out of the log; the next erasure or start goes on.
@@ -85,11 +92,10 @@ def subjects_of(settings: Settings, subject: str) -> tuple[str, ...]:
 
     Rows are logged under a key's own hash, those of older versions under the key itself.
     """
-    if len(subject) == HASH_LENGTH and set(subject) <= set("0123456789abcdef"):
-        return (subject,)
     known = (key.sha256 for key in read_keys(keys_path(settings)))
-    hashed = (subject_of(key, subject) for key in (None, *settings.api_keys, *known))
-    return tuple(one for one in hashed if one is not None)
+    hashed = [subject_of(key, subject) for key in (None, *settings.api_keys, *known)]
+    itself = [subject] if HASHED.fullmatch(subject) else []  # which may be a name all the same: clients send hashes too
+    return tuple(one for one in itself + hashed if one is not None)
 
 
 def certificate_file(settings: Settings, number: int) -> Path:
@@ -98,8 +104,9 @@ def certificate_file(settings: Settings, number: int) -> Path:
 
 
 def _erase(settings: Settings, wait_s: float, begun: Certificate) -> Certificate:
-    certificates = finish_erasures(settings, wait_s)
-    return next(one for one in certificates if one.number == begun.number)
+    numbered = {begun.number: begun} | {one.number: one for one in finish_erasures(settings, wait_s)}
+    same = [one for one in numbered.values() if one.number == begun.number or {*one.subjects} & {*begun.subjects}]
+    return max(same, key=lambda one: (one.rows > 0, one.number))
 
 
 def _finish(settings: Settings, log: QueryLog, step: int, certificate: Certificate) -> Certificate:

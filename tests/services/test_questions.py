@@ -161,6 +161,21 @@ def test_a_subject_is_a_hash_that_differs_by_user_and_by_key() -> None:
     assert origin({}, {"user": "ann"}).subject == subject_of(None, "ann")
 
 
+def test_every_field_of_openai_that_names_a_person_names_the_subject() -> None:
+    ann, bob = subject_of(KEY.key, "ann"), subject_of(KEY.key, "bob")
+    for field in ("user", "safety_identifier"):
+        assert origin({}, {field: "ann"}, KEY).subject == ann
+        assert (
+            origin({}, {field: ""}, KEY).subject == origin({}, {field: None}, KEY).subject == subject_of(KEY.key, None)
+        )
+        with pytest.raises(Refusal, match=f"{field} is a int, wanted a text") as refused:
+            origin({}, {field: 7})
+        assert refused.value.param == field
+    both = origin({}, {"user": "bob", "safety_identifier": "ann"}, KEY)
+    assert (both.subject, both.aliases) == (ann, (bob,))
+    assert origin({}, {"user": "ann", "safety_identifier": "ann"}, KEY).aliases == ()
+
+
 def test_a_key_has_one_hash_whoever_asks_with_it() -> None:
     assert {origin({}, {"user": user}, KEY).key for user in ("ann", "bob", None)} == {subject_of(KEY.key, None)}
     assert origin({}, {}, KEY).key != origin({}, {}, OTHER).key

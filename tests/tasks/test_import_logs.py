@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from infra.artifacts import staged
 from infra.consent import group_of, subject_of
+from infra.erase import erase_subject
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.secret import home_secret
@@ -92,6 +93,13 @@ def test_importing_twice_adds_nothing_whatever_the_domain_and_the_file(log: Quer
     assert log.stats().per_domain == {"default": 600}
 
 
+@pytest.mark.parametrize("field", ["subject", "user", "safety_identifier"])
+def test_whoever_a_row_names_can_be_erased_by_that_name(field: str, log: QueryLog, write: Write) -> None:
+    import_logs.fn([write({"messages": CHAT, field: "ann"}, {"prompt": "one?", "completion": "two"})], max_len=256)
+    assert erase_subject(load_settings(), "ann").rows == 1
+    assert [row.subject for row in log.rows(1, 9)] == [None]
+
+
 def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Write) -> None:
     rows = [{"prompt": f"question {name}", "completion": "answer", "group": name} for name in ("g", "h", "")]
     import_logs.fn([write(*rows, {"prompt": "another", "completion": "answer", "group": "g"})], max_len=256)
@@ -103,8 +111,12 @@ def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Wri
 
 
 def test_an_exported_row_comes_back_as_it_was(log: QueryLog, write: Write) -> None:
-    import_logs.fn([write({"messages": CHAT, "subject": "ann", "group": "g", "temperature": 0.5})], max_len=256)
+    import_logs.fn(
+        [write({"messages": CHAT, "subject": "ann", "user": "a session", "group": "g"} | {"temperature": 0.5})],
+        max_len=256,
+    )
     (row,) = log.rows(1, 9)
+    assert row.aliases == [subject_of(None, "a session")]
     exported = {**row.model_dump(), "temperature": row.sampling["temperature"]}
     report = import_logs.fn([write(exported, name="exported.jsonl")], max_len=256)
     assert (report.num_added, report.num_repeated) == (0, 1)

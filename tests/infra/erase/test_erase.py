@@ -1,5 +1,6 @@
 """What a person asked is nowhere in a home after an erasure, and all else is where it was."""
 
+import hashlib
 import subprocess
 import sys
 import threading
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from flows import privacy_commands
 from flows.command import complete_erasures
 from infra.artifacts import held
 from infra.consent import QueryRow, subject_of
-from infra.erase import erase_older_than, erase_subject, finish_erasures
+from infra.erase import certificate_file, erase_older_than, erase_subject, finish_erasures
 from infra.keys import add_key, keys_path, read_keys, revoke_key
 from infra.querylog import QueryLog
 from infra.settings import Settings
@@ -132,3 +134,43 @@ def test_a_person_is_found_under_each_key_that_was_ever_accepted(settings: Setti
     QueryLog(settings.querylog).append([asked])
     assert erase_subject(settings, WHO).rows
     assert asked.id not in {row.id for row in QueryLog(settings.querylog).rows(1, 10**6)}
+
+
+def test_a_name_that_looks_like_a_hash_is_found_under_each_key_too(settings: Settings) -> None:
+    add_key(keys_path(settings), "team", "client")
+    (key,) = read_keys(keys_path(settings))
+    name = hashlib.sha256(b"ann").hexdigest()  # what OpenAI advises clients to send
+    log = QueryLog(settings.querylog)
+    for number, subject in enumerate((subject_of(key.sha256, name), subject_of(None, name), name), 90):
+        log.append([planted_row(number).model_copy(update={"subject": subject})])
+    assert erase_subject(settings, name).rows == 3
+    log.close()
+
+
+def test_a_row_is_found_by_each_name_that_its_request_gave(settings: Settings) -> None:
+    log, ann, bob = QueryLog(settings.querylog), subject_of(None, "ann"), str(subject_of(None, "bob"))
+    log.append([planted_row(number).model_copy(update={"subject": ann, "aliases": [bob]}) for number in (90, 91)])
+    assert erase_subject(settings, "bob").rows == 2
+    assert erase_subject(settings, "ann").rows == 0
+    log.close()
+
+
+def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(settings: Settings, capsys) -> None:
+    before = planted_in(settings.home)
+    privacy_commands._show(settings, certificate := erase_subject(settings, "nobody"))
+    assert "found no such row" in capsys.readouterr().out
+    log = QueryLog(settings.querylog)
+    with log.reading():  # nothing is waited for
+        assert erase_subject(settings, "nobody", wait_s=0).rows == 0
+    assert certificate.number < log.last_erasure()  # by which the service forgets its recent answers
+    assert not certificate_file(settings, certificate.number).exists()
+    assert planted_in(settings.home) == before
+    privacy_commands._show(settings, erase_older_than(settings, days=10**6))
+    assert "found no such row" in capsys.readouterr().out
+    assert finish_erasures(settings) == []
+
+
+def test_what_completes_an_interrupted_erasure_tells_of_that_one(settings: Settings) -> None:
+    begun = QueryLog(settings.querylog).begin_erasure(subjects=(SUBJECT,))
+    assert erase_subject(settings, WHO).number == begun.number
+    assert certificate_file(settings, begun.number).is_file()
