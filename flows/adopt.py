@@ -36,7 +36,7 @@ def adopt(
     weights = make_target(recipe)
     adopted = adopt_draft(weights, source, num_layers)
     target, samples = prepare(recipe, weights)
-    version, pair = register_target(target), find_champions()
+    version, pair = register_target(recipe, target), find_champions()
     if pair is not None and promote:
         candidate = find_judged(pair, version, adopted.draft)
         if candidate is None:

@@ -30,7 +30,7 @@ def build(recipe: Recipe) -> Version:
     target, samples = prepare(recipe, weights)
     draft = distill_draft(recipe, weights, samples)
     measured = measure_draft(recipe, target, draft, samples)
-    target_version = register_target(target)
+    target_version = register_target(recipe, target)
     version = register_draft(recipe, target_version, target, draft, samples, measured)
     promote_build(target_version, version)
     return version

@@ -261,6 +261,17 @@ class Registry:
                 self.quarantine(kind, champion.number, quarantine)
             return previous
 
+    def tag(self, version: Version, name: str, value: str) -> None:
+        """Set a tag of a version beside its own, such as one that a version of an older release lacks.
+
+        Raises:
+            ValueError: the tag is one of OWN_TAGS.
+        """
+        if name in OWN_TAGS:
+            raise ValueError(f"the registry sets the tag {name} itself")
+        with translated(f"tagging {version.kind} {version.number}"):
+            self.store.client.set_model_version_tag(version.kind, str(version.number), name, value)
+
     def quarantine(self, kind: Kind, number: int, reason: str) -> None:
         """Mark a version as never to be served; the first reason stays.
 

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_jsonable_python
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -74,6 +75,23 @@ def validate(model: type[ModelT], values: Mapping[str, Any], where: str) -> Mode
     except ValidationError as error:
         faults = "\n".join(f"{where}: {_fault(model, detail)}" for detail in error.errors())
         raise ValueError(faults) from error
+
+
+def without_defaults(value: Any) -> Any:
+    """Return settings as JSON, without keys that have their defaults; the name of a method stays."""
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        kept = (
+            (key, told)
+            for key, told in value
+            if key == "name" or told != fields[key].get_default(call_default_factory=True)
+        )
+        return {key: without_defaults(told) for key, told in kept}
+    if isinstance(value, Mapping):
+        return {key: without_defaults(told) for key, told in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_defaults(one) for one in value]
+    return to_jsonable_python(value)
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:

@@ -18,7 +18,7 @@ from models import catalog
 from models.engines import EngineParams
 from models.evaluation.gate import Params as GateParams
 from models.evaluation.lookback import Params as WatchParams
-from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate
+from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
 
@@ -243,6 +243,12 @@ class Recipe(Frozen):
     def changes_target(self) -> bool:
         """Whether any stage makes another target of the recipe's own."""
         return any(getattr(self, name) is not None for name in TABLES)
+
+    @property
+    def target_tables(self) -> dict[str, Any]:
+        """What the target is made by: its own table and, where stages change it, theirs and the text's."""
+        names = ("target", *(("text", *TABLES) if self.changes_target else ()))
+        return {name: without_defaults(table) for name in names if (table := getattr(self, name)) is not None}
 
     @property
     def num_draft_tokens(self) -> int:

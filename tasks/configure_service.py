@@ -7,7 +7,7 @@ from infra.client import SERVED_NAME
 from infra.keys import keys_path
 from infra.settings import load_settings
 from models.recipe import Recipe
-from tasks.promote import open_champions
+from tasks.promote import open_champions, require_target
 from tasks.stages.task import task
 
 
@@ -23,9 +23,10 @@ def configure_service(
         changed: keys that differ from what the recipe says.
 
     Raises:
-        ValueError: nothing was built yet.
+        ValueError: nothing was built yet, or the champion was made by another recipe's target.
     """
     settings, pair = load_settings(), open_champions.fn()
+    require_target(recipe, pair.target)
     return {
         "target_dir": str(pair.target_files.path),
         "target_version": pair.target.number,

@@ -1,5 +1,6 @@
 """Find out what is served, and move the alias that says what is to be served."""
 
+import json
 from typing import Literal
 
 from infra.artifacts import Artifact, publish
@@ -11,9 +12,11 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined, same_files
 from infra.views.gate import PASSED, UNDECIDED
 from infra.windows import Window
+from models.recipe import Recipe
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.task import task
 
+MADE_BY = "made_by"  # tag of a target: the tables of the recipes that it was made by
 Outcome = Literal["promoted", "undecided", "refused", "outdated", "already trained", "waits for approval"]
 
 
@@ -52,6 +55,21 @@ def find_champions() -> Pair | None:
         target_files=publish(registry.download(target, cache), "target"),
         draft_files=publish(registry.download(draft, cache), "draft"),
     )
+
+
+def require_target(recipe: Recipe, target: Version) -> None:
+    """Raise ValueError if a registered target was made by other tables than a recipe has.
+
+    A version that an older release registered does not say what made it, until it is built again.
+    """
+    known = json.loads(target.tags.get(MADE_BY, "[]"))
+    if not known:
+        run_logger().info("target %d does not say which recipe made it; the next build adds that", target.number)
+    elif recipe.target_tables not in known:
+        raise ValueError(
+            f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
+            f"made by {' and by '.join(map(json.dumps, known))}; take its recipe, or run: redraft build"
+        )
 
 
 @task

@@ -1,5 +1,6 @@
 """Put targets and drafts into the registry, with all that is known of them. Nothing is served by that alone."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,17 +28,24 @@ from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
 from tasks.gate_draft import Judged, judged_report
 from tasks.measure_draft import Measured, first_report
+from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.teachers import teachers_in
 
 
 @task(cache_policy=NO_CACHE)
-def register_target(target: Artifact) -> Version:
-    """Return the target's version, a new one unless the same files are registered already."""
-    registry = open_registry()
-    tags = {**identity(describe(target.path)).to_tags(), "flow_run": flow_run_id()}
-    found = same_files(registry.versions("target"), target)
-    return found[0] if found else _register(registry, "target", target, tags, {})
+def register_target(recipe: Recipe, target: Artifact) -> Version:
+    """Return the target's version, a new one unless the same files are registered already.
+
+    It is tagged with all that recipes made it by, so that `require_target` knows those again.
+    """
+    registry, made_by = open_registry(), recipe.target_tables
+    for found in same_files(registry.versions("target"), target)[:1]:
+        if made_by not in (known := json.loads(found.tags.get(MADE_BY, "[]"))):
+            registry.tag(found, MADE_BY, json.dumps([*known, made_by]))
+        return found
+    tags = {**identity(describe(target.path)).to_tags(), "flow_run": flow_run_id(), MADE_BY: json.dumps([made_by])}
+    return _register(registry, "target", target, tags, {})
 
 
 @task(cache_policy=NO_CACHE)

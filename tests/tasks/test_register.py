@@ -40,7 +40,7 @@ def pair(registry: Registry, tiny_target: Path, tmp_path: Path) -> Pair:
     write_manifest(tmp_path / "target")
     target_files = publish(tmp_path / "target", "target")
     draft_files = made(tiny_target, tmp_path / "first", seed=1)
-    target = register_target.fn(target_files)
+    target = register_target.fn(RECIPE, target_files)
     measured = judge({"chat": 0.0}).measured
     draft = register_draft.fn(RECIPE, target, target_files, draft_files, SAMPLES, measured)
     return Pair(target=target, draft=draft, target_files=target_files, draft_files=draft_files)

@@ -1,0 +1,83 @@
+"""What is served is what the recipe is about: another recipe's target is refused, its own is not in any spelling."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import Artifact, publish
+from infra.manifest import write_manifest
+from infra.registry import Registry, open_registry
+from models.recipe import Recipe, load_recipe
+from models.targets import pretrained, random
+from models.targets.random import Params
+from tasks.configure_service import configure_service
+from tasks.register import register_target
+from tests.tags import draft_tags
+
+TINY = load_recipe("tiny")
+
+
+@pytest.fixture
+def registry(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    (tmp_path / "home").mkdir()
+    shutil.copy(store, tmp_path / "home")
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    return open_registry()
+
+
+@pytest.fixture
+def target(registry: Registry, tiny_target: Path, tmp_path: Path) -> Artifact:
+    """Return the files of the champion, which has a draft."""
+    shutil.copytree(tiny_target, tmp_path / "target")
+    write_manifest(tmp_path / "target")
+    files = publish(tmp_path / "target", "target")
+    version = register_target.fn(TINY, files)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "model.safetensors").write_text("a draft")
+    write_manifest(tmp_path / "draft")
+    tags = draft_tags(target_sha256=version.target.sha256, target_version=str(version.number))
+    draft = registry.register("draft", tmp_path / "draft", tags)
+    registry.promote("target", version.number)
+    registry.promote("draft", draft.number)
+    return files
+
+
+def having(target: object, **tables: object) -> Recipe:
+    return TINY.model_copy(update={"target": target, **tables})
+
+
+def test_a_recipe_whose_target_is_not_the_champions_is_refused_and_both_are_named(target: Artifact) -> None:
+    other = having(random.Params(seed=7))
+    both = r'target is {"target": {"name": "random", "seed": 7}}, but target 1, .* by {"target": {"name": "random"}}'
+    with pytest.raises(ValueError, match=both):
+        configure_service.fn(other)
+    with pytest.raises(ValueError, match='"path": "/models/other"'):
+        configure_service.fn(having(pretrained.Params(path="/models/other")))
+    quantized = load_recipe("full-chain-tiny")
+    with pytest.raises(ValueError, match='"quantize": {"method"'):
+        configure_service.fn(having(TINY.target, text=quantized.text, quantize=quantized.quantize))
+
+
+def test_the_recipe_that_it_was_built_by_is_served_whatever_else_it_says(target: Artifact) -> None:
+    engine = TINY.engine.model_copy(update={"max_num_seqs": 3})
+    for recipe in (TINY, having(Params(seed=0)), having(TINY.target, engine=engine, name="mine", text={})):
+        assert configure_service.fn(recipe)["target_version"] == 1
+
+
+def test_another_recipe_that_makes_the_same_files_is_served_once_it_was_built(
+    target: Artifact, registry: Registry
+) -> None:
+    again = having(pretrained.Params(path="/models/moved"))
+    with pytest.raises(ValueError, match="run: redraft build"):
+        configure_service.fn(again)
+    assert register_target.fn(again, target).number == register_target.fn(again, target).number == 1
+    for recipe in (TINY, again):
+        assert configure_service.fn(recipe)["target_version"] == 1
+
+
+def test_a_target_of_an_older_release_is_served_as_before(registry: Registry, target: Artifact) -> None:
+    registry.tag(registry.get("target", 1), "made_by", "[]")
+    assert configure_service.fn(having(random.Params(seed=7)))["target_version"] == 1
+    with pytest.raises(ValueError, match="the registry sets the tag sha256 itself"):
+        registry.tag(registry.get("target", 1), "sha256", "0" * 64)
