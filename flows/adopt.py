@@ -9,7 +9,7 @@ from flows.build import make_target, prepare
 from infra.memory import gives_way
 from infra.versions import Version
 from models.recipe import Recipe
-from tasks.adopt_draft import adopt_draft
+from tasks.adopt_draft import adopt_draft, settle_reading
 from tasks.claim_window import hold_out_past, reading_rows
 from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
@@ -36,6 +36,7 @@ def adopt(
     weights = make_target(recipe)
     adopted = adopt_draft(weights, source, num_layers)
     target, samples = prepare(recipe, weights)
+    adopted = settle_reading(recipe, weights, adopted, samples)
     version, pair = register_target(recipe, target), find_champions()
     if pair is not None and promote:
         candidate = find_judged(pair, version, adopted.draft)

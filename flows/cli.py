@@ -282,6 +282,8 @@ def _taus(version: "Version") -> str:
 
 def _show_draft(outcome: str, version: "Version") -> None:
     out.print(f"{outcome}: draft {version.number}, τ {_taus(version)}")
+    if version.lineage.source_reading:
+        out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)
     if version.lineage.returns:
         out.print(version.lineage.returns, markup=False)
     if outcome in ("refused", "undecided"):

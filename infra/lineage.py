@@ -121,6 +121,7 @@ class Lineage(_Tags):
         judged_on: the conversations that its gate judged it by; beside the log it is known which rows these are.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
+        source_reading: what its files leave open and was measured, with τ of each reading; "" where they don't.
         source_layers: how many of its first layers were taken, None for all that it is.
         samples_uri, samples_sha256: the answers that its line started with.
         state_uri, state_sha256: what a training run that goes on from it takes over beside its weights, "" if nothing.
@@ -150,6 +151,7 @@ class Lineage(_Tags):
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""
+    source_reading: str = ""
     source_layers: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     samples_uri: str = ""
     samples_sha256: str = ""

@@ -1,6 +1,7 @@
 """Take a draft that was trained elsewhere, in any layout that its family reads, and save it as those made here are."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,10 +10,19 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.manifest import canonical_json, file_sha256
-from models.drafting.draft_families import adopter_of, name_of
+from infra.settings import load_settings
+from models.drafting.draft_families import adopter_of, name_of, open_draft
+from models.evaluation.scoring import score
 from models.params import Frozen
+from models.recipe import Recipe
+from tasks.measure_draft import rule_modules, tau_of
 from tasks.stages import produce
+from tasks.stages.beside import gently
+from tasks.stages.reporting import table
+from tasks.stages.samples import read_samples
 
+NUM_SCORED = 32
+TAUS = "taus.json"
 READ = ("config.json", "tokenizer.json", "*.safetensors")
 
 
@@ -24,12 +34,14 @@ class Adopted(Frozen):
         source: the directory that was read.
         source_sha256: of the files in it that count.
         num_layers: how many of its first layers were taken, None for all that it is.
+        reading: what was measured to be right where its files leave something open, "" where they don't.
     """
 
     draft: Artifact
     source: str
     source_sha256: str
     num_layers: int | None = None
+    reading: str = ""
 
 
 @task(cache_policy=NO_CACHE)
@@ -62,6 +74,52 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
         make=make,
     )
     return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
+
+
+@task(cache_policy=NO_CACHE)
+def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: Artifact) -> Adopted:
+    """Take the reading of a published draft that drafts best, where its files leave several open.
+
+    Args:
+        recipe: K, and the rules that drafts are scored by.
+        target: what it drafts for.
+        adopted: the draft, in its first reading.
+        samples: the target's own answers; some that were held out are scored.
+    """
+    source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
+    family = adopter_of(source)
+    code = (__name__, f"models.drafts.{name_of(family)}", "models.evaluation.scoring", *rule_modules(recipe))
+    params = {"num_draft_tokens": num, "rules": [rule.model_dump() for rule in recipe.engine.rules]}
+    opened = family.readings(open_draft(open_artifact(adopted.draft), target_dir), source, target_dir)
+    if len(opened) == 1:
+        return adopted
+
+    def measure(directory: Path, work: Path) -> None:
+        held_out = read_samples(samples, "held_out")
+        chosen = held_out[:: max(1, len(held_out) // NUM_SCORED)][:NUM_SCORED]
+        taus = {}
+        for name, draft in opened.items():
+            scores = score(draft, target_dir, chosen, num, work, load_settings().device, recipe.engine.rules)
+            taus[name] = tau_of(scores)
+        (directory / TAUS).write_text(json.dumps(taus))
+
+    inputs = {"target": target, "samples": samples, "draft": adopted.draft}
+    measured = produce(stage="readings", kind="scores", params=params, inputs=inputs, code=code, make=gently(measure))
+    taus: dict[str, float] = json.loads((open_artifact(measured) / TAUS).read_text())
+    best = max(taus, key=lambda name: taus[name])
+    rows = [{"reading": name, "τ": round(tau, 3), "taken": name == best} for name, tau in taus.items()]
+    table("readings", rows, f"the draft's files leave open what it reads; taken: {best}")
+    draft = produce(
+        stage="adopted",
+        kind="draft",
+        params={"reading": best},
+        inputs=inputs,
+        code=code,
+        make=lambda directory, _: family.save(opened[best], directory),
+    )
+    others = ", ".join(f"{name} {tau:.2f}" for name, tau in taus.items() if name != best)
+    told = f"{best}: τ {taus[best]:.2f} on {NUM_SCORED} answers of the target at most; {others}"
+    return adopted.model_copy(update={"draft": draft, "reading": told})
 
 
 def _digest(directory: Path) -> str:

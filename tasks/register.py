@@ -235,6 +235,7 @@ def _lineage(
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
+        source_reading="" if adopted is None else adopted.reading,
         source_layers=None if adopted is None else adopted.num_layers,
         samples_uri=samples.uri,
         samples_sha256=samples.sha256,

@@ -296,13 +296,15 @@ class Format(Generic[Tapped]):
         config = layer_config(source) | {
             "architectures": list(self._architectures),
             "draft_vocab_size": vocab_size,
-            "eagle_aux_hidden_state_layer_ids": list(layers),
             "redraft": made_for(card),
         }
-        if len(layers) != 3:
-            config["num_aux_hidden_states"] = len(layers)
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
-        return config
+        return config | tapping(layers)
+
+
+def tapping(layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return the keys of a head's config.json that say which layers it reads, counted as layers done."""
+    named = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    return named if len(layers) == 3 else {**named, "num_aux_hidden_states": len(layers), "eagle_config": named}
 
 
 def _default_layers(num_layers: int) -> tuple[int, ...]:

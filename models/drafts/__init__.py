@@ -356,3 +356,11 @@ class Adopter(Family, Protocol):
         Raises:
             ValueError: it does not fit the target, or is of a shape that is not supported; names what does not fit.
         """
+
+    def readings(self, draft: Draft, directory: Path, target_dir: Path) -> Mapping[str, Draft]:
+        """Return what an adopted draft may be as far as its files tell, by what differs: itself first, or alone.
+
+        Args:
+            draft: as `adopt` returned it.
+            directory, target_dir: see `adopt`.
+        """

@@ -1,15 +1,26 @@
 """Drafts from elsewhere, of any family that reads such: a nested one by itself, and what can't be taken."""
 
+import re
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from infra.artifacts import publish, staged
+from infra.artifacts import Artifact, publish, staged
+from models.checkpoints.loading import load_model
 from models.drafting.draft_families import open_draft
-from models.drafts import lm
+from models.drafts import eagle3, lm
+from models.drafts.eagle3.layouts import TAPS
+from models.evaluation.likeness import answers
+from models.learning.hidden import Sample
+from models.recipe import load_recipe
 from models.targets import random
-from tasks.adopt_draft import adopt_draft
+from tasks.adopt_draft import adopt_draft, settle_reading
+from tasks.stages.samples import write_samples
+from tests.models.published import published
 
 
 @pytest.mark.slow
@@ -32,3 +43,49 @@ def test_a_nested_draft_is_taken_by_itself_and_remembered(
     copytree(tiny_draft, tmp_path / "head", ignore=ignore_patterns("manifest.json"))
     with pytest.raises(ValueError, match="--layers is for drafts in which others are nested, and those of eagle3 have"):
         adopt_draft.fn(target, tmp_path / "head", 1)
+
+
+def answers_of(target: Path, folder: Path) -> Artifact:
+    """Return what a target says greedily to seeded prompts, as samples that were held out."""
+    prompts = torch.randint(3, 259, (24, 8), generator=torch.Generator().manual_seed(0))
+    said = answers(load_model(target, torch.float32, "cpu"), prompts, 24)
+    samples = [Sample(f"s{n}", "chat", prompts[n].tolist(), answer) for n, answer in enumerate(said)]
+    with staged(folder) as directory:
+        write_samples(directory, "train", [])
+        write_samples(directory, "held_out", samples)
+    return publish(folder, "samples")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("named", "right"), [(False, (2, 5, 8)), (True, (1, 4, 7))])
+def test_what_a_heads_files_leave_open_is_measured_on_the_targets_own_answers(
+    named: bool, right: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    with staged(tmp_path / "target") as directory:
+        random.build(random.Params(num_layers=8), directory)
+    target = publish(tmp_path / "target", "target")
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    head = eagle3.create(eagle3.Params(vocab_size=258, aux_layers=right), target.path, np.ones(259))
+    eagle3.save(head, ours)
+
+    def leave_open(config: dict[str, Any], tensors: object) -> None:
+        del config[TAPS]
+        if named:  # as what is trained for SGLang names them: by the layers whose output is read
+            config["eagle_config"] = {TAPS: [tap - 1 for tap in right]}
+
+    source = published(ours, target.path, tmp_path / "source", "native", leave_open)
+    adopted = adopt_draft.fn(target, source)
+    assert open_draft(adopted.draft.path, target.path).taps != right  # as vLLM would read it
+    samples = answers_of(target.path, tmp_path / "samples")
+    settled = settle_reading.fn(load_recipe("tiny"), target, adopted, samples)
+    assert open_draft(settled.draft.path, target.path).taps == right
+    assert settled.reading.startswith(f"layers {', '.join(map(str, right))}: τ ")
+    best, *others = (float(found) for found in re.findall(r"\d\.\d\d", settled.reading))
+    print(f"\n{settled.reading}")
+    assert best > max(others) + 0.05
+    assert len(others) == (1 if named else 3)
+    assert settle_reading.fn(load_recipe("tiny"), target, adopted, samples) == settled
+    named_head = adopt_draft.fn(target, published(ours, target.path, tmp_path / "named", "native"))
+    assert settle_reading.fn(load_recipe("tiny"), target, named_head, samples) is named_head

@@ -3,6 +3,7 @@
 The module itself is in `models.drafting.eagle3_heads`, what others publish in `layouts`.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,10 @@ from models.drafting.eagle3_heads import (
     engine_weights,
     is_subset,
     start_from_last_layer,
+    tapping,
 )
 from models.drafts import EngineWeights
-from models.drafts.eagle3.layouts import is_published, read_published
+from models.drafts.eagle3.layouts import is_published, read_published, with_offsets
 from models.targets import describe
 from models.tokens import differing_tokens
 
@@ -57,7 +59,8 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
 
     Raises:
         ValueError: the head was made for another target as far as its files tell, is of a shape that is not supported,
-            or a tensor is missing, extra, of another shape or not finite; names what does not fit.
+            a tensor is missing, extra, of another shape or not finite, or its maps of tokens contradict each other;
+            names what does not fit.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
@@ -71,8 +74,9 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
         if (got := getattr(head.layer, key)) != wanted:
             raise ValueError(f"the head has {key} {got}, the target has {wanted}")
     _require_same_tokens(directory, target_dir)
+    tensors = with_offsets(head.tensors, target.vocab_size)
     embedding = read_tensor(target_dir, "model.embed_tokens.weight")
-    own = head.tensors.pop("embed_tokens.weight", None)
+    own = tensors.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own, embedding.to(own.dtype)):
         raise ValueError(
             "tensor embed_tokens.weight is not the target's; a head with an embedding of its own is not supported"
@@ -80,15 +84,27 @@ def adopt(directory: Path, target_dir: Path) -> Eagle3:
     # Of no meaning for a head: with the target's, one of the same shape can be swapped in for it.
     for key in ("bos_token_id", "eos_token_id", "max_position_embeddings"):
         setattr(head.layer, key, getattr(source, key))
-    config = _format.config(head.layer, head.draft_vocab_size, head.taps, target)
+    config = _format.config(head.layer, head.draft_vocab_size, head.readings[0], target)
     if head.norm_before_residual:
         config["norm_before_residual"] = True
-    if not is_subset(config) and not head.tensors.get("d2t", torch.zeros(1)).any():
-        head.tensors.pop("d2t", None)
-    _format.require_fit(head.tensors, config)
+    if not is_subset(config) and not tensors.get("d2t", torch.zeros(1)).any():
+        tensors.pop("d2t", None)
+    _format.require_fit(tensors, config)
     adopted = Eagle3(config, embedding.float())
-    adopted.load_state_dict(head.tensors)
+    adopted.load_state_dict(tensors)
     return adopted
+
+
+def readings(draft: Eagle3, directory: Path, target_dir: Path) -> dict[str, Eagle3]:
+    """See `models.drafts.Adopter`: by the layers that it may read. All share one head's weights."""
+    head = read_published(read_json(directory / "config.json"), read_stored(directory), describe(target_dir).num_layers)
+    return {f"layers {', '.join(map(str, taps))}": _reading(draft, taps) for taps in head.readings}
+
+
+def _reading(draft: Eagle3, taps: tuple[int, ...]) -> Eagle3:
+    other = copy.copy(draft)
+    other.config = draft.config | tapping(taps)
+    return other
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:

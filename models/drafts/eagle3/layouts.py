@@ -6,9 +6,13 @@ transformers_utils/configs/speculators):
 - native, of the original repositories: a flat Llama config, tensors `midlayer.*`;
 - `speculators`: the layer's settings in `transformer_layer_config` and the head's beside it, tensors `layers.0.*`.
 
-vLLM maps the tensors' names in both alike and never reads `t2d`. What it assumes where a config is silent differs: a
-speculators head norms before the residual, a native one after; taps that are not named are (2, n // 2, n − 3) of n
-target layers. Taps are fed in ascending order, whatever order they are named in.
+vLLM maps the tensors' names in both alike. What it assumes where a config is silent differs: a speculators head norms
+before the residual, a native one after. Taps are fed in ascending order, whatever order they are named in.
+
+Three things mean two things, and vLLM takes one of them. `d2t` holds offsets or the target's ids themselves; the mask
+`t2d`, which vLLM never reads, tells which. Layers are named as they are counted here or, by what was trained for SGLang
+(`eagle_config`), by the number of the layer whose output is read. Where none are named vLLM takes (2, n // 2, n − 3) of
+n. So a head has several readings, and what it drafts of the target's own text tells which is right.
 """
 
 from collections.abc import Mapping
@@ -22,6 +26,9 @@ from transformers import LlamaConfig
 NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 LAYER_NAMES = ("midlayer.", "layers.0.")
 TAPS = "eagle_aux_hidden_state_layer_ids"
+NESTED = "eagle_config"
+# Keys that name layers, and what is added to be counted as layers done.
+NAMES_TAPS = {TAPS: 0, "aux_hidden_state_layer_ids": 0, "layer_ids": 0, "target_layer_ids": 1}
 # What vLLM knows of a head and the heads here do not have: setting to the value that leaves it out.
 UNSUPPORTED = {
     "norm_before_fc": False,
@@ -42,14 +49,15 @@ class Published(NamedTuple):
     Attributes:
         layer: the shape of its one decoder layer.
         draft_vocab_size: D, the target's vocabulary size where the config names none.
-        taps: residual streams of the target, counted as layers done, ascending.
+        readings: which residual streams of the target it may read, counted as layers done, ascending; the first is what
+            vLLM takes.
         norm_before_residual: whether the residual is the normed hidden state.
-        tensors: by native names, floats in bfloat16.
+        tensors: by native names, floats in bfloat16; `d2t` and `t2d` as they are (`with_offsets`).
     """
 
     layer: LlamaConfig
     draft_vocab_size: int
-    taps: tuple[int, ...]
+    readings: tuple[tuple[int, ...], ...]
     norm_before_residual: bool
     tensors: dict[str, Tensor]
 
@@ -70,7 +78,8 @@ def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num
         num_layers: of the target, for a head that does not name its taps.
 
     Raises:
-        ValueError: the config is of neither layout, asks for something that is not supported, or lacks a size.
+        ValueError: the config is of neither layout, asks for something that is not supported, lacks a size or names
+            layers in two ways that differ.
     """
     layer, head = _settings(config)
     for key, wanted in UNSUPPORTED.items():
@@ -84,10 +93,39 @@ def read_published(config: Mapping[str, Any], tensors: Mapping[str, Tensor], num
     return Published(
         layer=LlamaConfig(**{key: value for key, value in layer.items() if key != "architectures"}),
         draft_vocab_size=head.get("draft_vocab_size") or layer["vocab_size"],
-        taps=_taps(head, num_layers),
+        readings=_readings(config, tensors, layer["hidden_size"], num_layers),
         norm_before_residual=bool(head["norm_before_residual"]),
         tensors=_native_names(tensors),
     )
+
+
+def with_offsets(tensors: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """Return a head's tensors with offsets in `d2t`, checked against `t2d`, which is left out.
+
+    Raises:
+        ValueError: `d2t` is not what `t2d` says, or what it holds can't be told.
+    """
+    tensors = dict(tensors)
+    mask, said = tensors.pop("t2d", None), tensors.get("d2t")
+    if said is None:
+        return tensors
+    ids = said + torch.arange(len(said))
+    if mask is None:
+        if len(said) > 1 and bool((said.diff() > 0).all()) and int(ids[-1]) < vocab_size:
+            raise ValueError("d2t may hold the target's ids or offsets to them, and there is no t2d that tells which")
+        return tensors
+    if mask.shape != (vocab_size,) or not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(f"t2d is {list(mask.shape)} up to {mask.max():g}; wanted 0 or 1 for {vocab_size} tokens")
+    told = mask.nonzero()[:, 0]
+    if not torch.equal(ids.sort().values, told):
+        if not torch.equal(said.sort().values, told):
+            of_offsets, of_ids = (int(torch.isin(read, told).sum()) for read in (ids, said))
+            raise ValueError(
+                f"d2t and t2d contradict each other: t2d marks {len(told)} tokens, d2t names {len(said)}, "
+                f"{of_offsets} of them if it holds offsets, {of_ids} if ids"
+            )
+        tensors["d2t"] = said - torch.arange(len(said))
+    return tensors
 
 
 def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,10 +147,7 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
                 f"wanted an EAGLE-3 head: {' or '.join(NATIVE)} with draft_vocab_size, or speculators_model_type eagle3"
             )
         layer = dict(config)
-        nested = dict(config.get("eagle_config") or {})
-        if config.get(TAPS):
-            nested.pop(TAPS, None)
-        head = {"norm_before_residual": False, **config, **nested}
+        head = {"norm_before_residual": False, **config, **(config.get(NESTED) or {})}
     if (model_type := layer.get("model_type", "llama")) != "llama":
         raise ValueError(f"the head's layer is of model_type {model_type!r}; only 'llama' is supported")
     if config.get("quantization_config") or layer.get("quantization_config"):
@@ -120,21 +155,56 @@ def _settings(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return layer, head
 
 
-def _taps(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    named = head.get(TAPS)
-    taps = sorted(named or (2, num_layers // 2, num_layers - 3))
-    if len(set(taps)) < len(taps) or not 0 <= taps[0] <= taps[-1] <= num_layers:
-        which = "names" if named else "names none, so the engine would take"
-        raise ValueError(f"{TAPS} {which} {taps}; wanted different layers of 0 to {num_layers}")
-    return tuple(taps)
+def _readings(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], hidden_size: int, num_layers: int
+) -> tuple[tuple[int, ...], ...]:
+    flat, nested = (_named(table) for table in (config, config.get(NESTED) or {}))
+    first = next(iter(flat.values()), ())
+    if len(set(flat.values())) > 1 or (flat and {*nested.values()} - {first, tuple(tap - 1 for tap in first)}):
+        told = ", ".join(f"{key} {list(taps)}" for key, taps in [*flat.items(), *nested.items()])
+        raise ValueError(f"config.json names different layers, counted as layers done: {told}; take out what is wrong")
+    if flat:
+        found = [first]
+    elif nested:
+        found = [other for taps in nested.values() for other in (taps, tuple(tap + 1 for tap in taps))]
+    else:
+        width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else 3 * hidden_size
+        found = _usual(num_layers, max(1, width // hidden_size))
+    fitting = [taps for taps in dict.fromkeys(found) if _fits(taps, num_layers)]
+    if not fitting:
+        which = "names" if flat or nested else "names none, so the engine would take"
+        raise ValueError(f"{TAPS} {which} {list(found[0])}; wanted different layers of 0 to {num_layers}")
+    return tuple(fitting)
+
+
+def _named(table: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    given = {key: table[key] for key in NAMES_TAPS if table.get(key)}
+    for key, ids in given.items():
+        if not isinstance(ids, list) or any(type(one) is not int for one in ids):
+            raise ValueError(f"config.json has {key} {ids!r}; wanted a list of numbers")
+    return {key: tuple(sorted(one + NAMES_TAPS[key] for one in ids)) for key, ids in given.items()}
+
+
+def _fits(taps: tuple[int, ...], num_layers: int) -> bool:
+    return len(set(taps)) == len(taps) and 0 <= taps[0] <= taps[-1] <= num_layers
+
+
+def _usual(num_layers: int, num_taps: int) -> list[tuple[int, ...]]:
+    """Return what heads read whose config is silent: near both ends and between, one layer off, or equal parts."""
+    spread: tuple[int, ...]
+    if num_taps == 3:
+        spread = (2, num_layers // 2, num_layers - 3)
+    else:
+        spread = tuple(round(2 + (num_layers - 5) * place / max(1, num_taps - 1)) for place in range(num_taps))
+    off = [tuple(tap + more for tap in spread) for more in (0, 1, -1)]
+    parts = tuple(max(1, place * num_layers // num_taps) for place in range(1, num_taps + 1))
+    return [*off, parts]
 
 
 def _native_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the layer's tensors and leave out `t2d`, which says what `d2t` says; floats become bfloat16."""
+    """Rename the layer's tensors; floats become bfloat16."""
     native: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name == "t2d":
-            continue
         for prefix in LAYER_NAMES:
             if name.startswith(prefix):
                 name = LAYER_NAMES[0] + name.removeprefix(prefix)

@@ -56,17 +56,64 @@ def test_weights_in_32_bits_are_rounded_to_bfloat16(write: Write, tiny_draft: Pa
 def test_named_taps_are_kept_in_the_order_that_the_engine_feeds_them(write: Write, tiny_target: Path) -> None:
     def reverse(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         config[TAPS] = [2, 0]
+        config.pop("eagle_config", None)
         tensors["fc.weight"] = torch.randn(128, 256)
 
     assert eagle3.adopt(write(reverse), tiny_target).taps == (0, 2)
 
 
-def test_a_head_without_named_taps_gets_the_engines_default() -> None:
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 8, "vocab_size": 9, "hidden_size": 4}
-    config |= {"intermediate_size": 4, "num_attention_heads": 1}
-    assert read_published(config, {}, 32).taps == (2, 16, 29)
-    with pytest.raises(ValueError, match=r"names none, so the engine would take \[-1, 1, 2\]; wanted .* 0 to 2"):
-        read_published(config, {}, 2)
+NATIVE_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": 8,
+    "vocab_size": 9,
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_attention_heads": 1,
+}
+
+
+def readings_of(num_layers: int = 32, num_taps: int = 3, **named: object) -> tuple[tuple[int, ...], ...]:
+    tensors = {"fc.weight": torch.zeros(4, 4 * num_taps)}
+    return read_published({**NATIVE_CONFIG, **named}, tensors, num_layers).readings
+
+
+def test_a_head_without_named_taps_may_read_the_usual_ones_the_engines_default_first() -> None:
+    assert readings_of() == ((2, 16, 29), (3, 17, 30), (1, 15, 28), (10, 21, 32))
+    assert readings_of(num_taps=5)[0] == (2, 9, 16, 22, 29)
+    assert all(len(taps) == 2 for taps in readings_of(2, 2))
+    assert readings_of(2, 2)[-1] == (1, 2)
+    with pytest.raises(ValueError, match=r"names none, so the engine would take \[2, 0, -2\]; wanted .* 0 to 1"):
+        readings_of(1)
+
+
+def test_taps_are_read_under_each_key_in_use() -> None:
+    assert readings_of(**{TAPS: [1, 15, 28]}) == ((1, 15, 28),)
+    assert readings_of(aux_hidden_state_layer_ids=[1, 15, 28]) == ((1, 15, 28),)
+    assert readings_of(target_layer_ids=[0, 14, 27]) == ((1, 15, 28),)  # named by whose output is read
+    for key in (TAPS, "layer_ids"):  # vLLM reads these as they are, SGLang as those whose output is read
+        assert readings_of(eagle_config={key: [1, 15, 28]}) == ((1, 15, 28), (2, 16, 29))
+    assert readings_of(**{TAPS: [2, 16, 29]}, eagle_config={TAPS: [1, 15, 28]}) == ((2, 16, 29),)
+    assert readings_of(eagle_config={TAPS: []}) == readings_of()
+
+
+def test_taps_that_are_named_twice_and_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"names different layers, .* \[1, 15, 28\], target_layer_ids \[2, 16, 29\]"):
+        readings_of(**{TAPS: [1, 15, 28]}, target_layer_ids=[1, 15, 28])
+    with pytest.raises(ValueError, match="names different layers"):
+        readings_of(**{TAPS: [1, 15, 28]}, eagle_config={TAPS: [2, 16, 29]})
+    with pytest.raises(ValueError, match="wanted a list of numbers"):
+        readings_of(**{TAPS: "1,2,3"})
+
+
+def test_a_map_that_holds_the_targets_ids_is_recognised_by_the_mask(
+    write: Write, tiny_draft: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+    eagle3.save(eagle3.adopt(write(absolute), tiny_target), tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (tiny_draft / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("said", [True, False, None])
@@ -91,7 +138,7 @@ def test_a_speculators_config_is_read_as_the_engine_reads_it(tiny_draft: Path, t
     del rewritten["norm_before_residual"]
     ours = read_published(rewritten, {}, 2)
     theirs = SpeculatorsConfig.extract_transformers_pre_trained_config(rewritten)
-    assert list(ours.taps) == theirs[TAPS]
+    assert [list(taps) for taps in ours.readings] == [theirs[TAPS]]
     assert ours.norm_before_residual == theirs["norm_before_residual"]
     assert ours.draft_vocab_size == theirs["draft_vocab_size"]
     assert ours.layer.intermediate_size == theirs["intermediate_size"]
@@ -117,7 +164,19 @@ def test_a_speculators_config_is_read_as_the_engine_reads_it(tiny_draft: Path, t
             r"fc.weight is torch.bfloat16 \[128, 128\]; wanted torch.bfloat16 \[128, 256\]",
         ),
         (lambda tensors, at: tensors["norm.weight"].fill_(float("nan")), "norm.weight holds NaN or infinite values"),
-        (lambda tensors, at: tensors["d2t"].fill_(300), "d2t must name ascending tokens of 0 to 258; got 300 to 363"),
+        (
+            lambda tensors, at: tensors["d2t"].fill_(300),
+            "d2t names 64, 0 of them if it holds offsets",
+        ),
+        (
+            lambda tensors, at: tensors["t2d"][70:80].fill_(True),
+            "contradict each other: t2d marks 74 tokens",
+        ),
+        (lambda tensors, at: tensors.update(t2d=torch.ones(8)), r"t2d is \[8\] up to 1; wanted 0 or 1 for 259 tokens"),
+        (
+            lambda tensors, at: [tensors.pop("t2d"), tensors.update(d2t=torch.arange(3, 67))],
+            "d2t may hold the target's ids or offsets to them, and there is no t2d that tells which",
+        ),
         (
             lambda tensors, at: tensors.update({"embed_tokens.weight": torch.zeros(259, 128)}),
             "embed_tokens.weight is not the target's",
