@@ -15,7 +15,7 @@ from models.drafting.draft_families import adopter_of, name_of, open_draft
 from models.evaluation.scoring import score
 from models.params import Frozen
 from models.recipe import Recipe
-from tasks.measure_draft import rule_modules, tau_of
+from tasks.measure_draft import tau_of
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import table
@@ -88,7 +88,7 @@ def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: 
     """
     source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
     family = adopter_of(source)
-    code = (__name__, f"models.drafts.{name_of(family)}", "models.evaluation.scoring", *rule_modules(recipe))
+    code = (__name__, f"models.drafts.{name_of(family)}", "models.evaluation.scoring")
     params = {"num_draft_tokens": num, "rules": [rule.model_dump() for rule in recipe.engine.rules]}
     opened = family.readings(open_draft(open_artifact(adopted.draft), target_dir), source, target_dir)
     if len(opened) == 1:
