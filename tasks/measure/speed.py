@@ -138,8 +138,7 @@ def _ask(run: Run, served: Served, prompts: Sequence[Prompt], host: _Host, title
 def _pair(stage: Stage) -> list[Row]:
     """Ask the served pair with and without speculation in turn, then with the first draft, if that is another.
 
-    Switching speculation on empties the prefix cache, so the pair always reads a prompt anew; without speculation a
-    long one may be found there, where the pair was asked first.
+    Before each answer speculation is switched on anew, which empties the prefix cache: a prompt is read alike by both.
     """
     stage.registry.promote("draft", stage.served.champion)
     rows: list[Row] = []
@@ -148,7 +147,8 @@ def _pair(stage: Stage) -> list[Row]:
         _warm(endpoint, stage, NUM_WARM)
         for number, prompt in enumerate(stage.prompts):
             for side in (PAIR, OFF) if number % 2 == 0 else (OFF, PAIR):
-                endpoint.speculate(side == PAIR)
+                for on in (False, True, side == PAIR):
+                    endpoint.speculate(on)
                 rows += stage.ask(endpoint, side, [prompt])
         endpoint.speculate(True)
         if stage.served.champion > 1:
@@ -226,6 +226,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
             for side, one in sides.items()
             if one.verdicts["different"] and side in (PAIR, OFF, FIRST)
         ]
+        failures += [f"{domain}, {failure}" for failure in unequal(of)]
     notes = [
         f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out of tokens/s.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
@@ -259,6 +260,21 @@ def _judge(side: str, references: Sequence[Row], answers: Sequence[Row], target_
     if side in SIDES:
         return {row["prompt_id"]: UNHELD for row in answers}
     return judge_outputs(references, answers, target_dir)
+
+
+def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Return the failures that the pair's answers are which differ from its own without speculation, by one token even.
+
+    Within one engine and at one stream there are no near ties.
+
+    Args:
+        of: side to answers.
+    """
+    plain = {row["prompt_id"]: row["token_ids"] for row in of[OFF]}
+    counts = {
+        side: sum(row["token_ids"] != plain[row["prompt_id"]] for row in of.get(side, ())) for side in (PAIR, FIRST)
+    }
+    return [f"{side}: {count} outputs are not those with speculation off" for side, count in counts.items() if count]
 
 
 class _Side:

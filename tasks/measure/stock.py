@@ -21,7 +21,7 @@ from infra.service_process import END_TIMEOUT_S
 from infra.settings import Settings
 from models.drafting.draft_families import family_of
 from models.drafts import ngram
-from models.engines.vllm import Params, child_environment
+from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.recipe import Recipe
 from tasks.measure.endpoint import Asked
 from tasks.measure.home import Served
@@ -80,7 +80,8 @@ class Stock(Asked):
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         cache = {"VLLM_CACHE_ROOT": str(self._settings.home / "stock")}
         forgetful = {"VLLM_SERVER_DEV_MODE": "1"}  # adds the route that empties the prefix cache, among others
-        environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful}
+        as_shipped = {SPLIT_KV: "1"}
+        environment = {**child_environment(self._engine), **openmp_preload(), **cache, **forgetful, **as_shipped}
         if self._speculation is not None and self._speculation.get("method") == SUFFIX_METHOD:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUFFIX_TREES), os.environ.get("PYTHONPATH")]))
         log = self._settings.home / "logs" / "stock.log"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from models.verify import Rules
 
 PAPER = "arXiv:2309.06180"
+# Whether a sequence's keys are divided among threads, by how many rows attend at once: then their bits differ.
+SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 _TARGET = "the recipe's [target] says which model and tokenizer"
 _SAME = "set the key of that name in [engine]"
 _SPECULATION = "set num_draft_tokens and draft_sample_method in [engine]"
@@ -116,6 +118,7 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
     return {
         "VLLM_CPU_KVCACHE_SPACE": str((params or Params()).kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        SPLIT_KV: "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_LOGS": os.environ.get("TORCH_LOGS", "-torch._library.triton"),  # else each process says it has no triton

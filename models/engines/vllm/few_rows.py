@@ -2,8 +2,13 @@
 
 Where few sequences are decoded, a step takes as long as its weights take to be read. A target whose grid lies beside
 its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with the kernel of
-`few_rows.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights. Up to how many
-rows the grid is faster is measured when the last layer was loaded.
+`few_rows.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights.
+
+They round differently: 41 to 45% of outputs are another. But each gives a row the same bits whatever stands beside it,
+so one stream says the same with a draft and without, where the kernel of a row follows from what the row is. Rows of
+prompts have oneDNN's product. Rows of generated tokens read the grid up to as many as one sequence has verified at
+once, and up to more where that is faster, which is measured when the last layer was loaded; of a step with more of
+them all rows have oneDNN's. A preempted request's own tokens count as generated when they are computed again.
 
 With SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all products of a step take 4 instead of 12 ms
 for one row, 5 instead of 11 for four, 7.5 instead of 13 for eight, 14 instead of 17 for 16, and as long for 32 to 40
@@ -22,6 +27,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -50,10 +56,11 @@ class Form:
         product: oneDNN's; its `handler_tensor` is a tensor, so that compiled code does not hold the handle's value.
         num_inputs: I.
         dtype: of inputs and outputs.
+        in_step: whether inputs are the rows of a step of the target, not those that are sampled, nor a draft's.
     """
 
-    def __init__(self, grid: Grid, product: Any, dtype: torch.dtype) -> None:
-        self.product, self.num_inputs, self.dtype = product, grid.values.shape[1], dtype
+    def __init__(self, grid: Grid, product: Any, dtype: torch.dtype, in_step: bool = False) -> None:
+        self.product, self.num_inputs, self.dtype, self.in_step = product, grid.values.shape[1], dtype, in_step
         parts = [_panels(part) for part in (grid.scales, grid.least) if part is not None]
         self.scales = torch.stack([part.permute(0, 3, 1, 2).flatten(2) for part in parts], dim=2).contiguous()
         self.packed = _pairs(grid.values) if grid.least is None else _words(grid.values)
@@ -61,7 +68,9 @@ class Form:
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
         rows, product = x.reshape(-1, self.num_inputs), self.product
-        output: Tensor = torch.ops.redraft.few_rows(rows, self.packed, self.scales, product.handler_tensor, product.n)
+        output: Tensor = torch.ops.redraft.few_rows(
+            rows, self.packed, self.scales, product.handler_tensor, product.n, self.in_step
+        )
         output = output.reshape(*x.shape[:-1], product.n)
         return output if bias is None else output + bias
 
@@ -91,26 +100,36 @@ class _Target:
     """The layers of the target that is loaded in this process.
 
     Attributes:
-        limit: rows up to which the grid is read.
+        limit: rows of generated tokens up to which the grid is read.
+        faster: rows up to which that is faster.
         forms: of the layers, in the order they were loaded.
         loads_draft: what is loaded now is not its own but its draft.
     """
 
     def __init__(self) -> None:
-        self.limit = 0
+        self.limit = self.faster = 0
         self.forms: list[Form] = []
         self.loads_draft = False
 
-    def measure(self) -> None:
-        """Find the most rows up to which reading the grids is faster, over all layers in turn as a step reads them."""
-        limit = 0
+    def measure(self, least: int) -> None:
+        """Find the most rows up to which reading the grids is faster, over all layers in turn as a step reads them.
+
+        Up to `least` rows they are read in any case.
+        """
+        self.faster = 0
         for rows in ROWS:
             if self._seconds(rows, rows) > self._seconds(rows, 0):
                 break
-            limit = rows
-        self._set(limit)
+            self.faster = rows
+        self._set(max(self.faster, least))
         _load.cache_clear()  # from here on the packed ones are enough
-        log.info("up to %d rows the target's products read the grid of its weights", limit)
+        log.info(
+            "up to %d rows of generated tokens read the grid of the target's weights; up to %d that is faster, and up "
+            "to %d it is so at each start",
+            self.limit,
+            self.faster,
+            least,
+        )
 
     def _seconds(self, rows: int, limit: int) -> float:
         self._set(limit)
@@ -134,8 +153,10 @@ _target = _Target()
 def install() -> None:
     """Let layers have both forms where they can, on CPUs; before products of floats are replaced for other reasons."""
     from vllm import _custom_ops as ops
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers import utils
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
@@ -146,14 +167,16 @@ def install() -> None:
         if grid is None or not _is_built():
             dispatch(layer, remove_weight)
         else:
-            form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype)
+            in_step = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD
+            form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype, in_step)
             layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
             if remove_weight:
                 layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
             if not _target.loads_draft:
                 _target.forms.append(form)
         if not _target.loads_draft and getattr(layer, "prefix", "") == HEAD and _target.forms:  # the last
-            _target.measure()
+            drafting = get_current_vllm_config().speculative_config
+            _target.measure(1 if drafting is None else 1 + drafting.num_speculative_tokens)
 
     utils.dispatch_cpu_unquantized_gemm = dispatched
     load = SpecDecodeBaseProposer.load_model
@@ -167,6 +190,16 @@ def install() -> None:
         gc.collect()  # of what it needs no more: oneDNN's handles can't be let go of while a graph is traced
 
     SpecDecodeBaseProposer.load_model = loaded  # type: ignore[method-assign]  # vLLM has no hook
+    prepare = GPUModelRunner._prepare_inputs
+
+    @wraps(prepare)
+    def prepared(self: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        if _target.forms:
+            batch, num = self.input_batch, len(num_scheduled_tokens)
+            tell_step(num_scheduled_tokens, batch.num_prompt_tokens[:num] - batch.num_computed_tokens_cpu[:num])
+        return prepare(self, scheduler_output, num_scheduled_tokens)
+
+    GPUModelRunner._prepare_inputs = prepared  # type: ignore[method-assign]  # vLLM has no hook
 
 
 @contextmanager
@@ -179,8 +212,23 @@ def loading_draft() -> Iterator[None]:
         _target.loads_draft = False
 
 
+def tell_step(num_tokens: Any, num_prompt_tokens: Any) -> None:
+    """Tell what the target's next pass is about.
+
+    Args:
+        num_tokens: [B] of each sequence, as they stand one after the other.
+        num_prompt_tokens: [B] how many of its prompt a sequence had left before; none is left where it is not positive.
+    """
+    ends = np.cumsum(num_tokens)
+    starts = np.repeat(ends - num_tokens, num_tokens)
+    are_prompts = np.arange(ends[-1]) - starts < np.repeat(num_prompt_tokens, num_tokens)
+    torch.ops.redraft.tell_step_of_few_rows(
+        *(torch.from_numpy(np.flatnonzero(of)) for of in (are_prompts, ~are_prompts))
+    )
+
+
 def limit() -> int:
-    """Return up to how many rows products read the grid; 0 if there is none, or if it is slower."""
+    """Return up to how many rows of generated tokens products read the grid; 0 if there is none."""
     return _target.limit
 
 
@@ -203,7 +251,7 @@ def _is_built() -> bool:
     return built
 
 
-def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int) -> Tensor:
+def _like(x: Tensor, packed: Tensor, scales: Tensor, handler: Tensor, num_outputs: int, in_step: bool) -> Tensor:
     return x.new_empty(x.shape[0], num_outputs)
 
 
@@ -212,7 +260,7 @@ def _draft_grid_of(layer: Any) -> Grid | None:
     weight: Tensor = layer.weight
     if getattr(layer, "prefix", "").endswith(EMBEDDINGS):
         return None  # they are looked up
-    if not _target.limit or weight.dtype != torch.bfloat16 or weight.shape[1] % grids.GROUP:
+    if not _target.faster or weight.dtype != torch.bfloat16 or weight.shape[1] % grids.GROUP:
         return None
     return rounded(weight)
 

@@ -319,15 +319,18 @@ def _chances(tau: float, num_tokens: int) -> list[float]:
     return [low**place for place in range(1, num_tokens + 1)]
 
 
-def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str) -> str:
-    """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode."""
+def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str, num_verified: int = 1) -> str:
+    """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode.
+
+    And how many rows are verified of one sequence at most, by which their kernel is chosen.
+    """
     models = {"target": target} if draft is None else {"target": target, "draft": draft}
     shapes = {name: hashlib.sha256((at / "config.json").read_bytes()).hexdigest()[:12] for name, at in models.items()}
     facts = {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
-        **({"few rows": kernel} if (kernel := few_rows.kernel_for(target)) else {}),
+        **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := few_rows.kernel_for(target)) else {}),
         "attention": native.version(attention.SOURCE),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",

@@ -58,12 +58,13 @@ class Speculation(NamedTuple):
         }
         setup: Setup | None = None
         if not self.why_unplanned():
-            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__)
+            most = max(params.num_draft_tokens, params.lookup.num_tokens)
+            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most)
             name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
             file = None if self.costs is None else self.costs / name
             one_pass = own.get("parallel_drafting", False)
             setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
-            drafting["num_speculative_tokens"] = max(params.num_draft_tokens, params.lookup.num_tokens)
+            drafting["num_speculative_tokens"] = most
         # Metrics of an answer: metrics.speculative_decoding.
         return {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}, setup
 

@@ -1,11 +1,13 @@
 """Products of few rows read a target's grid, those of more its floats, and both say the same."""
 
+import logging
 import platform
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,13 +21,13 @@ ROWS = (1, 3, 8, 19)  # one, some, as many as are computed together, and several
 PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 
 
-def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16):
+def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False):
     from vllm import _custom_ops as ops
 
     from models.engines.vllm import few_rows
 
     assert few_rows._is_built()
-    return few_rows.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype), grid.floats()
+    return few_rows.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -67,6 +69,63 @@ def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
     together = form.multiply(x)
     for num in range(1, len(x)):
         assert torch.equal(form.multiply(x[:num]), together[:num])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("compiled", [False, True])
+def test_in_a_step_a_row_has_the_kernel_of_what_it_is_whatever_stands_beside_it(compiled: bool, limit) -> None:
+    from models.engines.vllm import few_rows
+
+    form, _ = form_of(random_grid(64, 128, 4), in_step=True)
+    other, _ = form_of(random_grid(64, 128, 4, seed=1))
+    form.packed, form.scales = other.packed, other.scales  # so that the kernels can be told apart
+    multiply = torch.compile(form.multiply, dynamic=True) if compiled else form.multiply
+    x = torch.randn(10, 128, dtype=torch.bfloat16)
+    of_floats, of_grid = torch.empty(10, 64).bfloat16(), torch.empty(10, 64).bfloat16()
+    limit(4)
+    for row in range(10):  # each alone, as a prompt of one token and as a generated one
+        for left, outputs in ((1, of_floats), (0, of_grid)):
+            few_rows.tell_step(np.array([1]), np.array([left]))
+            outputs[row] = multiply(x[row : row + 1])[0]
+    assert not torch.equal(of_floats, of_grid)
+    # A drafted sequence, a prompt, the rest of one after which a preempted request goes on, and a prompt's last token.
+    lengths, left, generated = np.array([2, 3, 4, 1]), np.array([-7, 8, 2, 1]), [0, 1, 7, 8]
+    for most, from_grid in ((4, generated), (3, [])):
+        limit(most)
+        few_rows.tell_step(lengths, left)
+        wanted = of_floats.clone()
+        wanted[from_grid] = of_grid[from_grid]
+        assert torch.equal(multiply(x), wanted)
+    assert torch.equal(multiply(x[:3]), of_grid[:3])  # not the rows of that step
+    few_rows.tell_step(np.array([3]), np.array([0]))
+    assert torch.equal(multiply(x[:3]), of_grid[:3])
+
+
+@pytest.mark.engine
+def test_what_is_sampled_and_a_draft_have_the_kernel_of_their_number_of_rows(limit) -> None:
+    from models.engines.vllm import few_rows
+
+    form, _ = form_of(random_grid(64, 128, 4))
+    x = torch.randn(4, 128, dtype=torch.bfloat16)
+    limit(4)
+    wanted = form.multiply(x)
+    few_rows.tell_step(np.array([4]), np.array([4]))  # a step of as many rows, all of a prompt
+    assert torch.equal(form.multiply(x), wanted)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("grid_s", "faster", "most"), [(2.0, 0, 9), (0.5, 32, 32)])
+def test_as_many_rows_as_one_sequence_has_verified_read_the_grid_however_long_that_takes(
+    grid_s: float, faster: int, most: int, limit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from models.engines.vllm import few_rows
+
+    caplog.set_level(logging.INFO)
+    target = few_rows._Target()
+    monkeypatch.setattr(target, "_seconds", lambda rows, limit: grid_s if limit else 1.0)
+    target.measure(9)
+    assert (target.faster, target.limit) == (faster, most)
+    assert f"up to {most} rows of generated tokens read the grid" in caplog.text
 
 
 @pytest.mark.engine
@@ -139,7 +198,8 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
     parts = {f"{stem}.{part}_proj.weight": random_grid(64, 128, 4, seed) for seed, part in enumerate("qkvo")}
     head = random_grid(512, 128, 8)
     grids.save({**parts, "model.embed_tokens.weight": head}, tmp_path)
-    config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    drafting = SimpleNamespace(num_speculative_tokens=8)
+    config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=drafting)
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setattr(few_rows, "_target", few_rows._Target())
@@ -159,7 +219,8 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=prefix != "lm_head")
         assert error(layer.cpu_linear(x, layer.weight, None), x.float() @ weight.float().T) < 0.01
     assert [form.product.n for form in few_rows._target.forms] == [192, 512]
-    assert few_rows.limit() in (0, *few_rows.ROWS)  # measured, on tiny layers
+    assert [form.in_step for form in few_rows._target.forms] == [True, False]
+    assert few_rows.limit() in {max(9, rows) for rows in few_rows.ROWS}  # measured, on tiny layers
     few_rows._load.cache_clear()
 
 
@@ -186,6 +247,7 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
     few_rows.install()
     assert few_rows._is_built()
     few_rows._target._set(most)
+    few_rows._target.faster = most
     x = torch.randn(6, num_inputs).to(dtype)
     for seed in range(2):  # the second is swapped in
         weight = torch.randn(64, num_inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)

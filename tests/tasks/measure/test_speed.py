@@ -1,6 +1,6 @@
 import pytest
 
-from tasks.measure.speed import OURS, OVER_STOCK, PAIR, _chosen, _Host, judge
+from tasks.measure.speed import FIRST, OFF, OURS, OVER_STOCK, PAIR, _chosen, _Host, judge, unequal
 from tasks.measure.stock import PLAIN
 
 HOSTS = {name: _Host(lambda stage: [], 1) for name in (OURS, PLAIN, "vLLM with ngram", "offline")}
@@ -24,3 +24,11 @@ def test_peers_that_were_not_asked_are_not_judged() -> None:
     assert judge({"code": sides}) == (
         "code: 1.50× vLLM without a draft (aim 2), 1.50× over whole requests, behind vLLM with ngram."
     )
+
+
+def test_an_answer_that_differs_from_that_without_speculation_by_one_token_is_a_failure() -> None:
+    plain = [{"prompt_id": str(number), "token_ids": [1, 2, number]} for number in range(3)]
+    other = [plain[0], {"prompt_id": "1", "token_ids": [1, 2, 9]}, plain[2]]
+    assert unequal({PAIR: plain, OFF: plain, FIRST: plain}) == []
+    assert unequal({PAIR: other, OFF: plain}) == [f"{PAIR}: 1 outputs are not those with speculation off"]
+    assert unequal({PAIR: plain, OFF: plain, FIRST: other}) == [f"{FIRST}: 1 outputs are not those with speculation off"]
