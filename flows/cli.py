@@ -239,8 +239,8 @@ def compare(
         ),
     ] = None,
     most_seeds: Annotated[
-        int, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin.")
-    ] = 12,
+        int | None, typer.Option("--max-seeds", min=1, help="How many seeds a row gets under a margin; by default 12.")
+    ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, help="Measure so many cells at once, where none is timed; more than 1 blurs seconds.")
     ] = 1,

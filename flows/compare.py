@@ -8,6 +8,8 @@ from infra.settings import Settings
 from models.recipe import load_recipe
 from tasks.measure.find_comparison import load_comparison
 
+MOST_SEEDS = 12
+
 
 def compare(
     family: str,
@@ -19,7 +21,7 @@ def compare(
     typed: str,
     wanted: str | None = None,
     margin: str | None = None,
-    most_seeds: int = 12,
+    most_seeds: int | None = None,
     only: Sequence[str] = (),
     num_jobs: int = 1,
 ) -> dict[str, Any]:
@@ -35,13 +37,13 @@ def compare(
         typed: the command to repeat it.
         wanted: bounds such as "110 MiB, KL 0.1", under which the best row is printed as tables of a recipe.
         margin: a column's name and what makes no difference, such as "kl 0.05"; see `tasks.measure.decide`.
-        most_seeds: that may go into a row under a margin.
+        most_seeds: that may go into a row under a margin; None for 12.
         only: patterns of rows' names; none means all.
         num_jobs: cells that are measured at once.
 
     Raises:
-        ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, or bounds
-            or margin can't be read.
+        ValueError: there is no such comparison or recipe, the recipe has no text, cells are of another setup, bounds or
+            margin can't be read, or there are most seeds and no margin.
     """
     comparison = load_comparison(family)
     from infra.views.comparison import comparison_report, draw_tradeoffs
@@ -53,7 +55,9 @@ def compare(
     if wanted is not None and not hasattr(comparison, "BOUNDS"):
         raise ValueError(f'--fit chooses a target to serve, of "redraft compare all"; {family} measures none')
     bounds = None if wanted is None else parse_bounds(wanted, comparison.BOUNDS)
-    within = None if margin is None else parse_margin(margin, most_seeds)
+    if margin is None and most_seeds is not None:
+        raise ValueError(f"--max-seeds {most_seeds} is for rows under a --margin, and none is given; see --seeds")
+    within = None if margin is None else parse_margin(margin, most_seeds or MOST_SEEDS)
     recipe = load_recipe(recipe_name)
     folder = (output or settings.home / "compare" / f"{family}-{Path(recipe_name).stem}").absolute()
     found, setup = compare_methods(family, comparison, recipe, folder, budget, num_seeds, within, only, num_jobs)

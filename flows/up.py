@@ -48,13 +48,16 @@ def start(recipe: str, settings: Settings) -> UpState:
         settings: where everything lies.
 
     Raises:
-        ValueError: something runs here already, or the service can't be started, see `require_startable`.
+        ValueError: something runs here already, or the service can't be started, see `require_served` and
+            `require_startable`.
         RuntimeError: a program did not start; nothing is left running.
     """
     if (running := read_state(settings.home)) is not None:
         at = running.url(SERVICE) or "an address that is not known yet"
         raise ValueError(f"redraft is up already, at {at} (process {running.pid}); see: redraft status")
-    require_startable(settings, load_recipe(recipe).serve.port)
+    parsed = load_recipe(recipe)
+    parsed.require_served()
+    require_startable(settings, parsed.serve.port)
     (settings.home / STATE).unlink(missing_ok=True)
     log_path = settings.home / "logs" / f"{SUPERVISOR}.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)

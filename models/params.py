@@ -94,6 +94,17 @@ def without_defaults(value: Any) -> Any:
     return to_jsonable_python(value)
 
 
+def require_unsaid(params: BaseModel, keys: Iterable[str], where: str, why: str) -> None:
+    """Refuse keys that nothing would read.
+
+    Raises:
+        ValueError: one of `keys` is set to something else than its default; names it.
+    """
+    for key in keys:
+        if (value := getattr(params, key)) != type(params).model_fields[key].get_default(call_default_factory=True):
+            raise ValueError(f'{where}: key "{key}" would do nothing, since {why}; got {value!r}')
+
+
 def table_of(annotation: Any) -> type[BaseModel] | None:
     """Return the class whose fields are the keys of a field's table, which may be optional; None for a value."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -21,6 +21,7 @@ from models.evaluation.lookback import Params as WatchParams
 from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
+from models.unread import require_read
 
 ParsedT = TypeVar("ParsedT")
 
@@ -264,6 +265,10 @@ class Recipe(Frozen):
         """Return the settings of training in a refresh."""
         return _distill_params({**self.distill.model_dump(), **GOES_ON, **self.refresh.distill})
 
+    def require_served(self) -> None:
+        """Raise ValueError if the engine can't serve as the recipe wants it."""
+        catalog.load("engines", self.engine.name).require_serving(self.serve, self.draft)
+
     def _require_lessons(self, params: Any, of_log: bool) -> None:
         """Raise ValueError if the draft can't learn of such answers or teachers."""
         from models.answers import require_source  # torch
@@ -308,9 +313,10 @@ class Recipe(Frozen):
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
             )
         self._require_again()
-        catalog.load("engines", self.engine.name).require_draft(self.draft, self.num_draft_tokens)
-        if self.serve.tool_parser:
-            catalog.load("engines", self.engine.name).require_tool_parser(self.serve.tool_parser)
+        catalog.load("engines", self.engine.name).require_draft(self.draft, self.engine)
+        require_read(self)
+        if self.serve != Serve() or self.demo is not None:
+            self.require_served()
         for domain in (self.demo.first_domain, self.demo.new_domain) if self.demo else ():
             if domain not in self.traffic:
                 raise ValueError(f'demo names domain "{domain}"{did_you_mean(domain, self.traffic)}')

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from models import catalog
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.watch import Params as WatchParams
-from models.params import BaseParams, Frozen
+from models.params import BaseParams, Frozen, require_unsaid
 from models.reasoning import spec_reason, speculative_thinking
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -55,6 +55,12 @@ class Structured(Frozen):
     timeout_s: Positive = 1.0
     max_memory_mib: int = Field(default=512, ge=1)
 
+    @model_validator(mode="after")
+    def _is_on(self) -> Self:
+        if not self.enabled:
+            require_unsaid(self, type(self).model_fields, "structured", "enabled is false")
+        return self
+
 
 class Probation(Frozen):
     """What a draft must show after it was loaded.
@@ -95,6 +101,12 @@ class Capture(Frozen):
         """Whether anything is kept."""
         return self.share > 0
 
+    @model_validator(mode="after")
+    def _is_on(self) -> Self:
+        if not self.is_on:
+            require_unsaid(self, type(self).model_fields, "capture", "share is 0")
+        return self
+
 
 class Reasoning(Frozen):
     """A small model beside the target, for chats that ask to be answered by both in turn (`X-Redraft-Reasoning`).
@@ -119,7 +131,12 @@ class Reasoning(Frozen):
         if self.model:
             if not Path(self.model).is_dir():
                 raise ValueError(f"model {self.model} is no directory")
-            catalog.parse("engines", self.engine)
+            params = catalog.parse("engines", self.engine)
+            keys = {"num_draft_tokens", "lookup", "lengths", "trees", "nested_confidence", "draft_sample_method"}
+            drafting = [key for key in type(params).model_fields if key in keys and getattr(params, key) != 0]
+            require_unsaid(params, drafting, "engine", "the small model has no draft")
+        else:
+            require_unsaid(self, ("engine", "methods"), "reasoning", "there is no model")
         return self
 
 

@@ -23,8 +23,10 @@ def configure_service(
         changed: keys that differ from what the recipe says.
 
     Raises:
-        ValueError: nothing was built yet, or the champion was made by another recipe's target.
+        ValueError: the recipe's engine can't serve so, nothing was built yet, or the champion was made by another
+            recipe's target.
     """
+    recipe.require_served()
     settings, pair = load_settings(), open_champions.fn()
     require_target(recipe, pair.target)
     return {

@@ -47,6 +47,8 @@ class Weightless(Draft):
 class TextDraft(Weightless):
     """One whose drafts follow from the request's text."""
 
+    asks = False
+
     @abstractmethod
     def follow(self, token_ids: list[int], num_tokens: int) -> list[int]:
         """Return what it drafts after `token_ids`: at most `num_tokens` tokens, of a tree the first branch."""

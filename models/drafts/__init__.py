@@ -110,6 +110,7 @@ class Draft(nn.Module, ABC):
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
             afterwards; if it does not, `unroll` raises a ValueError.
         expands: whether its drafters are `models.drafting.drafters.Expander`s, so that trees can be grown.
+        asks: whether its drafters ask `go_on`; not those that make no pass.
     """
 
     procedure: ClassVar[Procedure] = Procedure()
@@ -117,6 +118,7 @@ class Draft(nn.Module, ABC):
     max_unroll: int | None = None
     replayable: bool = True
     expands: bool = False
+    asks: bool = True
 
     @property
     @abstractmethod
@@ -236,7 +238,8 @@ class Family(Protocol):
     def SERVED(self) -> bool:
         """Whether vLLM drafts with it; the reference engine drafts with every family.
 
-        A family that vLLM knows and can't serve here says in `UNSERVED` why.
+        A family that vLLM knows and can't serve here says in `UNSERVED` why; one with which it drafts the same number
+        of tokens in each step and looks nothing up has `FIXED_K`.
         """
 
     @property

@@ -59,8 +59,8 @@ class Params(BaseParams):
 
     Attributes:
         num_layers: how many of the target's layers it keeps.
-        nested: numbers of its first layers that are drafts of their own, ascending, such as [1, 2]; they are trained
-            with it, and `redraft import-draft --layers` cuts one out.
+        nested: numbers of its first layers that are drafts of their own, ascending, such as [1, 2], for engine "torch";
+            they are trained with it, and `redraft import-draft --layers` cuts one out.
     """
 
     name: Literal["lm"] = "lm"
@@ -271,6 +271,14 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
             "can't change that"
         )
     require_tensors(read_tensors(directory), expected_shapes(AutoConfig.from_pretrained(directory)))
+
+
+def require_served(params: Params, num_draft_tokens: int) -> None:
+    """See `models.drafts.Limited`."""
+    if params.nested:
+        raise ValueError(
+            f"vLLM drafts with all layers alone; got nested {list(params.nested)}: set nested = [] in [draft]"
+        )
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:

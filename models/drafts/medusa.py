@@ -29,6 +29,7 @@ FAMILY = "medusa"
 ARCHITECTURES = ("MedusaModel",)
 TRAINED = True
 SERVED = True
+FIXED_K = True
 
 
 class Params(HeadsParams):

@@ -22,6 +22,7 @@ FAMILY = "ngram"
 ARCHITECTURES = ("NgramDraft",)
 TRAINED = False
 SERVED = True
+FIXED_K = True
 
 
 class Params(BaseParams):

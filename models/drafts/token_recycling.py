@@ -56,6 +56,7 @@ class TokenRecycling(TargetDraft):
     """
 
     params: Params
+    asks = False
 
     def __init__(self, params: Params, config: dict[str, object]) -> None:
         super().__init__(params, config)

@@ -3,6 +3,7 @@
 A method that has such a head offers
 
 - `FILE`: the head's name in a folder;
+- `FITS`: the keys that fitting reads, and who decodes with the head does not;
 - `fit(draft, target_dir, samples, num_draft_tokens, work_dir, params, seed) -> params`: fits it, writes it as `FILE`
   into `work_dir` and returns settings whose `head` is that file;
 - `require_fit(params)`, optional: refuses settings that `fit` could not work with, before anything is trained.
@@ -19,7 +20,7 @@ from pydantic import ValidationInfo, field_validator
 from models import catalog
 from models.drafts import Draft
 from models.learning.hidden import Sample
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 
 FOLDER = "heads"
 EVERY = 8  # one answer in so many is kept from the draft, for the heads
@@ -30,7 +31,7 @@ class WithHeads(BaseParams):
 
     Attributes:
         lengths: a length policy with a head, such as `specdec_pp`, that is fit to the draft on answers kept from it,
-            and that the reference engine finds beside the draft.
+            and that the reference engine finds beside the draft, where [engine] names it too.
         verify: a rule with a head, such as `judge`, the same.
     """
 
@@ -60,6 +61,8 @@ def require(family: str, params: BaseParams | None) -> BaseParams | None:
     module = catalog.load(family, params.name)
     if not hasattr(module, "fit"):
         raise ValueError(f"{family} {params.name} has no head that could be fit to a draft")
+    keys = [key for key in type(params).model_fields if key not in (*module.FITS, "name")]
+    require_unsaid(params, keys, params.name, "fitting its head reads others; set it in [engine]")
     if hasattr(module, "require_fit"):
         module.require_fit(params)
     return params

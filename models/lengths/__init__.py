@@ -15,7 +15,7 @@ A policy's module has
   step of a batch, for all of its sequences. `before` is the plan of the step before, None at first, and all that a
   policy remembers; `cost` (`models.throughput.cost`) and `acceptance` (`models.throughput.running`) are kept by who
   asks, and are shown every step that read no prompt and every proposal that was verified, of sequences whose draft keys
-  are whole.
+  are whole. `PLANS` are the keys that it alone reads.
 """
 
 from collections.abc import Mapping

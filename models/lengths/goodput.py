@@ -34,6 +34,7 @@ from models.throughput.options import Group, Option, Price, everything, option_o
 from models.throughput.running import FIRST_GUESS, NUM_PLACES, Acceptance, Source, match_class
 
 PAPER = "arXiv:2406.14066, section 4"
+PLANS = ("margin", "rest_after")
 
 DWELL = 16  # steps between two changes of k, unless load or draft changed
 RESTED = 1.5  # of the margin: what it must promise to begin again after a rest

@@ -34,6 +34,7 @@ PAPER = "arXiv:2405.19715"
 FILE = "acceptance.safetensors"
 NUM_BEST, FLOOR = 8, -20.0  # likeliest tokens whose log-probabilities are read, which are cut there
 NUM_FEATURES = NUM_BEST + 3
+FITS = ("num_layers", "rejection_weight")
 
 
 class Params(BaseParams):

@@ -12,16 +12,16 @@ integers. O is looked for in all tokens of a call, padding included.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.layers.integers import product
 from models.layers.linears import Rows, calibrate, linears, replace
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.quantize import Quantized, assemble, check, check_documents
 
 PAPER = "arXiv:2208.07339, sections 2 and 3"
@@ -47,6 +47,12 @@ class Params(BaseParams):
     granularity: Literal["tensor", "row", "vector"] = "vector"
     decompose: bool = True
     threshold: float = Field(6.0, gt=0)
+
+    @model_validator(mode="after")
+    def _finds_outliers(self) -> Self:
+        if not self.decompose:
+            require_unsaid(self, ["threshold"], self.name, "decompose is false")
+        return self
 
 
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:

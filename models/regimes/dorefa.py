@@ -20,17 +20,17 @@ model, which computes with those and with unrounded activations; `answering` rou
 """
 
 from contextlib import AbstractContextManager
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from models.layers.numbers import fixed_point, unit_interval
 from models.layers.products import ProductRegime, on_gradient, straight_through
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.regimes import Regime
 
 PAPER = "arXiv:1606.06160, sections 2.3 to 2.5"
@@ -61,6 +61,12 @@ class Params(BaseParams):
     activation_bits: Bits = 8
     gradient_bits: Bits = 8
     activation_clip: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _rounds_activations(self) -> Self:
+        if self.activation_bits == OFF:
+            require_unsaid(self, ["activation_clip"], self.name, f"activation_bits is {OFF}")
+        return self
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:

@@ -9,16 +9,16 @@ rotational curriculum), the last one always. The paper's growth of p over steps 
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.partial import make_partial, make_whole
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.regimes import Batch, Plan, Regime
 
 PAPER = "arXiv:2404.16710, section 4.1"
@@ -38,6 +38,12 @@ class Params(BaseParams):
     max_probability: float = Field(0.1, ge=0, lt=1)
     exit_scale: float = Field(0.2, ge=0, le=1)
     rotation: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _trains_exits(self) -> Self:
+        if not self.exit_scale:
+            require_unsaid(self, ["rotation"], self.name, "exit_scale is 0")
+        return self
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:

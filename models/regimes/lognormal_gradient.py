@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from models.layers.numbers import lowest_exponent, minifloat
 from models.layers.products import ProductRegime, on_gradient
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.regimes import Regime
 
 PAPER = "arXiv:2006.08173, sections 4 and 5; the expected maximum by Blom, 1958"
@@ -60,6 +60,8 @@ class Params(BaseParams):
     def _fits(self) -> "Params":
         if 16 < self.num_bits != OFF:
             raise ValueError(f"num_bits must be 2 to 16, or {OFF} for no rounding; got {self.num_bits}")
+        if self.num_bits == OFF:
+            require_unsaid(self, ["exponent_bits", "scale"], self.name, f"num_bits is {OFF}")
         if self.exponent_bits is not None and self.exponent_bits > self.num_bits - 1:
             raise ValueError(f"exponent_bits must be less than num_bits, {self.num_bits}; got {self.exponent_bits}")
         return self

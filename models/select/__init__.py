@@ -9,6 +9,7 @@ is wanted next. A method's module has
   what is wanted most first;
 - `NEEDS_START`: whether something must have been chosen before it can say anything. The first round of such a method is
   random;
+- `TRAINS`: whether it asks a proxy that is trained on what was chosen so far;
 - `DRAFTS`: whether it asks what the target accepts of a draft, so that the proxy has to be another model than that.
 """
 

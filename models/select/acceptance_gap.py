@@ -15,6 +15,7 @@ from models.select import Proxy, highest
 PAPER = "none: ours, after arXiv:1906.11829 with the draft in place of the proxy"
 NEEDS_START = False
 DRAFTS = True
+TRAINS = True
 
 
 class Params(BaseParams):

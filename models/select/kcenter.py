@@ -17,6 +17,7 @@ from models.select import Proxy, draw
 PAPER = "arXiv:1708.00489 (Sener and Savarese 2018), algorithm 1"
 NEEDS_START = False
 DRAFTS = False
+TRAINS = False
 
 
 class Params(BaseParams):

@@ -15,6 +15,7 @@ from models.select import Proxy, highest
 PAPER = "arXiv:1906.11829"
 NEEDS_START = True
 DRAFTS = False
+TRAINS = True
 
 
 class Params(BaseParams):

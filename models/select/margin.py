@@ -17,6 +17,7 @@ PAPER = (
 )
 NEEDS_START = True
 DRAFTS = False
+TRAINS = True
 
 
 class Params(BaseParams):

@@ -11,6 +11,7 @@ from models.select import Proxy, draw
 PAPER = "none"
 NEEDS_START = False
 DRAFTS = False
+TRAINS = False
 
 
 class Params(BaseParams):

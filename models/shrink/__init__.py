@@ -2,8 +2,8 @@
 
 A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
 returns a new model of the given one's class whose config says its shape; `documents` are token ids to measure
-importance on and, where the method trains, to train on with the settings `training`. `KEEPS_TOKENS` says whether the
-model's tokenizer fits what comes out, which a target that is served needs; `PROMISES`, optional, names what later
+importance on and, where the method `TRAINS` (optional), to train on with the settings `training`. `KEEPS_TOKENS` says
+whether the model's tokenizer fits what comes out, which a served target needs; `PROMISES`, optional, names what later
 stages must keep and zeroing or rounding weights would lose; `require_engine(params, engine)`, optional, refuses an
 engine by name that can't run what is stored.
 
@@ -35,6 +35,11 @@ class Measured(BaseParams):
     """
 
     num_documents: int = Field(64, ge=1)
+
+    @property
+    def measures(self) -> bool:
+        """Whether documents are read at all."""
+        return True
 
 
 class Widths(BaseParams):

@@ -8,17 +8,17 @@ starts.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.layers.linears import blocks
 from models.layers.reshape import spread_layers, take_layers
 from models.learning.training import OnProgress
-from models.params import TrainingParams
+from models.params import TrainingParams, require_unsaid
 from models.shrink import Measured, choose, pieces, read, shape_of
 
 PAPER = "arXiv:2403.03853, equation 1; arXiv:1910.01108, section 3"
@@ -36,6 +36,17 @@ class Params(Measured):
     name: Literal["depth"] = "depth"
     num_layers: int = Field(ge=1)
     keep: Literal["influence", "spread"] = "influence"
+
+    @property
+    def measures(self) -> bool:
+        """See the base."""
+        return self.keep == "influence"
+
+    @model_validator(mode="after")
+    def _reads_documents(self) -> Self:
+        if not self.measures:
+            require_unsaid(self, ["num_documents"], self.name, 'keep is "spread"')
+        return self
 
 
 def shrink(

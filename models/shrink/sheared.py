@@ -33,6 +33,7 @@ from models.shrink import Shape, Widths, choose, choose_heads, norms, shape_of, 
 
 PAPER = "arXiv:2310.06694, section 2.1"
 KEEPS_TOKENS = True
+TRAINS = True
 BETA, LOW, HIGH, START = 2 / 3, -0.1, 1.1, 4.0
 _OPEN = BETA * torch.tensor(-LOW / HIGH).log().item()
 

@@ -7,11 +7,11 @@ question is on the same side of both. GSM8K's "working … #### answer" is read 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.rowfiles import read_rows
 from models.sources import Document, Message, Prompt, prompt_from_row, unique
 
@@ -37,6 +37,12 @@ class Params(BaseParams):
     separator: str = Field("####", min_length=1)
     instruction: str = "Explain step by step: "
     domain: str = ""
+
+    @model_validator(mode="after")
+    def _is_instructed(self) -> Self:
+        if self.task == "answer":
+            require_unsaid(self, ["instruction"], self.name, 'task is "answer"')
+        return self
 
 
 def prompts(params: Params) -> list[Prompt]:

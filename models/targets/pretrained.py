@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
+from pydantic import model_validator
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from models.checkpoints.loading import load_reported
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.targets import TOKENIZER_FILES
 
 PAPER = "none: whatever the directory holds"
@@ -29,6 +30,12 @@ class Params(BaseParams):
     path: str
     revision: str = "main"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    @model_validator(mode="after")
+    def _has_revisions(self) -> Self:
+        if Path(self.path).exists():
+            require_unsaid(self, ["revision"], self.name, f"{self.path} is a local directory")
+        return self
 
 
 def build(params: Params, directory: Path) -> None:

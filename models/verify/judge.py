@@ -35,6 +35,7 @@ from models.verify import Verified, check_block, common_prefix, emit, expected_o
 
 PAPER = "arXiv:2501.19309"
 FILE = "judge.safetensors"
+FITS = ("marks", "bad_weight")
 LOSSLESS = False
 SAMPLES = False
 READS_STATES = True

@@ -141,6 +141,8 @@ def draw(samples: Sequence[Sample], size: int, seed: int, length: int, shortest:
 
 def _domain(run: Run, domain: str, data: str | None, most: int, num_prompts: int) -> tuple[str, Traffic]:
     """Return what the refreshes learn: a name and where its prompts come from."""
+    if data is not None and domain:
+        raise ValueError(f'--data {data} is learnt in place of a domain of the recipe; got --domain "{domain}" too')
     if data is not None:
         return file_traffic(data, most, 2 * num_prompts)
     name = domain or (run.recipe.demo.new_domain if run.recipe.demo else run.recipe.first_domains[0])

@@ -57,7 +57,7 @@ def measure(run: Run, num_refreshes: int, num_requests: int, num_prompts: int, d
     traffic = {**run.recipe.traffic, **further}
     first = run.served().champion
     log = run.logged()
-    held_out, requests = _prompts(run, traffic, log, num_refreshes * num_requests, num_prompts)
+    held_out, requests = _prompts(run, traffic, num_refreshes * num_requests, num_prompts)
     steps = range(1, num_refreshes + 1)
     if not all(run.cells.has(f"tau-{step}") for step in (0, *steps)):
         settings = run.settings.model_copy(update={"api_keys": KEYS})
@@ -102,7 +102,7 @@ def mixed(parts: Mapping[str, Sequence[Prompt]]) -> list[tuple[str, Prompt]]:
 
 
 def _prompts(
-    run: Run, traffic: Mapping[str, Traffic], log: QueryLog, num_requests: int, num_prompts: int
+    run: Run, traffic: Mapping[str, Traffic], num_requests: int, num_prompts: int
 ) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
     """Return held-out prompts, and for each domain requests that the recipe's demonstration did not ask."""
     held_out, requests, seed = [], {}, run.recipe.seed

@@ -220,6 +220,7 @@ def test_a_row_is_measured_at_the_learning_rate_that_its_sweep_finds_once_for_al
             ["--margin", "loss"],
             """--margin: wanted a column's name and a number above 0, such as "kl 0.05"; got "loss\"""",
         ),
+        (["--max-seeds", "4"], "--max-seeds 4 is for rows under a --margin, and none is given; see --seeds"),
         (["--fit", "110 MiB"], '--fit chooses a target to serve, of "redraft compare all"; unigrams measures none'),
     ],
 )

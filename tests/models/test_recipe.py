@@ -50,6 +50,7 @@ def test_teachers_are_tables_of_targets_that_a_refresh_has_too_unless_it_says_so
     ],
 )
 def test_teachers_that_a_draft_can_not_learn_from_are_refused(tables, draft, changes, message):
+    del tables["serve"], tables["demo"]
     tables["engine"], tables["draft"] = {"name": "torch"}, {"name": draft}
     tables["distill"] = {"teachers": [{"model": {"name": "random"}}], **changes}
     with pytest.raises(ValueError, match=message):
@@ -82,7 +83,9 @@ def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tab
     tables["draft"] = {"name": "jacobi"}
     with pytest.raises(ValueError, match=r'engine "vllm" can\'t draft with family jacobi; engine "torch" can'):
         parse_recipe({"name": "r", **tables}, "r")
-    tables["engine"] = {"name": "torch"}
+    for name in ("serve", "demo", "distill", "refresh"):
+        del tables[name]
+    tables |= {"engine": {"name": "torch"}, "distill": {}}
     assert parse_recipe({"name": "r", **tables}, "r").draft.name == "jacobi"
 
 
@@ -138,6 +141,7 @@ def test_a_slip_in_a_method_of_the_reference_engine_is_named(tables, key, name, 
 
 
 def test_the_reference_engines_methods_survive_json(tables):
+    del tables["serve"], tables["demo"]
     tables["engine"] = {"name": "torch", "verify": {"name": "rejection"}}
     recipe = parse_recipe({"name": "r", **tables}, "r")
     assert recipe.engine.rules.sampling.name == "rejection"

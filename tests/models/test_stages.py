@@ -126,6 +126,7 @@ def test_factors_are_refused_where_the_engine_multiplies_by_matrices_alone(full)
     ):
         parse_recipe(full, "r")
     full["engine"] = {"name": "torch", "num_draft_tokens": 2}
+    del full["serve"]
     assert parse_recipe(full, "r").shrink.method.keep == "factors"
 
 

@@ -17,7 +17,7 @@ from infra.versions import Pair, Version
 from infra.windows import Window
 from models.answers import on_policy
 from models.drafting.draft_families import family_named, open_draft
-from models.drafts import Draft, rest, self_skip
+from models.drafts import Draft, ngram, rest, self_skip
 from models.evaluation import scoring
 from models.evaluation.gate import Evidence
 from models.evaluation.paired import Score
@@ -58,7 +58,10 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
     """Of a target whose middle layers add nothing, all that they are is skipped."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    for name in ("serve", "demo", "distill", "refresh"):
+        del tables[name]
     tables["engine"], tables["draft"] = {"name": "torch"}, {"name": "self_skip", "num_trials": 30}
+    tables["distill"] = {}
     recipe = parse_recipe({"name": "r", **tables}, "r")
     with staged(tmp_path / "target") as directory:
         make_hollow(directory, 4, {1, 2}, {1, 2})
@@ -77,7 +80,9 @@ def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_re
 ) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    tables["engine"], tables["draft"] = {"name": "torch"}, {"name": "lm", "num_layers": 1}
+    del tables["serve"], tables["demo"]
+    tables["engine"] = {"name": "torch", "lengths": {"name": "specdec_pp"}}
+    tables["draft"] = {"name": "lm", "num_layers": 1}
     tables["distill"]["lengths"] = {"name": "specdec_pp", "num_layers": 1}
     recipe = parse_recipe({"name": "r", **tables}, "r")
     with staged(tmp_path / "target") as directory:
@@ -95,9 +100,8 @@ def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_re
     once = train_challenger.fn(recipe, pair, start, samples, WINDOW)
     heads = [one.path / fitted.FOLDER / specdec_pp.FILE for one in (first, once.draft)]
     assert heads[0].read_bytes() != heads[1].read_bytes()
-    tables["draft"] = {"name": "ngram"}
     with pytest.raises(ValueError, match="a draft of family ngram is not trained, so no head can be fit behind it"):
-        distill_draft.fn(parse_recipe({"name": "r", **tables}, "r"), target, samples)
+        distill_draft.fn(recipe.model_copy(update={"draft": ngram.Params()}), target, samples)
 
 
 def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_was_killed(
@@ -167,6 +171,7 @@ def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_i
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     own = {"vocab_size": 128} if "vocab_size" in family_named(name).Params.model_fields else {}
+    del tables["serve"], tables["demo"]
     tables["engine"], tables["draft"] = {"name": "torch"}, {"name": name, **own}
     recipe = parse_recipe({"name": "r", **tables}, "r")
     with staged(tmp_path / "target") as directory:
@@ -198,6 +203,7 @@ def test_a_build_and_a_refresh_stop_when_answers_kept_from_them_say_so_and_tell_
     """A refresh keeps answers of its own window only, of clusters that have no older answer."""
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    del tables["serve"], tables["demo"]
     tables["engine"] = {"name": "torch"}
     tables["distill"] = {"num_epochs": 40, "batch_tokens": 64, "validation": 0.25, "patience": 1}
     tables["refresh"]["distill"] = {}

@@ -21,17 +21,17 @@ whose image tokens are in its vocabulary.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from transformers import AutoConfig
 
 from models.checkpoints.checkpoint import read_tensor
 from models.drafting.borrowing import Format
 from models.drafts.dream.draft import Dream
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 
 PAPER = "arXiv:2505.19201; github.com/SAI-Lab-NYU/DREAM"
 FAMILY = "dream"
@@ -61,6 +61,12 @@ class Params(BaseParams):
     middle_weight: float = Field(5.0, ge=0)
     image_tokens: tuple[int, int] | None = None
     image_share: float = Field(0.5, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _reads_images(self) -> Self:
+        if self.image_tokens is None:
+            require_unsaid(self, ["image_share"], self.name, "there are no image_tokens")
+        return self
 
 
 _format = Format(FAMILY, ARCHITECTURES, Dream)

@@ -6,17 +6,17 @@ every second layer are skipped. The first and the last layer always run, as in S
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from models.drafting.self_draft import SelfDraft, SelfFormat, TreeDrafter, require_part
 from models.drafting.subset_search import Subset
 from models.drafts.self_skip.offline import find
 from models.drafts.self_skip.on_the_fly import Tuning, TuningDrafter
 from models.layers.decoder import Decoder, Sublayers
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
 
 PAPER = "arXiv:2309.08168; on the fly: arXiv:2410.06916"
@@ -51,6 +51,13 @@ class Params(BaseParams):
     bayes_every: int = Field(25, ge=1)
     enough: float = Field(0.95, gt=0, le=1)
     patience: int = Field(300, ge=1)
+
+    @model_validator(mode="after")
+    def _searches(self) -> Self:
+        if not self.on_the_fly:
+            keys = ("skip_share", "window", "bayes_every", "enough", "patience")
+            require_unsaid(self, keys, self.name, "on_the_fly is false")
+        return self
 
 
 class SelfSkip(SelfDraft):

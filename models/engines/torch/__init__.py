@@ -16,11 +16,12 @@ from types import ModuleType
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from models import catalog
 from models.checkpoints.loading import stop_ids
-from models.drafting.draft_families import family_of, open_draft, open_for
+from models.drafting.draft_families import class_of, family_named, family_of, open_draft, open_for
+from models.drafting.self_draft import TargetRunner
 from models.drafts import Draft
 from models.engines import Completion, EngineParams, LookUp, Sampling
 from models.engines.torch.joined import Joined
@@ -29,7 +30,7 @@ from models.engines.torch.request import Request, Took
 from models.layers.decoder import Decoder
 from models.learning import fitted
 from models.lengths import fixed
-from models.params import BaseParams
+from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
 from models.targets import describe
 from models.throughput.cost import Cost, Time
@@ -138,28 +139,13 @@ class TorchEngine:
                 f"{type(draft).__name__} reads what layer {max(draft.taps)} of the target puts out, which has "
                 f"{target.num_layers} layers"
             )
-        if draft is not None and self.trees[0].BRANCHES and not draft.expands:
-            raise ValueError(f"{type(draft).__name__} can't go on from any node of a tree; wanted trees = chain for it")
-        if draft is not None and params.nested_confidence is not None and not draft.nested:
-            raise ValueError(
-                f"{type(draft).__name__} has no other drafts nested in it, which nested_confidence chooses between; "
-                "leave it out"
-            )
+        if draft is not None:
+            _require(type(draft), bool(draft.nested), params)
         self._answers = Overlapped if hasattr(self.lengths[0], "OVERLAPS") else Request
-        if draft is not None and self._answers is Overlapped and not draft.expands:
-            raise ValueError(
-                f"{type(draft).__name__} can't go on from tokens that are not certain; length policy "
-                f"{params.lengths.name} wants a draft that can"
-            )
         self.joined: Joined | None = None
         if params.lookup.num_tokens:
             if draft is None:
                 raise ValueError("look-up is joined to a draft; got none (families suffix and ngram look up alone)")
-            if draft.num_vectors(params.num_draft_tokens):
-                raise ValueError(
-                    f"{type(draft).__name__} has the target read vectors of its own beside what it proposes; look-up "
-                    "can't be joined to it"
-                )
             self.joined = Joined(params.lookup, self.lengths, params.num_draft_tokens)
         self.cost = Cost()
         self.stops = stop_ids(target_dir)
@@ -313,13 +299,40 @@ def child_environment(params: Params) -> dict[str, str]:
     return {}
 
 
-def require_draft(draft: BaseParams, num_draft_tokens: int) -> None:
-    """Return: it drafts with every family."""
+def require_draft(draft: BaseParams, params: Params) -> None:
+    """Raise ValueError if drafts of a family can't be drafted with as is set, or if a key would be unread."""
+    for family, method in (("lengths", params.lengths), ("verify", params.verify), ("verify", params.verify_greedy)):
+        module = catalog.load(family, method.name)
+        require_unsaid(method, getattr(module, "FITS", ()), method.name, "only fitting reads it; set it in [distill]")
+        if not params.lookup.num_tokens:
+            require_unsaid(method, getattr(module, "PLANS", ()), method.name, "steps without look-up go unplanned")
+    _require(class_of(family_named(draft.name)), bool(getattr(draft, "nested", ())), params)
 
 
-def require_tool_parser(name: str) -> None:
+def require_serving(serve: BaseModel, draft: BaseParams) -> None:
     """Raise ValueError: this engine is behind no endpoint."""
-    raise ValueError(f'engine "torch" has no endpoint that could take tools, so no tool_parser; got "{name}"')
+    raise ValueError('engine "torch" has no endpoint: leave out [serve] and [demo], or set [engine] name = "vllm"')
+
+
+def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
+    name, lengths = draft.__name__, catalog.load("lengths", params.lengths.name)
+    if catalog.load("trees", params.trees.name).BRANCHES and not draft.expands:
+        raise ValueError(f"{name} can't go on from any node of a tree; wanted trees = chain for it")
+    if params.nested_confidence is not None and not has_nested:
+        raise ValueError(
+            f"{name} has no other drafts nested in it, which nested_confidence chooses between; leave it out"
+        )
+    if hasattr(lengths, "OVERLAPS") and (not draft.expands or issubclass(draft, TargetRunner)):
+        raise ValueError(
+            f"length policy {params.lengths.name} drafts while the target reads; {name} "
+            + ("can't go on from tokens that are not certain" if not draft.expands else "runs layers of the target")
+        )
+    if hasattr(lengths, "go_on") and not draft.asks:
+        raise ValueError(f"{name} drafts in one go; length policy {params.lengths.name} would never be asked")
+    if params.lookup.num_tokens and draft.num_vectors is not Draft.num_vectors:
+        raise ValueError(
+            f"{name} has the target read vectors of its own beside what it proposes; look-up can't be joined to it"
+        )
 
 
 def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.drafting.drafters import Expander, SelfDrafter
+from models.drafting.drafters import Expander
 from models.drafting.proposal import Proposal
 from models.engines import Sampling
 from models.engines.torch.request import Request, Took
@@ -21,21 +21,12 @@ if TYPE_CHECKING:
 
 
 class Overlapped(Request):
-    """See `models.engines.torch.request.Request`.
-
-    Raises:
-        ValueError: the draft runs layers of the target, in the target's own cache.
-    """
+    """See `models.engines.torch.request.Request`."""
 
     CHUNKS = 2  # one waits while the other is drafted
 
     def __init__(self, engine: "TorchEngine", prompt_ids: list[int], sampling: Sampling, request_id: str) -> None:
         super().__init__(engine, prompt_ids, sampling, request_id)
-        if isinstance(self._drafter, SelfDrafter):
-            raise ValueError(
-                f"{type(engine.loaded).__name__} runs layers of the target itself; a policy that drafts while the "
-                "target reads wants a draft of its own layers"
-            )
         self._waiting: list[tuple[int, Tensor | None]] = []  # drafted tokens that were not verified, and their q
         self._thread = ThreadPoolExecutor(max_workers=1)
 

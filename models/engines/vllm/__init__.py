@@ -15,9 +15,10 @@ from models import catalog
 from models.engines import Engine, EngineParams, LookUp
 from models.engines.vllm.installed import engine_arguments, tool_parsers
 from models.lengths import goodput
-from models.params import BaseParams, did_you_mean
+from models.params import BaseParams, did_you_mean, require_unsaid
 
 if TYPE_CHECKING:
+    from models.serving import Serving
     from models.verify import Rules
 
 PAPER = "arXiv:2309.06180"
@@ -126,14 +127,25 @@ def child_environment(params: Params | None = None, num_threads: int | None = No
     }
 
 
-def require_draft(draft: BaseParams, num_draft_tokens: int) -> None:
-    """Raise ValueError if vLLM can't draft with a family, or not with drafts that are made so."""
+def require_draft(draft: BaseParams, params: Params) -> None:
+    """Raise ValueError if vLLM can't draft with a family, or not with drafts that are made so, or in other ways."""
     family = catalog.load("drafts", draft.name)
     if not family.SERVED:
         why = f": {family.UNSERVED}" if hasattr(family, "UNSERVED") else ""
         raise ValueError(f'engine "vllm" can\'t draft with family {draft.name}; engine "torch" can{why}')
     if hasattr(family, "require_served"):
-        family.require_served(draft, num_draft_tokens)
+        family.require_served(draft, params.num_draft_tokens)
+    if getattr(family, "FIXED_K", False):
+        why = f"vLLM drafts the same number of tokens in each step with family {draft.name}, and looks nothing up"
+        require_unsaid(params, ("lookup", "lengths", "draft_sample_method"), "[engine]", why)
+
+
+def require_serving(serve: "Serving", draft: BaseParams) -> None:
+    """Raise ValueError if the endpoint has no such tool parser, or no hidden states can be captured."""
+    if serve.tool_parser:
+        require_tool_parser(serve.tool_parser)
+    if serve.capture.is_on and not hasattr(draft, "aux_layers"):
+        raise ValueError(f"[serve] capture: a draft of family {draft.name} reads no layers of the target to be kept")
 
 
 def require_tool_parser(name: str) -> None:

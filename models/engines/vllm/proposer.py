@@ -168,7 +168,7 @@ class Proposer(SpecDecodeBaseProposer):
 
 
 def install(runner: Any, library: Library) -> None:
-    """Put the subclass in place of a runner's proposer, which is of `speculation.METHODS`.
+    """Put the subclass in place of a runner's proposer, which is of the one base class of most of vLLM's.
 
     Raises:
         ValueError: vLLM's proposer has another layout than the one this was written for.

@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 
 import vllm
 
-from models.drafting.draft_families import family_of
+from models.drafting.draft_families import family_of, name_of
 from models.engines.vllm import Params
 from models.engines.vllm.planning import Setup, measured_for
-
-# The methods, by vLLM's names, whose proposers are of its one base class (see models/engines/vllm/proposer.py).
-METHODS = ("eagle", "eagle3", "draft_model", "dflash")
 
 
 class Speculation(NamedTuple):
@@ -72,7 +69,7 @@ class Speculation(NamedTuple):
         """Return why each step drafts the same number of tokens; "" where steps are planned or nothing is drafted."""
         if self.draft is None or self.params.num_draft_tokens == 0:
             return ""
-        own = family_of(self.draft).vllm_config(self.draft)
-        if own["method"] not in METHODS:
-            return f"a draft of this kind ({own['method']}) drafts the same number of tokens in each step"
+        family = family_of(self.draft)
+        if getattr(family, "FIXED_K", False):
+            return f"a draft of this kind ({name_of(family)}) drafts the same number of tokens in each step"
         return self.unplanned

@@ -28,8 +28,9 @@ def source(request: pytest.FixtureRequest) -> ModuleType:
 def recipe(draft: str, **distill: object) -> Recipe:
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     refresh = distill.pop("refresh", {})
+    del tables["serve"], tables["demo"]
     tables["engine"], tables["draft"] = {"name": "torch"}, {"name": draft}
-    tables["distill"] |= distill
+    tables["distill"] = distill
     tables["traffic"]["rationale"] = tables["traffic"]["chat"]
     return parse_recipe({"name": "r", **tables, "refresh": {**tables["refresh"], "distill": refresh}}, "r")
 

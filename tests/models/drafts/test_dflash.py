@@ -124,10 +124,10 @@ def test_a_directory_is_in_the_layout_of_vllms_dflash(tiny_target: Path, tmp_pat
 
 
 def test_vllm_serves_whole_blocks(tiny_target: Path, tmp_path: Path) -> None:
-    require = catalog.load("engines", "vllm").require_draft
-    require(dflash.Params(), 7)
+    vllm = catalog.load("engines", "vllm")
+    vllm.require_draft(dflash.Params(), vllm.Params(num_draft_tokens=7))
     with pytest.raises(ValueError, match=r"got blocks of 8 for 3 tokens: set block_size = 4 in \[draft\]"):
-        require(dflash.Params(), 3)
+        vllm.require_draft(dflash.Params(), vllm.Params(num_draft_tokens=3))
     save_tiny(dflash, tiny_target, tmp_path)
     assert dflash.vllm_config(tmp_path)["num_speculative_tokens"] == 7
 

@@ -192,13 +192,14 @@ def served(family: Family, tiny_target: Path, tmp_path_factory: pytest.TempPathF
 
 
 def test_a_family_that_vllm_does_not_serve_says_so_in_its_place(family: Family, saved: Path, served: Path) -> None:
-    require = catalog.load("engines", "vllm").require_draft
+    vllm = catalog.load("engines", "vllm")
+    require, engine = vllm.require_draft, vllm.Params(num_draft_tokens=K)
     if family.SERVED:
-        require(params_of(family, served=True), K)
+        require(params_of(family, served=True), engine)
         assert family.vllm_config(served)["method"]
     else:
         with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
-            require(params_of(family), K)
+            require(params_of(family), engine)
         with pytest.raises(ValueError, match=f'can\'t draft with family {name_of(family)}; engine "torch" can'):
             family.vllm_config(saved)
 
@@ -208,9 +209,10 @@ def test_a_draft_that_vllm_can_not_compute_is_refused_by_its_params_and_by_its_d
 ) -> None:
     if not hasattr(family, "require_served"):
         return
+    vllm, torch_engine = catalog.load("engines", "vllm"), catalog.load("engines", "torch")
     with pytest.raises(ValueError, match=r"set .* in \[draft\]"):
-        catalog.load("engines", "vllm").require_draft(params_of(family), K)
-    catalog.load("engines", "torch").require_draft(params_of(family), K)
+        vllm.require_draft(params_of(family, refused=True), vllm.Params(num_draft_tokens=K))
+    torch_engine.require_draft(params_of(family, refused=True), torch_engine.Params(num_draft_tokens=K))
 
 
 def test_a_drafter_goes_on_with_other_weights(family: Family, saved: Path, tiny_target: Path) -> None:

@@ -16,6 +16,7 @@ from models.targets import describe, random
 pytestmark = pytest.mark.slow
 
 TINY = {"num_layers": 1}
+REFUSED = {"num_layers": 3, "nested": (1, 2)}
 
 
 @pytest.fixture(scope="module")

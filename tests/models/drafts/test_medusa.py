@@ -68,12 +68,19 @@ def test_a_target_of_another_layout_is_refused(tmp_path: Path) -> None:
 def test_vllm_serves_as_many_heads_as_tokens_are_drafted_of_the_whole_vocabulary(
     tiny_target: Path, tmp_path: Path
 ) -> None:
-    require = catalog.load("engines", "vllm").require_draft
+    vllm = catalog.load("engines", "vllm")
+
+    def require(params: medusa.Params, k: int, **ways: object) -> None:
+        vllm.require_draft(params, vllm.Params(num_draft_tokens=k, **ways))
+
     require(medusa.Params(vocab_size=0), 4)
     with pytest.raises(ValueError, match=r"got 4 heads for 3 tokens: set num_heads = 3 in \[draft\]"):
         require(medusa.Params(vocab_size=0), 3)
     with pytest.raises(ValueError, match=r"say every token of the target's vocabulary, this one 4096: set vocab_size"):
         require(medusa.Params(), 4)
+    for ways in ({"lookup": {"num_tokens": 4}}, {"lengths": {"name": "fixed"}}, {"draft_sample_method": "greedy"}):
+        with pytest.raises(ValueError, match=f'key "{next(iter(ways))}" would do nothing, since vLLM drafts the same'):
+            require(medusa.Params(vocab_size=0), 4, **ways)
     whole, part = tmp_path / "whole", tmp_path / "part"
     for directory, served in ((whole, True), (part, False)):
         directory.mkdir()

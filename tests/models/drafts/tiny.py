@@ -15,14 +15,16 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def params_of(family: Family, served: bool = False) -> BaseParams:
+def params_of(family: Family, served: bool = False, refused: bool = False) -> BaseParams:
     """Return what `TINY` of the family's test file says, if it has one.
 
-    Where it is to be `served`, by three tokens a step, what `SERVED` says there goes before.
+    Where it is to be `served`, by three tokens a step, what `SERVED` says there goes before; where vLLM is to refuse it
+    what `REFUSED` says, if it has that.
     """
     [file] = HERE.rglob(f"test_{name_of(family)}.py")
     module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     shape = getattr(module, "TINY", {}) | (getattr(module, "SERVED", {}) if served else {})
+    shape |= getattr(module, "REFUSED", {}) if refused else {}
     return family.Params(name=name_of(family), **shape)
 
 

@@ -47,7 +47,7 @@ def marks(tmp_path: Path) -> Path:
 @pytest.fixture
 def directory(tiny_target: Path, draft: Draft, samples: list[Sample], marks: Path, tmp_path: Path) -> Path:
     """A draft's, with both heads."""
-    params = distill.Params(lengths=specdec_pp.Params(threshold=0.4), verify=judge.Params(marks=marks))
+    params = distill.Params(lengths=specdec_pp.Params(), verify=judge.Params(marks=marks))
     (tmp_path / "draft").mkdir()
     family_named("lm").save(draft, tmp_path / "draft")
     fitted.fit(params.heads, draft, tiny_target, samples[:4], 3, tmp_path / "draft", tmp_path / "work", 0)
@@ -108,6 +108,7 @@ def test_what_the_head_of_judge_learns_is_what_was_marked(directory: Path, tiny_
     [
         ({"lengths": {"name": "goodput"}}, "lengths goodput has no head that could be fit"),
         ({"verify": {"name": "greedy"}}, "verify greedy has no head that could be fit"),
+        ({"lengths": {"name": "specdec_pp", "threshold": 0.4}}, 'key "threshold" would do nothing, since fitting'),
         ({"verify": {"name": "judge"}}, "verify judge is fit to marked texts; name their file as marks"),
     ],
 )
