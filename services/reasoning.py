@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from models import catalog
+from models.chats import ChatEncoder
 from models.checkpoints.loading import stop_ids
 from models.engines import Engine, EngineParams, Sampling
 from models.engines.vllm.tap import EngineEnded
@@ -23,7 +24,6 @@ from models.params import BaseParams, Frozen, did_you_mean
 from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings
 from models.targets import describe
-from models.tokens import encode_chat
 from services.access import Refusal
 from services.handlers import UNAVAILABLE
 from services.stream import DATA, DONE
@@ -153,7 +153,8 @@ class Reasoning:
         if asked.model != self._served_name:
             raise Refusal(404, f"there is no such model; there is: {self._served_name}", "model", "model_not_found")
         try:
-            prompt_ids = encode_chat(self._tokenizer, [message.model_dump() for message in asked.messages])
+            turns = [message.model_dump() for message in asked.messages]
+            prompt_ids = await asyncio.to_thread(ChatEncoder.of(self._tokenizer).encode, turns)
         except ValueError as error:
             raise Refusal(400, str(error)[:1000], "messages") from error
         room = self._max_model_len - len(prompt_ids)

@@ -26,9 +26,9 @@ from infra import scrub
 from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
+from models.chats import ChatEncoder
 from models.evaluation.acceptance import Tally
 from models.params import Frozen
-from models.tokens import rewrite
 from services.questions import Origin
 
 if TYPE_CHECKING:
@@ -284,8 +284,9 @@ class Recorder:
         )
         if origin.consent != "full":
             return redact(row, origin.consent)
-        prompt_ids, prompt = rewrite(self._tokenizer, completion.prompt_ids, scrub.scrub)
-        completion_ids, text = rewrite(self._tokenizer, completion.token_ids, scrub.scrub)
+        encoder = ChatEncoder.of(self._tokenizer)
+        prompt_ids, prompt = encoder.rewrite(completion.prompt_ids, scrub.scrub)
+        completion_ids, text = encoder.rewrite(completion.token_ids, scrub.scrub)
         same = prompt_ids == list(completion.prompt_ids) and completion_ids == list(completion.token_ids)
         steps: dict[str, Any] = (
             {"drafted_ids": [list(step) for step in completion.drafted_ids]}

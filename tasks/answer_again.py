@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from prefect import task
@@ -25,13 +24,13 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair
 from infra.windows import Window
+from models.chats import ChatEncoder
 from models.checkpoints.loading import load_model, stop_ids
 from models.learning import answering
 from models.learning.answering import Ask
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Again, Recipe
-from models.tokens import rewrite
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import progress, run_logger
@@ -123,7 +122,8 @@ def _ask(recipe: Recipe, again: Again, target_dir: Path, chosen: Sequence[Sample
     counts: Counter[str] = Counter()
     if left:
         model = load_model(target_dir, fast_dtype(device), device)
-        tokenizer, stops = AutoTokenizer.from_pretrained(target_dir), stop_ids(target_dir)
+        encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
+        stops = stop_ids(target_dir)
     with progress("answer logged prompts again") as show:
         for number, batch in left:
             if time.monotonic() >= until_s:
@@ -133,7 +133,7 @@ def _ask(recipe: Recipe, again: Again, target_dir: Path, chosen: Sequence[Sample
             asks = [_asked(one, again, recipe.engine.max_model_len) for one in batch]
             said = answering.go_on(model, asks, stops, rng, lambda: time.monotonic() >= until_s)
             made = [_answer(one, more, again) for one, more in zip(batch, said, strict=True)]
-            kept = [one for one in made if _may_be_kept(one, tokenizer, counts)]
+            kept = [one for one in made if _may_be_kept(one, encoder, counts)]
             append_samples(file, kept)
             written |= {one.id: one for one in kept}
             counts["tokens"] += sum(map(len, said))
@@ -171,11 +171,11 @@ def _name(sample: Sample, again: Again) -> str:
     return sample.id if again.temperature is None else f"{sample.id}{AGAIN}"
 
 
-def _may_be_kept(answer: Sample, tokenizer: Any, counts: Counter[str]) -> bool:
+def _may_be_kept(answer: Sample, encoder: ChatEncoder, counts: Counter[str]) -> bool:
     """Return whether an answer may be learnt: long enough, and nothing in it that a logged one would not hold."""
     if len(answer.completion_ids) < MIN_COMPLETION:
         counts["too short"] += 1
-    elif rewrite(tokenizer, answer.completion_ids, scrub.scrub)[0] != answer.completion_ids:
+    elif encoder.rewrite(answer.completion_ids, scrub.scrub)[0] != answer.completion_ids:
         counts["not kept by the scrubber"] += 1
     else:
         return True

@@ -17,13 +17,13 @@ from infra.artifacts import Artifact, open_artifact
 from infra.doctor import openmp_preload
 from infra.settings import load_settings
 from models import catalog
+from models.chats import ChatEncoder
 from models.engines import Completion, Engine, Sampling
 from models.evaluation.golden import Golden, near_tie_threshold, save_golden
 from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.recipe import Generate, Recipe
 from models.sources import Prompt
-from models.tokens import encode_chat
 from tasks.select_data import read_prompts
 from tasks.stages import produce
 from tasks.stages.reporting import progress
@@ -180,4 +180,4 @@ def _across_domains(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    return encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+    return ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])

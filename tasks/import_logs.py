@@ -31,11 +31,11 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
+from models.chats import ChatEncoder
 from models.params import Frozen
 from models.rowfiles import count_rows, read_rows
 from models.sources import parse_chat
 from models.targets import describe
-from models.tokens import encode_chat, rewrite
 from tasks.stages.reporting import progress
 from tasks.stages.task import task
 
@@ -100,6 +100,7 @@ class _Reader:
         directory = registry.download(target, load_settings().cache)
         self._target_version, self._vocab_size = target.number, describe(directory).vocab_size
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self._encoder = ChatEncoder.of(self._tokenizer)
 
     def rows(self, files: Sequence[Path]) -> Iterator[QueryRow]:
         """Yield what can be logged.
@@ -130,8 +131,8 @@ class _Reader:
 
     def _row(self, values: Mapping[str, Any]) -> QueryRow:
         prompt_ids, completion_ids = self._token_ids(values)
-        prompt_ids, prompt = rewrite(self._tokenizer, prompt_ids, scrub.scrub)
-        completion_ids, completion = rewrite(self._tokenizer, completion_ids, scrub.scrub)
+        prompt_ids, prompt = self._encoder.rewrite(prompt_ids, scrub.scrub)
+        completion_ids, completion = self._encoder.rewrite(completion_ids, scrub.scrub)
         if (length := len(prompt_ids) + len(completion_ids)) > self._max_len:
             raise Unusable("too long", f"wanted at most {self._max_len} tokens, the engine's context; got {length}")
         content = canonical_json([self._target_version, prompt_ids, completion_ids])
@@ -197,12 +198,12 @@ class _Reader:
             messages = parse_chat(value, name)
             if len(messages) < 2 or messages[-1].role != "assistant":
                 raise Unusable("without an answer", f"{name}: wanted a question, and last the assistant's answer")
-            prompt_ids = encode_chat(self._tokenizer, [message.model_dump() for message in messages[:-1]])
+            prompt_ids = self._encoder.encode([message.model_dump() for message in messages[:-1]])
         except Unusable:
             raise
         except ValueError as error:
             raise Unusable("with wrong fields", str(error)) from error
-        answer = self._tokenizer.encode(messages[-1].content, add_special_tokens=False, split_special_tokens=True)
+        answer = self._encoder.encode_answer(messages[-1].content)
         end = self._tokenizer.eos_token_id
         return prompt_ids, answer if end is None else [*answer, end]
 

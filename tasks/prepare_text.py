@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact
 from models import catalog
+from models.chats import ChatEncoder
 from models.sources import Document, draw_parts
 from models.stages import Text
-from models.tokens import encode_document
 from tasks.stages import local_content, produce
 
 Part = Literal["train", "held_out"]
@@ -66,12 +66,12 @@ def read_documents(directory: Path, part: Part) -> list[Document]:
 
 def tokenise(documents: Sequence[Document], target_dir: Path) -> dict[str, list[list[int]]]:
     """Return domain to the token ids of its documents, as a target's tokenizer and chat template write them."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
     found: dict[str, list[list[int]]] = {}
     for document in documents:
         content = document.content
         chat = content if isinstance(content, str) else [message.model_dump() for message in content]
-        found.setdefault(document.domain, []).append(encode_document(tokenizer, chat))
+        found.setdefault(document.domain, []).append(encoder.encode_document(chat))
     return found
 
 

@@ -20,11 +20,11 @@ from transformers import AutoTokenizer
 
 from infra.machine import describe_machine
 from infra.views.results import Grid, Report, interval
+from models.chats import ChatEncoder
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
 from models.layers.decoder import Cache
 from models.params import BaseParams
-from models.tokens import encode_chat
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
 from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.fit import toml
@@ -119,8 +119,8 @@ def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_to
     else:
         questions = [one for of_task in read_questions(Path(data), per_domain).values() for one in of_task]
         chats = [question.messages[: next(question.turns())] for question in questions]
-    tokenizer = AutoTokenizer.from_pretrained(target.directory)
-    asked = [encode_chat(tokenizer, [message.model_dump() for message in chat]) for chat in chats]
+    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target.directory))
+    asked = [encoder.encode([message.model_dump() for message in chat]) for chat in chats]
     limit = target.shared["max_model_len"] - max_tokens
     fitting = [prompt for prompt in asked if len(prompt) <= limit]
     if not fitting:

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from models import catalog
+from models.chats import ChatEncoder
 from models.engines import Sampling
 from models.params import BaseParams
 from models.precision import fast_dtype
 from models.sources import Prompt
-from models.tokens import encode_chat
 
 UNDRAFTED = "reference engine without a draft"
 
@@ -86,8 +86,8 @@ def open_peers(
 
 def encoder(target_dir: Path) -> Callable[[Prompt], list[int]]:
     """Return what makes a prompt's token ids, as the endpoint does."""
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
-    return lambda prompt: encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+    encode = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir)).encode
+    return lambda prompt: encode([message.model_dump() for message in prompt.messages])
 
 
 class _Arrivals(BaseStreamer):

@@ -26,10 +26,10 @@ from transformers import AutoTokenizer
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval
 from models import catalog
+from models.chats import ChatEncoder
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
 from models.evaluation.acceptance import Trace, summarise
-from models.tokens import encode_chat
 from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
 from tasks.measure.families import every_family, make_drafts
@@ -138,6 +138,7 @@ def _answer(
 ) -> list[Row]:
     """Return a row for each turn and side; a turn that does not fit the context has none, nor those after it."""
     tokenizer = AutoTokenizer.from_pretrained(target.directory)
+    encoder = ChatEncoder.of(tokenizer)
     plain, engines = target.engine(None), {name: target.engine(way) for name, way in ways.items()}
     limit = target.shared["max_model_len"] - max_tokens
     rows: list[Row] = []
@@ -145,7 +146,7 @@ def _answer(
     for question in questions:
         answered: dict[int, str] = {}
         for turn, place in enumerate(question.turns()):
-            prompt_ids = encode_chat(tokenizer, chat_before(question, place, answered))
+            prompt_ids = encoder.encode(chat_before(question, place, answered))
             fits = len(prompt_ids) <= limit
             about = {"prompt_id": f"{question.id}-{turn}", "domain": question.domain, "fits": fits}
             if not fits:

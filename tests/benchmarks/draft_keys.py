@@ -20,11 +20,11 @@ import numpy as np
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
+from models.chats import ChatEncoder
 from models.engines import vllm as served
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.sources import chitchat
-from models.tokens import encode_chat
 
 SYSTEM_TOKENS = 400
 SYSTEM = """You are the assistant of a small software company. You help the people who work there and the customers who
@@ -63,7 +63,9 @@ def prompts(target: Path, count: int) -> list[list[int]]:
     system = tokenizer.decode(tokenizer.encode(SYSTEM.replace("\n", " "))[:SYSTEM_TOKENS])
     questions = chitchat.prompts(chitchat.Params())[-count:]
     return [
-        encode_chat(tokenizer, [{"role": "system", "content": system}, *(m.model_dump() for m in prompt.messages)])
+        ChatEncoder.of(tokenizer).encode(
+            [{"role": "system", "content": system}, *(m.model_dump() for m in prompt.messages)]
+        )
         for prompt in questions
     ]
 

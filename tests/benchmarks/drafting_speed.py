@@ -23,12 +23,12 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra.doctor import openmp_preload
+from models.chats import ChatEncoder
 from models.engines import Completion, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.evaluation.golden import Golden, equal_output, load_golden
 from models.recipe import load_recipe
-from models.tokens import encode_chat
 from tasks.measure.latency import Decoded, compare_blocks
 from tasks.select_data import choose_prompts
 
@@ -42,7 +42,7 @@ def held_out(target: Path, count: int) -> dict[str, list[list[int]]]:
     tokenizer, recipe = AutoTokenizer.from_pretrained(target), load_recipe("smollm2-cpu")
     return {
         domain: [
-            encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+            ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
             for prompt in choose_prompts(domain, traffic, recipe.seed)["held_out"][:count]
         ]
         for domain, traffic in recipe.traffic.items()

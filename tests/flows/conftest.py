@@ -16,9 +16,9 @@ from infra.consent import QueryRow
 from infra.processes import Child, answers, free_port, wait_until
 from infra.registry import Registry
 from infra.settings import load_settings
+from models.chats import ChatEncoder
 from models.recipe import load_recipe
 from models.sources import Prompt
-from models.tokens import encode_chat
 from tasks.select_data import choose_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def answered(target_dir: Path, prompts: Sequence[Prompt], key: str | None = None
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     rows = []
     for prompt in prompts:
-        ids = encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+        ids = ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
         with torch.inference_mode():
             output = model.generate(
                 torch.tensor([ids]),

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from infra.consent import subject_of
 from infra.keys import sha256_of
-from models.tokens import encode_chat
+from models.chats import ChatEncoder
 from tasks.stages.samples import usable
 from tests.world import KEY, MAX_MODEL_LEN, MODEL, OTHER_KEY, PROMPTS, TLS, World, ask
 
@@ -348,8 +348,8 @@ def test_a_marker_in_a_message_is_text_to_the_target(world: World, client: opena
     )
     tokenizer = AutoTokenizer.from_pretrained(world.target)
     [row] = world.wait_for_rows(domain, 1)
-    assert row.prompt_ids == encode_chat(tokenizer, [{"role": "user", "content": text}])
-    plain = encode_chat(tokenizer, HI)
+    assert row.prompt_ids == ChatEncoder.of(tokenizer).encode([{"role": "user", "content": text}])
+    plain = ChatEncoder.of(tokenizer).encode(HI)
     special = set(tokenizer.all_special_ids)
     assert [token for token in row.prompt_ids if token in special] == [token for token in plain if token in special]
     assert text in row.prompt

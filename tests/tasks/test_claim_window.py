@@ -16,9 +16,9 @@ from infra.querylog import QueryLog
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
 from infra.versions import Pair, Version
+from models.chats import ChatEncoder
 from models.learning.hidden import Sample
 from models.recipe import Refresh
-from models.tokens import encode_chat
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
 from tasks.stages.samples import probe_versions, read_samples, write_samples
@@ -255,7 +255,7 @@ def test_near_copies_and_turns_of_a_chat_stay_on_one_side(log, first_samples, pa
         for turn in range(turns):
             asked += [{"role": "user", "content": f"{number} {turn} " + "".join(map(chr, words(number, 40)))}]
             asked += [{"role": "assistant", "content": f"answer {number * turn}"}]
-        return encode_chat(tokenizer, asked[:-1])
+        return ChatEncoder.of(tokenizer).encode(asked[:-1])
 
     rows = [row(3 * n + turn, prompt_ids=chat(n, turn + 1)) for n in range(16) for turn in range(3)]
     rows += [row(100 + n, prompt_ids=[*words(n // 2), n]) for n in range(40)]

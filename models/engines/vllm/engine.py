@@ -24,7 +24,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params
+from models.engines.vllm import Params, renderer
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Pace, Wishes
 from models.engines.vllm.interrupts import interruptible
@@ -147,6 +147,7 @@ class VllmEngine:
                 **params.extra,
             }
         )
+        renderer.install()
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         config.additional_config = setup or config.additional_config or WithParent()
         with _worker_inside(config), interruptible():

@@ -20,9 +20,9 @@ from vllm.exceptions import VLLMError
 
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
+from models.engines.vllm.renderer import require_guarded
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Structured
-from models.tokens import encode_chat
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
 Answer = dict[str, Any] | AsyncGenerator[str, None]
@@ -57,9 +57,6 @@ class Handlers:
     def __init__(self, state: State, tokenizer: Any) -> None:
         self._state, self.tokenizer = state, tokenizer
         self._grammars: Grammars | None = state.engine_client.grammars
-        self._markers = tuple({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
-        self._render_chat = state.online_renderer.render_chat
-        state.online_renderer.render_chat = self._render_chat_with_plain_text
 
     @classmethod
     async def build(cls, engine: VllmEngine, tool_parser: str = "", structured: Structured | None = None) -> "Handlers":
@@ -69,7 +66,11 @@ class Handlers:
             engine: answers, and ends what is started here when it is closed.
             tool_parser: vLLM's name of one, "" takes no tools.
             structured: what clients may want an answer's form to be; None takes all, unchecked.
+
+        Raises:
+            ValueError: vLLM renders chats of this model in a way of its own, which nothing guards.
         """
+        require_guarded(engine.llm.renderer)
         if structured is not None:
             engine.llm.grammars = Grammars(engine.llm.vllm_config, structured)
         state = State()
@@ -93,6 +94,9 @@ class Handlers:
         if request.tools and request.tool_choice == "auto" and not self._state.openai_serving_chat.enable_auto_tools:
             message = "tools are not taken here: the service was started without a tool_parser ([serve] in its recipe)"
             raise _refused(501, message, "tools")
+        if request.add_special_tokens:
+            message = "special tokens are the chat template's here; add_special_tokens is taken by /v1/completions"
+            raise _refused(501, message, "add_special_tokens")
         await self._require_form(request)
         return await _answer(self._state.openai_serving_chat.create_chat_completion(request, raw))
 
@@ -117,29 +121,6 @@ class Handlers:
                 await self._grammars.require(wanted)
         except REFUSABLE as error:
             raise Refused(create_error_response(error).model_dump()) from error
-
-    async def _render_chat_with_plain_text(self, request: ChatCompletionRequest, **options: Any) -> Any:
-        """Render as vLLM does, but a template's marker inside a message stays text and can't close its turn."""
-        rendered = await self._render_chat(request, **options)
-        if isinstance(rendered, ErrorResponse):
-            return rendered
-        conversation, inputs = rendered
-        contents = [message.get("content") or "" for message in conversation]
-        if not any(marker in str(content) for content in contents for marker in self._markers):
-            return rendered
-        plain = all(isinstance(content, str) for content in contents) and request.add_generation_prompt
-        if not plain or request.tools or request.chat_template_kwargs:
-            raise _refused(
-                400, "a message contains one of the model's special tokens, which is not accepted here", "messages"
-            )
-        messages = [
-            {"role": message["role"], "content": content}
-            for message, content in zip(conversation, contents, strict=True)
-        ]
-        for engine_input in inputs:
-            engine_input["prompt_token_ids"] = encode_chat(self.tokenizer, messages)
-            engine_input.pop("prompt", None)
-        return conversation, inputs
 
 
 def _parse(kind: type[RequestT], body: dict[str, Any]) -> RequestT:

@@ -14,10 +14,10 @@ from infra.consent import group_of
 from infra.probes import Conversation, plan
 from infra.querylog import QueryLog
 from infra.windows import Window
+from models.chats import ChatEncoder
 from models.learning.hidden import Sample
 from models.sources import Prompt
 from models.sources.stdlib_code import Params, prompts
-from models.tokens import encode_chat
 from tasks.stages.split import MOST_OF_GROUP, cluster_log, counted, drawn_by, held_out_by, stands_for, unseen_and_large
 from tests.infra.rows import row
 
@@ -56,7 +56,7 @@ def asked(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def make(grouped: bool) -> Asked:
         def logged(number: int, prompt: Prompt) -> object:
-            ids = encode_chat(tokenizer, [message.model_dump() for message in prompt.messages])
+            ids = ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
             group = group_of(bytes(32), "a key", prompt.group) if grouped else None
             return row(f"a{number}", "code").model_copy(update={"prompt_ids": ids, "group": group})
 

@@ -1,0 +1,290 @@
+"""One chat, one list of token ids: what is served, imported and generated is encoded here.
+
+A chat template writes its markers as text, so a marker that a client, a tool or a file wrote would become the model's
+own. Here no string of a chat can: two private characters stand inside each marker that a string holds, or could become
+a part of, while the template runs (`models.markers`). What the template wrote itself then gets a name that nobody can
+guess, and a copy of the tokenizer whose added tokens bear these names encodes the whole text at once.
+
+Plain text is every added token, special or not, in what users, systems and tools wrote, in names, arguments, tools and
+the template's arguments; in what the assistant wrote, what is special or ends an answer. How earlier turns' thoughts
+are shown stays the template's.
+
+Messages are read as vLLM 0.32 reads them (`vllm.renderers.chat_utils`), so that a chat from a file has the ids that it
+has when it is served.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from models.chat_templates import Format, content_format, named
+from models.checkpoints.loading import stop_ids
+from models.markers import Guard, Markers
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+# What OpenAI's parts of a message are made of; a template may read other fields, such as cache_control.
+MEDIA_FIELDS = {"audio_embeds", "audio_url", "file", "image_embeds", "image_pil", "image_url", "input_audio"}
+TEXT_FIELDS = {"closed", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid"}
+PART_FIELDS = {*MEDIA_FIELDS, *TEXT_FIELDS, "data", "video_embeds", "video_url"}
+OWN = ("content", "reasoning", "reasoning_content")
+BILLING = "x-anthropic-billing-header"  # changes with each request of one client, so vLLM takes it out
+
+
+class ChatEncoder:
+    """Encodes chats and texts for one tokenizer; made by `of`.
+
+    Threads may share it. The encoding itself does not hold the interpreter's lock.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a Hugging Face tokenizer of the `tokenizers` library.
+
+        Raises:
+            ValueError: it is another, or its added tokens can't be renamed.
+        """
+        self._tokenizer = tokenizer
+        directory = Path(tokenizer.name_or_path)
+        ends = stop_ids(directory) if (directory / "config.json").is_file() else frozenset()
+        self._markers = Markers(tokenizer, ends | set(tokenizer.all_special_ids))
+
+    @classmethod
+    @lru_cache(maxsize=8)
+    def of(cls, tokenizer: Any) -> "ChatEncoder":
+        """Return the tokenizer's encoder, which is made once."""
+        return cls(tokenizer)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Encode a chat as the service does.
+
+        Args:
+            messages: as OpenAI's API takes them; `arguments` of tool calls may be JSON text or a mapping.
+            tools: as OpenAI's API takes them.
+            add_generation_prompt: whether the assistant is to answer.
+            continue_final_message: whether it is to go on with the last message instead.
+            chat_template: instead of the tokenizer's own.
+            template_arguments: what else the template is given, a request's `chat_template_kwargs`.
+
+        Raises:
+            ValueError: there are no messages, one is not of text, or the template refuses them.
+        """
+        wanted = [read_tool(tool) for tool in tools] if tools is not None else None
+        template = self._tokenizer.get_chat_template(chat_template, tools=wanted)
+        conversation = read_messages(messages, content_format(template))
+        arguments = {
+            **(template_arguments or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return self.encode_conversation(conversation, wanted, template, arguments)
+
+    def encode_conversation(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str,
+        arguments: Mapping[str, Any],
+        max_chars: int | None = None,
+    ) -> list[int]:
+        """Encode a chat that was read already, as by vLLM.
+
+        Args:
+            conversation: messages as `read_messages` returns them.
+            tools: as the template is to see them.
+            template: its text.
+            arguments: what else it is given, `add_generation_prompt` and `continue_final_message` among them.
+            max_chars: letters that the text may have, None for any number.
+
+        Raises:
+            ValueError: there are no messages, they are too long, or the template refuses them.
+        """
+        if not conversation:
+            raise ValueError("messages are empty; at least one was wanted")
+        guard = self._markers.guard(named(template))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [_guarded(message, guard) for message in _without_developer(conversation, template)],
+                tools=guard.of_value(tools),
+                chat_template=template,
+                tokenize=False,
+                **{name: guard.of_value(value) for name, value in arguments.items()},
+            )
+        except Exception as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        if max_chars is not None and len(text) > max_chars:
+            raise ValueError(f"the chat is a text of {len(text)} characters, and at most {max_chars} fit the context")
+        return self._markers.encode(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode a text in which no token is special: all of it is plain."""
+        return self._markers.encode_plain(text)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Encode what the assistant wrote: tokens that are special or end an answer are plain, others its own."""
+        return self._markers.encode_own(text)
+
+    def encode_document(self, content: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Encode something to train on: a text and the end-of-text token, or a whole chat as the template writes it.
+
+        Raises:
+            ValueError: as `encode`, or the tokenizer has no end-of-text token.
+        """
+        if not isinstance(content, str):
+            return self.encode(content, add_generation_prompt=False)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-text token, so a text could not end")
+        return [*self.encode_text(content), self._tokenizer.eos_token_id]
+
+    def rewrite(self, token_ids: Sequence[int], change: Callable[[str], str]) -> tuple[list[int], str]:
+        """Change the text of a token sequence in the stretches between markers.
+
+        Only a stretch that changed is encoded again, as plain text: a marker that somebody typed stays text.
+
+        Args:
+            token_ids: prompt or completion.
+            change: text to text.
+
+        Returns:
+            The ids and their text, markers included; equal to what came where nothing changed.
+        """
+        ids: list[int] = []
+        texts: list[str] = []
+        for is_marker, group in groupby(token_ids, key=self._markers.ids.__contains__):
+            stretch = list(group)
+            before = ids[-1:]  # the tokens of a text depend on whether it is a start
+            text = self._decoded([*before, *stretch]).removeprefix(self._decoded(before))
+            changed = text if is_marker else change(text)
+            if changed != text:
+                stretch = self._markers.encode_plain(changed, *before)
+            ids += stretch
+            texts.append(changed)
+        return ids, "".join(texts)
+
+    def _decoded(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]], form: Format) -> list[dict[str, Any]]:
+    """Return messages as a template is to see them.
+
+    Args:
+        messages: as OpenAI's API takes them.
+        form: how the template takes their content.
+
+    Raises:
+        ValueError: a message has no role, or a part or a tool call that is not of text.
+    """
+    return [_read(message, form) for message in messages]
+
+
+def read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool of OpenAI's API as a template is to see it, all fields that vLLM knows in its order.
+
+    Raises:
+        ValueError: it is no function with a name.
+    """
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool is {str(tool)[:100]}, wanted a function with a name")
+    deferred = tool.get("defer_loading")
+    told = {name: function.get(name) for name in ("name", "description", "parameters")}
+    given = {"defer_loading": deferred, **{name: value for name, value in function.items() if value is not None}}
+    told |= {name: given[name] for name in ("strict", "defer_loading") if given.get(name) is not None}
+    return {"type": "function", "function": told, **({} if deferred is None else {"defer_loading": deferred})}
+
+
+def _read(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f"a message has the role {role!r}, wanted a text")
+    content = message.get("content")
+    given = [] if content is None else [content] if isinstance(content, str) else content
+    parts = [part for one in given if (part := _part(one, role)) is not None]
+    texts = [part["text" if part["type"] == "text" else "name"] for part in parts]
+    read: dict[str, Any] = {"role": role, "content": parts}
+    if form == "string":
+        read["content"] = "\n".join(filter(None, texts))
+    elif role == "tool" and all(part["type"] == "text" for part in parts):
+        read["content"] = "\n".join(texts)
+    if role == "assistant":
+        if calls := message.get("tool_calls"):
+            read["tool_calls"] = [_call(call) for call in calls]
+        thoughts = message.get("reasoning")
+        thoughts = message.get("reasoning_content") if thoughts is None else thoughts
+        if thoughts is not None:
+            read |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    elif role == "tool" and "tool_call_id" in message:
+        read["tool_call_id"] = message["tool_call_id"]
+    read |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    return {**read, "tools": message.get("tools")} if role == "developer" else read
+
+
+def _part(part: Any, role: str) -> dict[str, Any] | None:
+    """Return a part of a message's content, None where vLLM leaves it out."""
+    one = {"type": "text", "text": part} if isinstance(part, str) else part
+    kind = one.get("type") if isinstance(one, Mapping) else None
+    if kind == "tool_reference" and isinstance(one.get("name"), str):
+        return {"type": kind, "name": one["name"]}
+    text = one.get(kind if kind in ("refusal", "thinking") else "text") if kind in TEXT_PARTS else ""
+    if kind not in TEXT_PARTS or not isinstance(text, str | None) or one.get("uuid") is not None:
+        raise ValueError(f"a part of a message has the type {kind!r}, wanted text")
+    if role == "system" and kind == "text" and text is not None and text.startswith(BILLING):
+        text = text.partition("\n")[2] or None
+    if text is None:
+        return None
+    return {"type": "text", "text": text, **{name: value for name, value in one.items() if name not in PART_FIELDS}}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise ValueError(f"a tool call is {str(call)[:100]}, wanted one of a function")
+    arguments = function.get("arguments")
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (json.JSONDecodeError, RecursionError):
+        arguments = None  # as vLLM does: what stands in a chat must not refuse all that follows
+    named = {"arguments": None, "name": function.get("name"), **function}
+    named["arguments"] = arguments if isinstance(arguments, dict) else {}
+    ordered = {name: call[name] for name in ("id", "function", "type") if name in call}
+    return {**ordered, **call, "function": named}
+
+
+def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:
+    """Return messages without the role "developer" if a template does not know it: as one system message, first."""
+    if "'developer'" in template or '"developer"' in template:
+        return conversation
+    if all(message["role"] != "developer" for message in conversation):
+        return conversation
+    renamed = [
+        {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in conversation
+    ]
+    systems = [message for message in renamed if message["role"] == "system"]
+    if systems == renamed[:1]:
+        return renamed
+    texts = [
+        content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
+        for content in (message["content"] for message in systems)
+    ]
+    merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+    return [merged, *(message for message in renamed if message["role"] != "system")]
+
+
+def _guarded(message: Mapping[str, Any], guard: Guard) -> dict[str, Any]:
+    own = OWN if message["role"] == "assistant" else ()
+    return {name: (guard.of_own if name in own else guard.of_value)(value) for name, value in message.items()}
