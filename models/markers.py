@@ -150,8 +150,6 @@ def _is_marker(token: Mapping[str, Any]) -> bool:
 def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
     """Return a tokenizer as serialised, with other names for some added tokens; it adds none, and cuts nothing."""
     model = state["model"]
-    for token in state["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(token, token): index for token, index in model["vocab"].items()}
     else:
@@ -161,7 +159,9 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> Tokenizer:
         model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & names.keys()]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return Tokenizer.from_str(json.dumps({**state, "post_processor": None, "truncation": None, "padding": None}))
+    added = [{**token, "content": names.get(token["content"], token["content"])} for token in state["added_tokens"]]
+    plain = {"added_tokens": added, "post_processor": None, "truncation": None, "padding": None}
+    return Tokenizer.from_str(json.dumps({**state, **plain}))
 
 
 def _compiled(markers: Iterable[str]) -> re.Pattern[str]:
