@@ -23,6 +23,7 @@ NAMED_BY = ("safety_identifier", "user")  # OpenAI's fields that say whom a requ
 GROUP = r"^[\x21-\x7e]{1,128}$"  # as a client names one; only its hash is kept
 
 OTHER_DOMAINS = "other"  # where there are too many to be told apart
+ELSEWHERE = "import-"  # begins the id of a row that was served elsewhere and imported
 AGAIN = " again"  # behind a row's id, which has no space: another answer to its prompt
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 Count = Annotated[int, Field(ge=0)]

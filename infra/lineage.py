@@ -119,6 +119,8 @@ class Lineage(_Tags):
         probe_tau: the same on the target's golden prompts; the service measures it again.
         probe_sets: domain to the version of the probe set that it was held to.
         judged_on: the conversations that its gate judged it by; beside the log it is known which rows these are.
+        unlike: domain to by how many nats a token its imported answers are likelier to the target than its own, where
+            they are shown to be unlike these: then the gate judged it by the target's own answers.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         source_reading: what its files leave open and was measured, with τ of each reading; "" where they don't.
@@ -148,6 +150,7 @@ class Lineage(_Tags):
     probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
     probe_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
     judged_on: str = ""
+    unlike: Annotated[dict[str, float], BeforeValidator(_figures)] = Field(default_factory=dict)
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
     source_sha256: str = ""

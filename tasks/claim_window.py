@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
@@ -25,10 +26,12 @@ from infra.triggerfile import now_ms
 from infra.versions import Pair
 from infra.waiting import since
 from infra.windows import Window
+from models.evaluation.acceptance import Estimate
 from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe, Refresh
 from tasks.stages import produce, stage_key
+from tasks.stages.imported import judge_by_own
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
@@ -110,11 +113,14 @@ class Parts(Frozen):
         samples: of kind "samples", with probes.
         shares: domain to its share of the traffic, what its keys' shares leave of it.
         fresh: ids of the probe conversations that came with this traffic, which no draft has been judged by.
+        unlike: domain to how much less likely its imported answers are to the target than its own, in nats a token;
+            where that is shown, drafts are held to the target's own answers (`tasks.stages.imported`).
     """
 
     samples: Artifact
     shares: dict[str, float]
     fresh: tuple[str, ...]
+    unlike: dict[str, Estimate] = Field(default_factory=dict)
 
 
 @task(cache_policy=NO_CACHE)
@@ -156,7 +162,9 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
         if row.seq in members
     }
     learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
-    return _write_parts(
+    parts, unlike = judge_by_own(
+        recipe,
+        pair.target_files,
         {
             "train": [sample for sample in learned if sample.cluster not in left_out],
             "held_out": [
@@ -166,8 +174,12 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
             ],
             "probe": [one._replace(weight=reserved_here.get(seqs.get(one.id, 0), 1.0)) for one in probes],
         },
+    )
+    return _write_parts(
+        parts,
         [sample for sample in samples if sample.id in seqs],
         {sample.id for sample in samples if seqs.get(sample.id) in members},
+        unlike,
     )
 
 
@@ -190,8 +202,9 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     tests = [row for row in traffic.rows if row.seq in of_found]
     counts = counted(tests, Counter(row.domain for row in tests), drawn_by(traffic.secret))
     fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
-    parts: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
-    return _write_parts(parts, fresh + probes, {probe.id for probe in probes})
+    held_to: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
+    parts, unlike = judge_by_own(recipe, pair.target_files, held_to)
+    return _write_parts(parts, fresh + probes, {probe.id for probe in probes}, unlike)
 
 
 class _Traffic(NamedTuple):
@@ -260,7 +273,10 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
 
 
 def _write_parts(
-    parts: Mapping[Part, Sequence[Sample]], traffic: Sequence[Sample], reserved: Collection[str] = ()
+    parts: Mapping[Part, Sequence[Sample]],
+    traffic: Sequence[Sample],
+    reserved: Collection[str],
+    unlike: Mapping[str, Estimate],
 ) -> Parts:
     def make(directory: Path, _: Path) -> None:
         for part, samples in parts.items():
@@ -287,6 +303,7 @@ def _write_parts(
         samples=artifact,
         shares={name: count / len(traffic) for name, count in sorted(counts.items())},
         fresh=tuple(sample.id for sample in traffic if sample.id in reserved),
+        unlike=dict(unlike),
     )
 
 

@@ -55,6 +55,7 @@ class Judged(Frozen):
         learns: whether it may go on learning; a draft from elsewhere does not, nor does one that returns.
         probe_sets: domain to the version of the probe set that it was held to.
         judged_on: address of the conversations that it was judged by.
+        unlike: see `Parts`.
     """
 
     verdict: Verdict
@@ -64,6 +65,7 @@ class Judged(Frozen):
     learns: bool = True
     probe_sets: dict[str, str] = Field(default_factory=dict)
     judged_on: str = ""
+    unlike: dict[str, Estimate] = Field(default_factory=dict)
 
     @property
     def gate(self) -> GateVerdict:
@@ -142,6 +144,7 @@ class Scorer:
             unjudged=tuple(sorted(known - measured.tau.keys())),
             probe_sets=probe_versions(probe),
             judged_on=parts.samples.uri,
+            unlike=parts.unlike,
         )
 
     def measure(self, probes: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:

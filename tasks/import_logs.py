@@ -25,7 +25,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from infra import scrub
-from infra.consent import QueryRow, group_of, parse_domain, subject_of, subjects_named
+from infra.consent import ELSEWHERE, QueryRow, group_of, parse_domain, subject_of, subjects_named
 from infra.manifest import canonical_json
 from infra.querylog import QueryLog
 from infra.registry import open_registry
@@ -138,7 +138,7 @@ class _Reader:
         content = canonical_json([self._target_version, prompt_ids, completion_ids])
         subjects = _subjects(values)
         return QueryRow(
-            id=f"import-{hashlib.sha256(content).hexdigest()[:32]}",
+            id=f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}",
             time_ms=int(time.time() * 1000),
             subject=next(iter(subjects), None),
             aliases=subjects[1:] or None,

@@ -232,6 +232,7 @@ def _lineage(
         probe_tau=round(measured.probe_tau, 4),
         probe_sets={} if judged is None else judged.probe_sets,
         judged_on="" if judged is None else judged.judged_on,
+        unlike={} if judged is None else _rounded(judged.unlike),
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from collections import Counter
+from shutil import copy, copytree, ignore_patterns
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer
 from infra.artifacts import Artifact, publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow
+from infra.erase.job import Job
+from infra.erase.snapshots import rewrite_snapshots
 from infra.querylog import QueryLog
 from infra.secret import NAME, NUM_BYTES
 from infra.settings import load_settings
@@ -404,3 +407,32 @@ def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_
     assert {one.id for one in parts["held_out"]} == {f"row{n}" for n in range(100, 120)}
     assert parts["train"] == []
     assert sum(one.domain == "code" for one in parts["probe"]) == 25
+
+
+@pytest.mark.slow
+def test_drafts_are_held_to_the_targets_own_answers_where_imported_ones_are_unlike_and_an_erasure_finds_these(
+    log, first_samples, tiny_target, tmp_path, store
+):
+    copy(store, load_settings().home / "mlflow.db")
+    with staged(tmp_path / "files") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+    version = Version(kind="target", number=1, sha256="0" * 64, tags={}, created_ms=0)
+    files = publish(tmp_path / "files", "target")
+    pair = Pair(target=version, draft=version, target_files=files, draft_files=files)
+    written = [3 + byte for byte in b"Paris is the capital of France."]
+    imported = {"subject": "mine", "sampling": {"temperature": 1.0}}
+    for number in range(100):
+        made = row(number, prompt_ids=words(number))
+        answer = [*written, 3 + number]  # an answer that is given twice counts once
+        log.append([made.model_copy(update={"id": f"import-{number}", "completion_ids": answer, **imported})])
+    parts = hold_out.fn(recipe_of(REFRESH), pair, claim_window.fn(REFRESH), first_samples)
+    assert list(parts.unlike) == ["code"] and parts.unlike["code"].high < -0.2
+    found = {part: [one for one in of if one.id.startswith("import-")] for part, of in parts_of(parts.samples).items()}
+    assert all(found.values())
+    assert all(one.completion_ids[:-1] == written for one in found["train"])
+    assert not any(one.completion_ids[:-1] == written for part in ("held_out", "probe") for one in found[part])
+
+    holding = [path for path in load_settings().artifacts.rglob("*.jsonl") if '"import-' in path.read_text()]
+    assert len(holding) == 4  # the window's three parts, and what was answered
+    rewrite_snapshots(Job(load_settings(), log, 0, log.begin_erasure(subjects=("mine",))))
+    assert not any('"import-' in path.read_text() for path in load_settings().artifacts.rglob("*.jsonl"))

@@ -12,6 +12,7 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.views.gate import DATA, PAGE, GateReport
 from infra.windows import Window
+from models.evaluation.acceptance import Estimate
 from models.learning import distill
 from models.recipe import load_recipe
 from tasks.distill_draft import Trained
@@ -63,6 +64,18 @@ def described(registry: Registry, version: Version) -> str:
 
     client = MlflowClient(tracking_uri=registry.store.uri, registry_uri=registry.store.uri)
     return client.get_model_version(version.kind, str(version.number)).description
+
+
+@pytest.mark.slow
+def test_a_draft_says_that_it_was_judged_by_own_answers_because_imported_ones_were_unlike(
+    registry: Registry, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlike = {"chat": Estimate(value=-1.23456, low=-1.5, high=-1.0)}
+    judged = judge({"chat": 0.3}).model_copy(update={"unlike": unlike})
+    monkeypatch.setattr(f"{__name__}.judge", lambda gains: judged)
+    version = register(pair, tmp_path, {"chat": 0.3})
+    assert registry.get("draft", version.number).lineage.unlike == {"chat": -1.2346}
+    assert pair.draft.lineage.unlike == {}
 
 
 @pytest.mark.slow

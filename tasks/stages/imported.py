@@ -1,0 +1,134 @@
+"""Imported answers that are not like the target's: found before anything learns from them, and never judged by."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from infra import scrub
+from infra.artifacts import Artifact, open_artifact
+from infra.consent import ELSEWHERE
+from infra.manifest import canonical_json
+from infra.settings import load_settings
+from models.checkpoints.loading import load_model, stop_ids
+from models.evaluation import own_answers
+from models.evaluation.acceptance import Estimate
+from models.learning.hidden import Sample
+from models.precision import fast_dtype
+from models.recipe import Recipe
+from models.tokens import rewrite
+from tasks.stages import produce
+from tasks.stages.beside import gently
+from tasks.stages.reporting import run_logger, table
+from tasks.stages.samples import MIN_COMPLETION, Part, draw_per_domain, read_samples, write_samples
+
+FILE = "differences.json"
+CODE = (__name__, "models.evaluation.own_answers", "tasks.stages.samples")
+Make = Callable[[Path, Path], None]
+Samples = Mapping[Part, Sequence[Sample]]
+
+
+def judge_by_own(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samples, dict[str, Estimate]]:
+    """Return the parts with the target's own answers to what drafts are held to, in domains whose imports are unlike.
+
+    An own answer is dropped, with its row, where the scrubber would change it or nothing in it could be scored.
+
+    Args:
+        recipe: the engine's context and the seed.
+        target: who answers.
+        parts: of a window.
+
+    Returns:
+        also, for each domain whose imported answers are shown to be unlike the target's, by how many nats a token.
+    """
+    imported = [one for samples in parts.values() for one in samples if one.id.startswith(ELSEWHERE)]
+    found = _differences(recipe, target, _drawn(imported, recipe.seed)) if imported else {}
+    unlike = {domain: one for domain, one in found.items() if own_answers.unlike(one)}
+    if not unlike:
+        return parts, {}
+    for domain, one in unlike.items():
+        told = (
+            "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than one of its own"
+        )
+        told += ", %.2f at least; a draft learns from them, and is judged by the target's own answers"
+        run_logger().warning(told, domain, -one.value, -one.high)
+    held_to: tuple[Part, Part] = ("held_out", "probe")
+    tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
+    own = {one.id: one for one in _answers(recipe, target, tests)} if tests else {}
+    asked = {one.id for one in tests}
+    judged: dict[Part, list[Sample]] = {
+        part: [_with_answer(one, own) for one in parts[part] if one.id not in asked or one.id in own]
+        for part in held_to
+    }
+    return {**parts, **judged}, unlike
+
+
+def _with_answer(sample: Sample, own: Mapping[str, Sample]) -> Sample:
+    return sample._replace(completion_ids=own[sample.id].completion_ids, rejected=None) if sample.id in own else sample
+
+
+def _drawn(imported: Sequence[Sample], seed: int) -> list[Sample]:
+    """Draw the prompts that are asked: of each domain so many, and of what is alike one, as far as that is known."""
+    alone = {(one.domain, one.cluster or one.id): one for one in imported}
+    return draw_per_domain(list(alone.values()), own_answers.NUM_PROMPTS, seed)
+
+
+def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> dict[str, Estimate]:
+    domains = sorted({one.domain for one in asked})
+
+    def make(directory: Path, _: Path) -> None:
+        device, target_dir = load_settings().device, open_artifact(target)
+        model, stops = load_model(target_dir, fast_dtype(device), device), stop_ids(target_dir)
+        rng = torch.Generator(device).manual_seed(recipe.seed)
+        found = {
+            domain: own_answers.compare(
+                model, [one for one in asked if one.domain == domain], stops, recipe.engine.max_model_len, rng
+            )
+            for domain in domains
+        }
+        (directory / FILE).write_text(json.dumps({domain: one.model_dump() for domain, one in found.items()}))
+
+    made = _produced("unlike", "figures", recipe, target, asked, make)
+    told = json.loads((open_artifact(made) / FILE).read_text())
+    found = {domain: Estimate.model_validate(one) for domain, one in told.items()}
+    rows = [
+        {"domain": domain, "nats a token": round(one.value, 3), "at most": round(one.high, 3)}
+        for domain, one in found.items()
+    ]
+    table("imported", rows, "imported answers against the target's own, by the target")
+    return found
+
+
+def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[Sample]:
+    def make(directory: Path, _: Path) -> None:
+        device, target_dir = load_settings().device, open_artifact(target)
+        tokenizer, model = AutoTokenizer.from_pretrained(target_dir), load_model(target_dir, fast_dtype(device), device)
+        lengths = [max(len(one.completion_ids), own_answers.MOST_TOKENS) for one in tests]
+        rng = torch.Generator(device).manual_seed(recipe.seed)
+        max_len = recipe.engine.max_model_len
+        own = own_answers.answer(model, tests, lengths, stop_ids(target_dir), max_len, rng)
+        write_samples(
+            directory,
+            "held_out",
+            [
+                one
+                for one in own
+                if len(one.completion_ids) >= MIN_COMPLETION
+                and rewrite(tokenizer, one.completion_ids, scrub.scrub)[0] == one.completion_ids
+            ],
+        )
+
+    return read_samples(_produced("own_answers", "samples", recipe, target, tests, make), "held_out")
+
+
+def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Sequence[Sample], make: Make) -> Artifact:
+    content = canonical_json([[one.id, one.prompt_ids, one.completion_ids, one.temperature] for one in asked])
+    params = {
+        "asked": hashlib.sha256(content).hexdigest(),
+        "max_model_len": recipe.engine.max_model_len,
+        "seed": recipe.seed,
+    }
+    return produce(stage=stage, kind=kind, params=params, inputs={"target": target}, code=CODE, make=gently(make))
