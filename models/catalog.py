@@ -1,11 +1,12 @@
 """The only look-up of methods: the directory is the registry.
 
 A family is a folder of `models/`, a method is a module or a package in it whose name doesn't begin with "_". Nothing is
-imported until `load`, so listing a family costs no torch.
+imported until `load`, so listing a family costs no torch; a process looks once.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -21,11 +22,13 @@ _ROOT = Path(__file__).parent
 _NO_FAMILIES = {"checkpoints", "drafting", "evaluation", "layers", "learning", "throughput"}  # what methods are made of
 
 
+@cache
 def families() -> list[str]:
     """Return the folders of `models/` that hold methods."""
     return [module.name for module in iter_modules([str(_ROOT)]) if module.ispkg and module.name not in _NO_FAMILIES]
 
 
+@cache
 def names(family: str) -> list[str]:
     """Return the names of a family's methods, sorted.
 

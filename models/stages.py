@@ -4,7 +4,7 @@ Text is what they train, calibrate and measure on; the other tables each switch 
 work is refused here, before the first stage has computed for hours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from models import catalog
 from models.checkpoints.sparsity import Pattern
 from models.params import BaseParams, Frozen, TrainingParams, did_you_mean
+from models.together import Declared, declared, require_kept
 
 
 class Text(Frozen):
@@ -240,10 +241,17 @@ def require_chain(text: Mapping[str, Text], tables: Mapping[str, Any]) -> None:
         raise ValueError(f'[finetune]: key "domain": no [text.{finetune.domain}]{did_you_mean(finetune.domain, text)}')
     if finetune is not None and finetune.second is not None and (other := finetune.second.domain) not in text:
         raise ValueError(f'[finetune]: key "second.domain": no [text.{other}]{did_you_mean(other, text)}')
-    shrink = tables["shrink"]
-    promised = shrink and getattr(catalog.load("shrink", shrink.method.name), "PROMISES", None)
-    if promised and (later := next((name for name in ("prune", "quantize") if tables[name] is not None), None)):
-        raise ValueError(f"[{later}] after [shrink] would lose {promised} of the layers; choose one of the two")
+    require_kept(one for name, table in tables.items() if table is not None for one in _declared(name, table))
     pool = sum(table.num_train for table in text.values())
     if select is not None and select.num_documents > pool:
         raise ValueError(f'[select]: key "num_documents" is {select.num_documents}, the pool of [text] has {pool}')
+
+
+def _declared(name: str, table: Any) -> Iterator[Declared]:
+    """Yield what the methods of a stage's table declare, in the order in which they are run."""
+    fields = type(table).model_fields
+    if "method" in fields:
+        [family] = (one.family for one in fields["method"].metadata if isinstance(one, catalog.Method))
+        yield declared(family, table.method, f'"{table.method.name}" in [{name}]')
+    for regime in getattr(table, "regimes", ()):
+        yield declared("regimes", regime, f'"{regime.name}" in [{name}]')

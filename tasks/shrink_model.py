@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
 from models import catalog
+from models.checkpoints import invariants
 from models.shrink import num_stored
 from models.stages import Shrink
 from tasks.stages.change_target import Changed, Start, change_target
@@ -24,4 +25,5 @@ def change(table: Shrink, seed: int, start: Start) -> Changed:
     shrunk = catalog.load("shrink", table.method.name).shrink(
         start.model, start.documents, table.method, table.training, seed, start.work, start.on_progress
     )
+    invariants.keep_zeroes(start.model, shrunk)
     return Changed(shrunk, {"parameters": num_stored(shrunk), "share_kept": num_stored(shrunk) / before})

@@ -28,6 +28,7 @@ from models import catalog
 from models.checkpoints.checkpoint import read_tensors
 from models.params import BaseParams
 
+KEEPS: tuple[str, ...] = ("frozen weights",)  # of every method
 _CARD, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 

@@ -20,6 +20,7 @@ from models.params import BaseParams
 
 PAPER = "arXiv:2106.10199, section 3"
 LEARNING_RATE = 3e-3
+KEEPS = ("frozen weights", "weight gradients")
 # What configs of transformers call the biases of linear layers.
 FLAGS = ("attention_bias", "mlp_bias")
 

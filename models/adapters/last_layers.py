@@ -28,6 +28,9 @@ class Params(BaseParams):
     num_layers: int = Field(2, ge=1)
 
 
+CORNERS = (Params(num_layers=1),)
+
+
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
     """Let the last blocks be trained; see `models.adapters`.
 

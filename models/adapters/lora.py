@@ -43,6 +43,12 @@ class Params(BaseParams):
     layers: tuple[str, ...] = Field(("q_proj", "v_proj"), min_length=1)
 
 
+CORNERS = (
+    Params(layers=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    Params(layers=("o_proj", "down_proj")),
+)
+
+
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
     """Put a low-rank part beside each of `params.layers`; see `models.adapters`.
 

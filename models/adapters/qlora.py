@@ -43,6 +43,9 @@ class Params(BaseParams):
     layers: tuple[str, ...] | None = Field(None, min_length=1)
 
 
+CORNERS = (Params(layers=("o_proj", "down_proj")),)
+
+
 def insert(model: PreTrainedModel, params: Params, rng: torch.Generator) -> None:
     """Quantize the base and put low-rank parts beside it; see `models.adapters`.
 

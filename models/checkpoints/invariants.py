@@ -18,6 +18,7 @@ from models.regimes import Plan, Regime
 
 # Rounding a layer to bfloat16 takes it from its rank by half of this share of its norm at most.
 _ROUNDING = 2.0**-8
+_SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 class Promises(NamedTuple):
@@ -37,6 +38,19 @@ def note(model: PreTrainedModel, key: str, value: Any) -> None:
     model.config.redraft = {**getattr(model.config, "redraft", {}), key: value}
 
 
+def note_zeroes(model: PreTrainedModel) -> None:
+    """Promise the zeroes that layers of the decoder blocks have, beside what is promised of them already."""
+    shares = {name: float((layer.weight == 0).float().mean()) for name, layer in linears(model)}
+    found = {name: {"sparsity": min(share, 1 - 1e-6)} for name, share in shares.items() if share}
+    note(model, "patterns", found | getattr(model.config, "redraft", {}).get("patterns", {}))
+
+
+def keep_zeroes(before: PreTrainedModel, after: PreTrainedModel) -> None:
+    """Promise the zeroes that a model of another shape has left of those that were promised before."""
+    if promises(before).patterns:
+        note_zeroes(after)
+
+
 def promises(model: PreTrainedModel) -> Promises:
     """Read off a model's config what its weights are said to be."""
     return noted(model.config)
@@ -50,7 +64,12 @@ def noted(config: PretrainedConfig) -> Promises:
 
 
 def require_noted(before: PretrainedConfig, after: PretrainedConfig) -> None:
-    """Raise ValueError naming a layer of which a config says nothing more that one before it promised."""
+    """Raise ValueError naming a layer of which a config says nothing more that one before it promised.
+
+    In a model of another shape the same names are other layers; whoever made it promises anew (`keep_zeroes`).
+    """
+    if any(getattr(before, key, None) != getattr(after, key, None) for key in _SHAPE):
+        return
     was, now = noted(before), noted(after)
     for promised, left in ((was.patterns, now.patterns), (was.ranks, now.ranks)):
         if forgotten := sorted(promised.keys() - left.keys()):

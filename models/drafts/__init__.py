@@ -109,6 +109,7 @@ class Draft(nn.Module, ABC):
             was read.
         replayable: whether what it drafts follows from the text and the tapped states, so that it can be told
             afterwards; if it does not, `unroll` raises a ValueError.
+        branches: whether its drafters propose likeliest siblings by themselves.
         expands: whether its drafters are `models.drafting.drafters.Expander`s, so that trees can be grown.
         asks: whether its drafters ask `go_on`; not those that make no pass.
     """
@@ -117,6 +118,7 @@ class Draft(nn.Module, ABC):
     max_depth: int | None = None
     max_unroll: int | None = None
     replayable: bool = True
+    branches: bool = False
     expands: bool = False
     asks: bool = True
 

@@ -64,6 +64,7 @@ class Rest(TextDraft):
     """
 
     params: Params
+    branches = True
 
     def __init__(self, params: Params, config: dict[str, Any]) -> None:
         super().__init__(params, config)

@@ -57,6 +57,7 @@ class TokenRecycling(TargetDraft):
 
     params: Params
     asks = False
+    branches = True
 
     def __init__(self, params: Params, config: dict[str, object]) -> None:
         super().__init__(params, config)

@@ -4,6 +4,7 @@ The weight is dequantized for each product, in the backward pass once more, so t
 the product and nothing but the packed weight is kept for the backward pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ class NormalFloatLinear(nn.Module):
     """Takes the place of a linear layer.
 
     Letters: O outputs and I inputs of the layer.
+
+    Attributes:
+        multiply: how inputs [..., I] and the weight are multiplied in training; None for the plain product.
     """
 
+    multiply: Callable[[Tensor, Tensor], Tensor] | None = None
     codes: Tensor
     scale_values: Tensor
     scale_blocks: Tensor
@@ -55,7 +60,11 @@ class NormalFloatLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., I] → [..., O]."""
-        outputs: Tensor = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]  # torch's own, without types
+        outputs: Tensor
+        if self.training and self.multiply is not None:
+            outputs = self.multiply(inputs, self.weight)
+        else:
+            outputs = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]  # torch's own, without types
         return outputs if self.bias is None else outputs + self.bias
 
 

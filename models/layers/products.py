@@ -1,12 +1,13 @@
 """Linear layers that multiply in another way while they are trained, and the regime that swaps them in and out.
 
 A layer of this kind shares the weight and bias of the plain one, so that optimizer, checkpoints and state dict see no
-difference. The linear layers of the decoder blocks are changed; output matrix and the products inside of attention stay
-as they are but where a regime says `EVERYWHERE`.
+difference. The linear layers of the decoder blocks are changed, frozen ones of 4 bits too; output matrix and the
+products inside of attention stay as they are but where a regime says `EVERYWHERE`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from models.layers import attention_products
 from models.layers.linears import linears
+from models.layers.normal_float_linear import NormalFloatLinear
 from models.regimes import Plan, Regime
 
 Change = Callable[[Tensor], Tensor]
@@ -38,9 +40,13 @@ class ProductLinear(nn.Linear):
         """[..., I] → [..., O], in the weight's dtype also under autocast: bfloat16 can't hold every format."""
         if not self.training and not self.always:
             return super().forward(inputs)
-        with torch.autocast(inputs.device.type, enabled=False):
-            output = self.multiply(inputs.to(self.weight.dtype), self.weight)
-            return output if self.bias is None else output + self.bias
+        output = _apart(self.multiply, inputs, self.weight)
+        return output if self.bias is None else output + self.bias
+
+
+def _apart(multiply: Product, inputs: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(inputs.device.type, enabled=False):
+        return multiply(inputs.to(weight.dtype), weight)
 
 
 class ProductRegime(Regime):
@@ -100,18 +106,22 @@ class ProductRegime(Regime):
     def _put(self, model: PreTrainedModel, multiply: Product, always: bool) -> None:
         for name, layer in self._layers(model).items():
             model.set_submodule(name, ProductLinear(layer, multiply, always))
+        for packed in _packed(model):
+            packed.multiply = partial(_apart, multiply)
         if self.EVERYWHERE:
             self._attention = attention_products.put_in(model, self.multiply_pairs, always)
 
     def _take(self, model: PreTrainedModel, plain: Mapping[str, nn.Linear]) -> None:
         for name, layer in plain.items():
             model.set_submodule(name, layer)
+        for packed in _packed(model):
+            packed.multiply = None
         if self.EVERYWHERE:
             attention_products.take_out(model, self._attention)
 
     def weights(self) -> list[Tensor]:
-        """Return the weights that are multiplied by."""
-        return [layer.weight for layer in self._plain.values()]
+        """Return the weights that are multiplied by and trained; frozen ones stay as they are."""
+        return [layer.weight for layer in self._plain.values() if layer.weight.requires_grad]
 
     def count(self, figure: str, part: Tensor | float, whole: Tensor | float = 1.0) -> None:
         """Add to a figure, the sum of the parts over the sum of the wholes; there is none while that is 0.
@@ -139,6 +149,10 @@ class ProductRegime(Regime):
 
     def _read(self) -> dict[str, tuple[float, float]]:
         return {figure: (float(part), float(whole)) for figure, (part, whole) in self._sums.items()}
+
+
+def _packed(model: PreTrainedModel) -> list[NormalFloatLinear]:
+    return [module for module in model.modules() if isinstance(module, NormalFloatLinear)]
 
 
 def straight_through(values: Tensor, change: Change) -> Tensor:

@@ -17,10 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.invariants import Holding
+from models.checkpoints.invariants import Holding, note_zeroes
 from models.learning.resume import load_progress, save_progress
 from models.params import BaseParams, TrainingParams
 from models.regimes import PARTS, Batch, Plan, Regime
+from models.together import Declared, declared, require_kept
 
 IGNORED = -100
 
@@ -97,16 +98,37 @@ def train_by_name(
     on_progress: OnProgress | None = None,
     more: Sequence[Regime] = (),
 ) -> Trained:
-    """Train with regimes as a recipe names them; see `train`.
+    """Train with regimes as a recipe names them; see `train`. Zeroes that one of them makes are noted as promised.
 
     Args:
         methods: settings of methods of family `regimes` that go together (`require_compatible`); may be empty.
         more: hooks beside theirs.
 
     Raises:
-        ValueError: as `train`, or `more` comes beside a method that is a loop of its own.
+        ValueError: as `train`, a method rewrites weights and some are frozen, or `more` comes beside a method that is
+            a loop of its own.
     """
     require_compatible(methods)
+    found = [declared("regimes", method, f'regime "{method.name}"') for method in methods]
+    if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
+        for one in found:
+            require_kept([Declared(f"this model, such as {frozen[0]}", (), ("frozen weights",)), one])
+    trained = _train_by_name(model, documents, params, methods, seed, work_dir, on_progress, more)
+    if any("zeroes" in one.keeps for one in found):
+        note_zeroes(model)
+    return trained
+
+
+def _train_by_name(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    params: TrainingParams,
+    methods: Sequence[BaseParams],
+    seed: int,
+    work_dir: Path | None,
+    on_progress: OnProgress | None,
+    more: Sequence[Regime],
+) -> Trained:
     modules = [(catalog.load("regimes", method.name), method) for method in methods]
     for module, method in modules:
         if "loop" in module.CHANGES:
@@ -129,7 +151,7 @@ def require_compatible(methods: Sequence[BaseParams]) -> None:
         parts = catalog.load("regimes", method.name).CHANGES
         if "loop" in parts and len(methods) > 1:
             raise ValueError(f'regime "{method.name}" is a loop of its own and combines with no other')
-        for part in sorted(parts, key=PARTS.index):
+        for part in (part for part in PARTS if part in parts):
             if part in changed:
                 raise ValueError(f'regimes "{changed[part]}" and "{method.name}" both change the {part}; choose one')
             changed[part] = method.name
@@ -270,7 +292,8 @@ class _Loop:
                 loss = loss + penalty
         if not torch.isfinite(loss):
             raise FloatingPointError(f"the loss is {float(loss.detach())} at step {self.step}; the model is discarded")
-        loss.backward()
+        if loss.requires_grad:  # else a regime left out every block that is trained
+            loss.backward()
         return value
 
     def _save(self) -> None:

@@ -66,7 +66,8 @@ def write(
         return torch.tensor(token_ids, dtype=torch.int64, device=target.device)
 
     answer = [sample.completion_ids[0]]
-    cache = Cache(target, len(sample.prompt_ids) + len(by_draft) + num_draft_tokens + 1)
+    room = num_draft_tokens + 1 + draft.num_vectors(num_draft_tokens)
+    cache = Cache(target, len(sample.prompt_ids) + len(by_draft) + room)
     drafter = draft.drafter(cache.max_len)
     if isinstance(drafter, SelfDrafter):
         drafter.share(target, cache)

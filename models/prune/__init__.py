@@ -21,6 +21,8 @@ from models.checkpoints.sparsity import Pattern, require_groups
 from models.layers.linears import Gram, calibrate, linears
 from models.params import BaseParams
 
+CHANGES, KEEPS = ("low rank",), ("zeroes",)  # of every method
+
 
 def require_inputs(weight: Tensor, inputs: Gram, num_tokens: int = 1) -> None:
     """Raise ValueError if calibration inputs don't fit a layer or are fewer than `num_tokens`."""
@@ -36,8 +38,8 @@ def prune_model(
 ) -> dict[str, float]:
     """Zero weights of all linear layers of the decoder blocks, in place.
 
-    Each block is pruned on the inputs that the pruned blocks before it give. The config notes each layer's pattern, so
-    that what comes after keeps it (`models.checkpoints.invariants`).
+    Each block is pruned on the inputs that the pruned blocks before it give, and what was zero before stays so. The
+    config notes each layer's pattern, so that what comes after keeps it (`models.checkpoints.invariants`).
 
     Args:
         model: of Llama's layout.
@@ -58,7 +60,8 @@ def prune_model(
 
     def visit(name: str, layer: nn.Linear, inputs: Gram) -> None:
         try:
-            layer.weight.copy_(method.prune(layer.weight, inputs, pattern, params))
+            pruned = method.prune(layer.weight, inputs, pattern, params)
+            layer.weight.copy_(pruned.masked_fill(layer.weight == 0, 0))
         except ValueError as error:
             raise ValueError(f"layer {name}: {error}") from error
 

@@ -31,6 +31,7 @@ from models.layers.linears import linears
 from models.learning import training
 from models.params import BaseParams, TrainingParams
 
+CHANGES = ("low rank",)  # of every method
 # The least text that says what a layer reads, and the columns that one-shot methods work through at a time.
 BLOCK = 128
 

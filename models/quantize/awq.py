@@ -60,6 +60,9 @@ class Params(BaseParams):
     clip: bool = True
 
 
+CORNERS = (Params(group_size=32, symmetric=True),)
+
+
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
     """Scale and round the weights of the decoder blocks, block by block on the inputs that come through those before.
 

@@ -50,6 +50,9 @@ class Params(BaseParams):
     act_order: bool = False
 
 
+CORNERS = (Params(group_size=32, symmetric=False),)
+
+
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
     """Round the weights of the decoder blocks, block by block on the inputs that come through the rounded ones.
 

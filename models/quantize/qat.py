@@ -42,6 +42,9 @@ class Params(BaseParams):
     symmetric: bool = True
 
 
+CORNERS = (Params(group_size=32, symmetric=False),)
+
+
 def quantize(model: PreTrainedModel, documents: Sequence[Sequence[int]], params: Params) -> Quantized:
     """Round the weights of the decoder blocks as training did.
 

@@ -4,7 +4,8 @@ Letters: B documents of a batch, T tokens of a document, L layers of the model.
 
 A method's module has
 
-- `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined;
+- `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined.
+  What else it changes, and `KEEPS`, is in `models.together`;
 - `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
 - `train(model, documents, params, training, seed, work_dir, on_progress) -> models.learning.training.Trained`: that
   loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no

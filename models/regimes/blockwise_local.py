@@ -56,7 +56,7 @@ class _Blockwise(Regime):
             raise ValueError("blockwise_local takes a model of at least 2 blocks; got 1")
         num_groups = min(self.params.num_groups, len(layers))
         ends = [len(layers) * (number + 1) // num_groups - 1 for number in range(num_groups - 1)]
-        norms = [copy.deepcopy(model.model.norm) for _ in ends]
+        norms = [copy.deepcopy(model.model.norm).requires_grad_(True) for _ in ends]
         self.hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         self.hooks += [
             layers[end].register_forward_hook(lambda module, args, states, norm=norm: self._learn(model, norm, states))

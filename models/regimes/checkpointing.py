@@ -30,6 +30,9 @@ class Params(BaseParams):
     every: int = Field(1, ge=1)
 
 
+CORNERS = (Params(every=2),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks.
 

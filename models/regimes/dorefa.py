@@ -15,8 +15,9 @@ tensor, c = `activation_clip` times their root mean square, or their largest mag
 factor of least squared error on normal values (`normal_clip`: 1.2 at 2 bits, 3.6 at 8). Clipped ones pass no gradient,
 as in the paper. m is taken per document, the paper's instance of a mini-batch. The noise makes the rounding of
 gradients unbiased; a gradient of exactly 0, as on padding, stays 0 although 0 is none of the 2^k values. Embedding and
-output matrix keep full precision, as the paper's first and last layer do. `finish` leaves the rounded weights in the
-model, which computes with those and with unrounded activations; `answering` rounds these too.
+output matrix keep full precision, as the paper's first and last layer do, and so do weights that are frozen. `finish`
+leaves the rounded weights in the model, which computes with those and with unrounded activations; `answering` rounds
+these too.
 """
 
 from contextlib import AbstractContextManager
@@ -69,6 +70,9 @@ class Params(BaseParams):
         return self
 
 
+CORNERS = (Params(weight_bits=1, activation_bits=1, gradient_bits=1),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks; `rng` draws the gradients' noise. Figure: `clipped_share` of the activations."""
     return _DoReFa(params, rng)
@@ -84,7 +88,9 @@ class _DoReFa(ProductRegime):
         params = self.params
         if params.activation_bits < OFF:
             inputs = self._activations(inputs)
-        output = functional.linear(inputs, quantize_weight(weight, params.weight_bits))
+        if weight.requires_grad:
+            weight = quantize_weight(weight, params.weight_bits)
+        output = functional.linear(inputs, weight)
         if params.gradient_bits == OFF:
             return output
         return on_gradient(output, lambda gradient: quantize_gradient(gradient, params.gradient_bits, self.rng))

@@ -28,7 +28,8 @@ from models.params import BaseParams
 from models.regimes import Batch, Plan, Regime
 
 PAPER = "arXiv:1909.11957, section 3, algorithm 1"
-CHANGES = ("products", "weights", "end")
+CHANGES = ("products", "weights", "end", "frozen weights")
+KEEPS = ("zeroes",)
 
 
 class Params(BaseParams):
@@ -58,6 +59,9 @@ COMPARED = {
     "window_2_epsilon_0.2": Params(window=2, epsilon=0.2),
     "window_2_epsilon_0.2_random_mask": Params(window=2, epsilon=0.2, ticket="random"),
 }
+
+
+CORNERS = (Params(window=1, epsilon=0.99), Params(window=1, epsilon=0.99, ticket="random", then="stop"))
 
 
 def regime(params: Params, rng: torch.Generator) -> Regime:

@@ -57,6 +57,9 @@ class Params(BaseParams):
         return self
 
 
+CORNERS = (Params(mantissa_bits=2, wide_bits=4, stochastic=True),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks; `rng` rounds if asked to. Figure: `flushed_share` of non-zero gradients that round to zero."""
     return _HybridBfp(params, rng)

@@ -33,7 +33,8 @@ from models.params import BaseParams, TrainingParams
 from models.regimes import Plan, Regime
 
 PAPER = "arXiv:1903.01611, algorithm 2; controls of arXiv:1803.03635 and arXiv:1810.05270"
-CHANGES = ("loop",)
+CHANGES = ("loop", "frozen weights")
+KEEPS = ("zeroes",)
 
 
 class Params(BaseParams):
@@ -51,6 +52,9 @@ class Params(BaseParams):
     pruned_share: float = Field(0.2, gt=0, lt=1)
     rewind: float = Field(0.05, ge=0, lt=1)
     ticket: Literal["rewound", "random", "reinitialised"] = "rewound"
+
+
+CORNERS = (Params(num_rounds=1, ticket="random"), Params(num_rounds=1, ticket="reinitialised"))
 
 
 COMPARED = {

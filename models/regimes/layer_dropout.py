@@ -46,6 +46,9 @@ class Params(BaseParams):
         return self
 
 
+CORNERS = (Params(max_probability=0.9, rotation=1),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks.
 

@@ -52,6 +52,14 @@ class Params(BaseParams):
     fold: bool = True
 
 
+CORNERS = (Params(fold=False),)
+
+
+def changes(params: Params) -> tuple[str, ...]:
+    """Return what is changed; only what is folded is written into weights."""
+    return (*CHANGES, "frozen weights") if params.fold else CHANGES
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks.
 

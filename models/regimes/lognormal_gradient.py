@@ -67,6 +67,9 @@ class Params(BaseParams):
         return self
 
 
+CORNERS = (Params(sparsity=0.5, scale="maximum"),)
+
+
 class Fit(NamedTuple):
     """Mean and standard deviation of the natural logarithms of `size` magnitudes."""
 

@@ -35,6 +35,9 @@ class Params(BaseParams):
     row_tokens: int = Field(256, ge=2)
 
 
+CORNERS = (Params(row_tokens=2),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks.
 

@@ -27,7 +27,7 @@ from models.params import BaseParams
 from models.regimes import Regime
 
 PAPER = "arXiv:1910.13349, section 3.3"
-CHANGES = ("products",)
+CHANGES = ("products", "weight gradients")
 
 
 class Params(BaseParams):

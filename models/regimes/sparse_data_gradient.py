@@ -37,6 +37,9 @@ class Params(BaseParams):
     preserve_l1: bool = False
 
 
+CORNERS = (Params(preserve_l1=True),)
+
+
 def regime(params: Params, rng: torch.Generator) -> Regime:
     """Return the hooks; `rng` is not read. Figure: `kept_l1`, the share of the gradient's magnitude before scaling."""
     return _SparseDataGradient(params, rng)

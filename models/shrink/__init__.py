@@ -3,19 +3,18 @@
 A method's module has `shrink(model, documents, params, training, seed, work_dir, on_progress) -> PreTrainedModel`. It
 returns a new model of the given one's class whose config says its shape; `documents` are token ids to measure
 importance on and, where the method `TRAINS` (optional), to train on with the settings `training`. `KEEPS_TOKENS` says
-whether the model's tokenizer fits what comes out, which a served target needs; `PROMISES`, optional, names what later
-stages must keep and zeroing or rounding weights would lose; `require_engine(params, engine)`, optional, refuses an
-engine by name that can't run what is stored.
+whether the model's tokenizer fits what comes out, which a served target needs; `require_engine(params, engine)`,
+optional, refuses an engine by name that can't run what is stored; `CHANGES` and `KEEPS` are in `models.together`.
 
 Letters: L blocks, H hidden width, A query heads, K KV heads, C channels of an MLP, B documents, T tokens of a document.
 Heads keep their width, which engines are picky about.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -56,6 +55,14 @@ class Widths(BaseParams):
     intermediate_size: int | None = Field(None, ge=1)
     num_heads: int | None = Field(None, ge=1)
     num_kv_heads: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _is_asked_for(self) -> Self:
+        sizes = [*Widths.model_fields, "num_layers"]
+        sizes.remove("name")
+        if all(getattr(self, size, None) is None for size in sizes):
+            raise ValueError(f"a shape is asked for by at least one of {', '.join(sizes)}")
+        return self
 
 
 class Shape(NamedTuple):

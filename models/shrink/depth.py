@@ -49,6 +49,9 @@ class Params(Measured):
         return self
 
 
+CORNERS = (Params(num_layers=1), Params(num_layers=1, keep="spread"))
+
+
 def shrink(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],

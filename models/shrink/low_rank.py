@@ -30,7 +30,7 @@ from models.shrink import Measured, pieces, shape_of
 
 PAPER = "arXiv:2403.07378, section 3 (SVD-LLM, truncation-aware data whitening)"
 KEEPS_TOKENS = True
-PROMISES = "a low rank"
+CHANGES, KEEPS = ("zeroes",), ("low rank",)
 
 
 class Params(Measured):
@@ -44,6 +44,9 @@ class Params(Measured):
     name: Literal["low_rank"] = "low_rank"
     share: float = Field(gt=0, lt=1)
     keep: Literal["matrices", "factors"] = "matrices"
+
+
+CORNERS = (Params(share=0.5), Params(share=0.5, keep="factors"))
 
 
 def require_engine(params: Params, engine: str) -> None:

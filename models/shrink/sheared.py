@@ -24,6 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from models.checkpoints.invariants import keep_zeroes
 from models.layers.linears import blocks
 from models.layers.reshape import Kept, head_dim, take_layers, take_widths
 from models.learning.training import OnProgress, cut, num_steps, train
@@ -55,6 +56,9 @@ class Params(Widths):
     mask_learning_rate: float = Field(1.0, gt=0)
     warmup: float = Field(0.2, ge=0, lt=1)
     min_mask_steps: int = Field(200, ge=1)
+
+
+CORNERS = (Params(num_layers=1, intermediate_size=128, min_mask_steps=1),)
 
 
 def shrink(
@@ -97,9 +101,11 @@ def shrink(
     totals = [training.num_epochs * sum(map(len, cut(half, training.max_length))) for half in halves]
     folders = [None if work_dir is None else work_dir / name for name in ("masks", "continued")]
     masked = take_layers(model, range(shape_of(model).num_layers))
+    keep_zeroes(model, masked)
     masks = Masks(masked, shape, params, rng)
     train(masked, halves[0], training, [masks], seed, folders[0], _both(totals, 0, on_progress))
     shrunk = masks.cut(masked)
+    keep_zeroes(masked, shrunk)
     train(shrunk, halves[1], training, (), seed, folders[1], _both(totals, 1, on_progress))
     return shrunk
 

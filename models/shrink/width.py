@@ -33,6 +33,9 @@ class Params(Measured, Widths):
     name: Literal["width"] = "width"
 
 
+CORNERS = (Params(intermediate_size=128), Params(hidden_size=128, num_heads=2, num_kv_heads=1))
+
+
 def shrink(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],

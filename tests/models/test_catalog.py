@@ -20,7 +20,8 @@ def test_a_package_in_a_family_is_a_name_and_a_private_file_is_none(tmp_path, mo
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     monkeypatch.setattr(catalog, "_ROOT", tmp_path)
-    assert catalog.names("engines") == ["torch", "vllm"]
+    assert catalog.families.__wrapped__() == ["engines"]
+    assert catalog.names.__wrapped__("engines") == ["torch", "vllm"]
 
 
 def test_load_returns_the_module_of_that_name() -> None:

@@ -89,6 +89,12 @@ class Params(EngineParams):
         return rule
 
     @model_validator(mode="after")
+    def _rules_judge_the_trees_siblings(self) -> Self:
+        if catalog.load("trees", self.trees.name).BRANCHES:
+            _require_siblings(f"tree {self.trees.name}", self)
+        return self
+
+    @model_validator(mode="after")
     def _one_of_them_ends_a_step(self) -> Self:
         tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
         if tree.BRANCHES and hasattr(lengths, "go_on"):
@@ -316,6 +322,8 @@ def require_serving(serve: BaseModel, draft: BaseParams) -> None:
 
 def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
     name, lengths = draft.__name__, catalog.load("lengths", params.lengths.name)
+    if draft.branches:
+        _require_siblings(name, params)
     if catalog.load("trees", params.trees.name).BRANCHES and not draft.expands:
         raise ValueError(f"{name} can't go on from any node of a tree; wanted trees = chain for it")
     if params.nested_confidence is not None and not has_nested:
@@ -333,6 +341,16 @@ def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
         raise ValueError(
             f"{name} has the target read vectors of its own beside what it proposes; look-up can't be joined to it"
         )
+
+
+def _require_siblings(proposer: str, params: Params) -> None:
+    """Raise ValueError if a rule can't judge siblings that are the likeliest tokens, as those of `proposer` are."""
+    for key, rule in (("verify", params.verify), ("verify_greedy", params.verify_greedy)):
+        drawn = catalog.load("verify", rule.name).SIBLINGS
+        if "certain" not in drawn:
+            raise ValueError(
+                f"{proposer} proposes siblings that are certain; {key} rule {rule.name} wants {' or '.join(drawn)} ones"
+            )
 
 
 def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:

@@ -37,7 +37,7 @@ def model(tiny_target: Path) -> PreTrainedModel:
 def masks(model: PreTrainedModel, **asked: int) -> sheared.Masks:
     config = model.config
     has = Shape(2, config.hidden_size, config.intermediate_size, config.num_attention_heads, 1)
-    return sheared.Masks(model, has._replace(**asked), sheared.Params(), torch.Generator().manual_seed(0))
+    return sheared.Masks(model, has._replace(**asked), sheared.Params(num_layers=1), torch.Generator().manual_seed(0))
 
 
 def test_the_chance_that_a_mask_is_open_is_that_of_the_draws(model: PreTrainedModel) -> None:

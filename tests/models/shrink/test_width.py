@@ -66,7 +66,7 @@ def test_hidden_channels_are_judged_by_what_all_norms_hand_on(model: PreTrainedM
 @pytest.mark.parametrize(
     ("asked", "fault"),
     [
-        ({}, "the model has this shape already"),
+        ({}, "a shape is asked for by at least one of hidden_size"),
         ({"hidden_size": 512}, "hidden_size is asked to be 512, the model has 256; it can only shrink"),
         ({"num_heads": 3}, "num_heads 3 is not divisible by num_kv_heads 2"),
         ({"num_kv_heads": 1}, "4 heads on 1 KV heads are more for each than the model's 4 on 2"),

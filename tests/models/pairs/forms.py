@@ -1,0 +1,60 @@
+"""Which settings of which methods are paired, and which pairs are tried: all of them where `PAIRS=all` is set."""
+
+import os
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from models import catalog
+from models.params import BaseParams
+
+PairT = TypeVar("PairT", bound=Sequence[Hashable])
+ALL = os.environ.get("PAIRS") == "all"
+
+
+class Form(NamedTuple):
+    """A method with some of its settings; `name` says which for a test's id."""
+
+    family: str
+    name: str
+    params: BaseParams
+
+
+def forms(family: str, *names: str) -> list[Form]:
+    """Return methods of a family, each with its defaults if it has any and with its corners; all if none is named."""
+    found = []
+    for name in names or catalog.names(family):
+        module = catalog.load(family, name)
+        corners = list(getattr(module, "CORNERS", ()))
+        try:
+            settings = [module.Params(), *corners]
+        except ValidationError:  # a size must be asked for
+            settings = corners
+        found += [Form(family, name if number == 0 else f"{name}-{number}", one) for number, one in enumerate(settings)]
+    return found
+
+
+def chosen(pairs: Sequence[PairT], always: Callable[[PairT], bool]) -> list[PairT]:
+    """Return the pairs to try: what is asked for always, and of the others, drawn by a seed, until each member is in.
+
+    Args:
+        pairs: all that are allowed.
+        always: whether a pair is tried in any case.
+    """
+    if ALL:
+        return list(pairs)
+    kept = [pair for pair in pairs if always(pair)]
+    seen = {(place, one) for pair in kept for place, one in enumerate(pair)}
+    for pair in random.Random(0).sample(list(pairs), len(pairs)):
+        members = set(enumerate(pair))
+        if not members <= seen:
+            kept.append(pair)
+            seen |= members
+    return kept
+
+
+def named(pair: Sequence[object]) -> str:
+    """Return a test's id."""
+    return "+".join(one.name if isinstance(one, Form) else str(one) for one in pair)

@@ -1,0 +1,112 @@
+"""Each draft family with each loss, source of answers, rule, tree and length policy: refused by both names, or works.
+
+What is trained moves, what is frozen stays, the saved draft loads again; what is drafted changes no greedy output.
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import catalog
+from models.drafting.draft_families import class_of, family_named
+from models.engines import Completion
+from models.learning import distill
+from models.learning.hidden import Sample
+from models.params import BaseParams
+from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
+from tests.models.drafts.tiny import make_tiny
+from tests.models.pairs.forms import chosen
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = catalog.names("drafts")
+TRAINED = [name for name in FAMILIES if family_named(name).TRAINED]
+K = 4
+SHORT = GREEDY.model_copy(update={"max_tokens": 8})
+
+
+def never(pair: object) -> bool:
+    """No pair is tried in any case."""
+    return False
+
+
+def options(*families: str) -> list[tuple[str, str]]:
+    """Return family and name of each method of some families."""
+    return [(family, name) for family in families for name in catalog.names(family)]
+
+
+LEARNT = chosen(list(product(TRAINED, options("losses", "answers"))), never)
+DRAFTED = chosen(list(product(FAMILIES, options("verify", "trees", "lengths"))), never)
+
+
+def samples() -> list[Sample]:
+    """Answers of two domains, of which some were rejected in part."""
+    rng = torch.Generator().manual_seed(0)
+    texts = torch.randint(3, 67, (4, 20), generator=rng).tolist()
+    domains = ["chat", "rationale"] * 2
+    return [
+        Sample(str(number), domain, text[:8], text[8:], rejected=[2])
+        for number, (domain, text) in enumerate(zip(domains, texts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("name", "option"), LEARNT, ids=["+".join((name, *option)) for name, option in LEARNT])
+def test_a_family_learns_from_one_step(name: str, option: tuple[str, str], tiny_target: Path, tmp_path: Path) -> None:
+    family, method = family_named(name), parsed(*option)
+    settings = (
+        {"loss": method} if option[0] == "losses" else {"answers": method, "loss": parsed("losses", "forward_kl")}
+    )
+    draft = make_tiny(family, tiny_target)
+    before = {key: one.clone() for key, one in draft.named_parameters()}
+    params = distill.Params(num_epochs=1, batch_tokens=512, learning_rate=1e-2, **settings)
+    work, directory = tmp_path / "work", tmp_path / "draft"
+    work.mkdir()
+    directory.mkdir()
+    assert distill.train(draft, tiny_target, samples(), params, K, work).num_steps >= 1
+    moved = {key for key, one in draft.named_parameters() if not torch.equal(one, before[key])}
+    learnt = {key for key, one in draft.named_parameters() if one.requires_grad}
+    assert moved and moved <= learnt
+    family.save(draft, directory)
+    again = dict(family.load(directory, tiny_target).named_parameters())
+    for key in learnt:
+        torch.testing.assert_close(
+            again[key].float(), dict(draft.named_parameters())[key].float(), rtol=0.01, atol=0.01
+        )
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Path) -> list[Completion]:
+    return answer_all(tiny_target, None, prompts(2), SHORT)
+
+
+@pytest.mark.parametrize(("name", "option"), DRAFTED, ids=["+".join((name, *option)) for name, option in DRAFTED])
+def test_a_family_drafts_or_is_refused(
+    name: str, option: tuple[str, str], tiny_target: Path, plain: list[Completion]
+) -> None:
+    family, method = family_named(name), catalog.load(*option)
+    greedy = option[0] != "verify" or not method.SAMPLES
+    key = option[0] if option[0] != "verify" else "verify_greedy" if greedy else "verify"
+    sampling = SHORT if greedy else SHORT.model_copy(update={"temperature": 0.8, "seed": 1})
+    draft = make_tiny(family, tiny_target)
+    try:
+        answers = answer_all(tiny_target, draft, prompts(2), sampling, num_draft_tokens=K, **{key: parsed(*option)})
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert class_of(family).__name__ in refused
+        assert ("trees = chain" if option[0] == "trees" else option[1]) in refused
+        return
+    if greedy and getattr(method, "LOSSLESS", True):
+        require_equal(answers, plain)
+    for one in answers:
+        assert len(one.token_ids) == SHORT.max_tokens
+        assert all(0 <= taken <= drafted <= K for drafted, taken in zip(one.drafted, one.accepted, strict=True))
+
+
+def parsed(family: str, name: str) -> BaseParams:
+    """Return a method's default settings."""
+    return catalog.parse(family, {"name": name})
