@@ -114,7 +114,9 @@ def test_what_can_not_work_is_refused_before_the_first_stage(full, table, key, v
 def test_a_low_rank_that_a_later_stage_would_lose_is_refused(full, later) -> None:
     full["shrink"]["method"] = {"name": "low_rank", "share": 0.5}
     del full[{"prune": "quantize", "quantize": "prune"}[later]]
-    with pytest.raises(ValueError, match=rf"\[{later}\] after \[shrink\] would lose a low rank of the layers"):
+    with pytest.raises(
+        ValueError, match=rf'in \[{later}\] raises the low rank of "low_rank" in \[shrink\]; choose one of the two'
+    ):
         parse_recipe(full, "r")
 
 
@@ -156,3 +158,36 @@ def test_a_second_task_that_can_not_be_learnt_is_refused(tables, second, regimes
     recipe = parse_recipe({**tables, "finetune": {**table, "regimes": [], "second": {"domain": "chat"}}}, "r")
     assert (recipe.finetune.second.domain, recipe.finetune.second.weight) == ("chat", 1.0)
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("method", "regime", "message"),
+    [
+        ({"name": "qlora"}, {"name": "early_bird"}, "rewrites the frozen weights of"),
+        ({"name": "lora", "layers": ALL_LINEAR}, {"name": "layer_skip_gate"}, "rewrites the frozen weights of"),
+        ({"name": "last_layers"}, {"name": "iterative_magnitude"}, "rewrites the frozen weights of"),
+        ({"name": "bitfit"}, {"name": "predictive_sign_gradient"}, "changes gradients of weights, of which .* none"),
+    ],
+)
+def test_a_regime_that_can_not_train_with_an_adapter_is_refused_by_both_names(tables, method, regime, message) -> None:
+    table = {"method": method, "domain": "code", "regimes": [regime]}
+    with pytest.raises(
+        ValueError, match=rf'"{regime["name"]}" in \[finetune\] {message}.* "{method["name"]}" in \[finetune\]'
+    ):
+        parse_recipe({**tables, "finetune": table}, "r")
+    parse_recipe({**tables, "pretrain": {"regimes": [regime]}, "finetune": {**table, "regimes": []}}, "r")
+
+
+def test_gates_that_fold_nothing_train_with_an_adapter(tables) -> None:
+    gate = {"name": "layer_skip_gate", "fold": False}
+    table = {"method": {"name": "lora", "layers": ALL_LINEAR}, "domain": "code", "regimes": [gate]}
+    assert not parse_recipe({**tables, "finetune": table}, "r").finetune.regimes[0].fold
+
+
+@pytest.mark.parametrize("method", [{"name": "width"}, {"name": "sheared"}])
+def test_a_shape_that_nothing_is_asked_of_is_refused(tables, method) -> None:
+    with pytest.raises(ValueError, match="a shape is asked for by at least one of hidden_size, .*, num_layers"):
+        parse_recipe({**tables, "shrink": {"method": method}}, "r")

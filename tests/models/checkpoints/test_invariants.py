@@ -9,15 +9,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog, quantize
 from models.checkpoints.checkpoint import read_tensors
-from models.checkpoints.invariants import Held, promises, require, require_noted
+from models.checkpoints.invariants import Held, keep_zeroes, promises, require, require_noted
 from models.checkpoints.loading import load_model, save_model
 from models.checkpoints.sparsity import Pattern
 from models.layers.decoder import Cache, Decoder
 from models.layers.linears import linears
+from models.layers.reshape import take_layers
 from models.learning.training import train_by_name
 from models.params import TrainingParams
 from models.prune import magnitude, prune_model
-from models.shrink import low_rank, num_stored
+from models.shrink import low_rank, num_stored, sheared
 
 DOCUMENTS = torch.randint(3, 259, (8, 48), generator=torch.Generator().manual_seed(0)).tolist()
 TRAINING = TrainingParams(num_epochs=2, batch_tokens=128, learning_rate=1e-2)
@@ -135,3 +136,41 @@ def test_a_plain_model_promises_nothing(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     assert not any(promises(model))
     require(model)
+
+
+@pytest.mark.parametrize("name", catalog.names("prune"))
+def test_what_was_zero_before_pruning_stays_so(name: str, tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    for _, layer in linears(model):
+        layer.weight.data.masked_fill_(torch.rand(layer.weight.shape, generator=rng) < 0.4, 0)
+    zero = {name: layer.weight == 0 for name, layer in linears(model)}
+    prune_model(model, DOCUMENTS, catalog.parse("prune", {"name": name}), Pattern(kept=2, group=4))
+    require(model)
+    assert all((layer.weight[zero[name]] == 0).all() for name, layer in linears(model))
+
+
+def test_zeroes_of_another_shape_are_promised_anew_with_their_own_shares(pruned: PreTrainedModel) -> None:
+    shrunk = take_layers(pruned, [1])
+    assert not promises(shrunk).patterns
+    keep_zeroes(pruned, shrunk)
+    require_noted(pruned.config, shrunk.config)
+    assert promises(shrunk).patterns.keys() == {name for name, _ in linears(shrunk)}
+    require(shrunk)
+    shrunk.model.layers[0].mlp.up_proj.weight.data += 1
+    with pytest.raises(ValueError, match=r"up_proj was pruned to 0\.5, and is not any more"):
+        require(shrunk)
+
+
+def test_a_dense_model_of_another_shape_promises_nothing(tiny_target: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    shrunk = take_layers(model, [1])
+    keep_zeroes(model, shrunk)
+    assert not any(promises(shrunk))
+
+
+def test_a_half_that_is_shrunk_by_learnt_masks_keeps_its_zeroes(pruned: PreTrainedModel) -> None:
+    params = sheared.Params(num_layers=1, min_mask_steps=1)
+    shrunk = sheared.shrink(pruned, DOCUMENTS, params, TRAINING, seed=0)
+    assert promises(shrunk).patterns.keys() == {name for name, _ in linears(shrunk)}
+    require(shrunk)

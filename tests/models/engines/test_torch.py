@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.drafting.draft_families import family_named
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
@@ -23,6 +24,7 @@ from models.layers.decoder import Cache, Decoder
 from models.learning.hidden import Sample
 from tests.conftest import make_draft
 from tests.models.drafts.answered import GREEDY, prompts
+from tests.models.drafts.tiny import make_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 pytestmark = pytest.mark.slow
@@ -373,3 +375,19 @@ def test_a_request_out_of_range_is_refused(
 def test_a_rule_that_can_not_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="greedy is for greedy decoding only"):
         Params(verify={"name": "greedy"})
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "dyspec", "sequoia", "static"])
+def test_a_rule_for_independent_siblings_is_refused_beside_a_tree_of_certain_ones(tree: str) -> None:
+    with pytest.raises(ValueError, match=f"tree {tree} proposes siblings that are certain; verify rule spectr wants"):
+        Params(verify={"name": "spectr"}, trees={"name": tree})
+    Params(verify={"name": "spectr"}, trees={"name": "chain"})
+
+
+@pytest.mark.parametrize("family", ["retrieval", "token_recycling"])
+def test_a_rule_for_independent_siblings_is_refused_beside_a_draft_that_branches(
+    tiny_target: Path, family: str
+) -> None:
+    draft = make_tiny(family_named(family), tiny_target)
+    with pytest.raises(ValueError, match=f"{type(draft).__name__} proposes siblings that are certain; .* rule spectr"):
+        run(tiny_target, draft, lambda engine: engine.health(), verify={"name": "spectr"})

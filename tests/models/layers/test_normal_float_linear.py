@@ -2,10 +2,13 @@
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.layers import normal_float
 from models.layers.normal_float_linear import NormalFloatLinear
+from models.layers.products import ProductRegime
 from models.learning.counting import held_bytes
+from models.regimes import Plan
 
 
 def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -> None:
@@ -25,3 +28,22 @@ def test_a_product_is_that_of_the_dequantized_weight_and_keeps_no_copy_of_it() -
 def test_a_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
     packed = NormalFloatLinear(nn.Linear(1024, 1024, bias=False))
     assert packed.num_bytes == 1024**2 // 2 + 1024 * 16 + 4 * 64 + 4
+
+
+def test_a_training_regime_changes_its_product_too_until_it_is_over() -> None:
+    class Doubled(ProductRegime):
+        def multiply(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            assert not weight.requires_grad
+            return 2 * inputs @ weight.T
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1))
+    model.requires_grad_(False)
+    packed = NormalFloatLinear(model.model.layers[0].mlp.up_proj)
+    model.model.layers[0].mlp.up_proj = packed
+    regime, inputs = Doubled(torch.Generator()), torch.randn(3, 64)
+    plain = packed(inputs)
+    regime.start(model.train(), Plan(1, 1))
+    assert torch.allclose(packed(inputs), 2 * plain, rtol=1e-5)
+    assert torch.equal(packed.eval()(inputs), plain)
+    regime.finish(model)
+    assert torch.equal(packed.train()(inputs), plain)

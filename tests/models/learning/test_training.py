@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from models import catalog
 from models.evaluation.perplexity import perplexity, score
 from models.learning import training
 from models.params import TrainingParams
@@ -91,3 +92,12 @@ def test_a_loss_that_is_not_finite_ends_training(model: PreTrainedModel) -> None
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0"):
         training.train(model, documents(), params())
+
+
+def test_a_step_without_any_trained_block_changes_nothing(model: PreTrainedModel) -> None:
+    model.requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    skipping = catalog.parse("regimes", {"name": "layer_dropout", "max_probability": 0.999, "exit_scale": 0.0})
+    before = model.model.layers[1].mlp.up_proj.weight.clone()
+    trained = training.train_by_name(model, documents(2), params(num_epochs=1), [skipping])
+    assert trained.num_steps == 1 and torch.equal(model.model.layers[1].mlp.up_proj.weight, before)

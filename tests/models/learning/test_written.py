@@ -220,3 +220,10 @@ def test_the_share_of_tokens_is_as_asked() -> None:
         writers = mixed_tokens.by_draft([50] * 80, mixed_tokens.Params(share=share), rng())
         own = sum(sum(of) for of in writers if of is not None) / 4000
         assert own == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_family_writes_an_answer_to_its_last_token(name: str, tiny_target: Path, decoder: Decoder) -> None:
+    draft = make_tiny(family_named(name), tiny_target)
+    with torch.inference_mode():
+        assert len(write(draft, decoder, SAMPLE, [True] * 12, 0.0, K, NEVER, rng())) == 12

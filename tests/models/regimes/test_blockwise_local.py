@@ -7,7 +7,7 @@ import torch
 
 from models.learning.counting import counted
 from models.regimes import Plan, blockwise_local
-from tests.models.regimes.world import batch, gradients, load
+from tests.models.regimes.world import batch, gradients, load, train
 
 
 def start(model, **settings):
@@ -54,3 +54,12 @@ def test_in_evaluation_it_changes_nothing(tiny_target) -> None:
 def test_a_model_of_one_block_is_refused(tiny_target) -> None:
     with pytest.raises(ValueError, match="at least 2 blocks; got 1"):
         start(load(tiny_target, num_layers=1))
+
+
+def test_a_group_of_frozen_blocks_trains_its_norm_alone(tiny_target) -> None:
+    model = load(tiny_target).requires_grad_(False)
+    model.model.layers[1].requires_grad_(True)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train(model, [blockwise_local.Params()], num_epochs=1)
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved and all(name.startswith("model.layers.1.") for name in moved)

@@ -155,3 +155,19 @@ def test_a_finished_model_answers_with_rounded_activations_where_it_is_asked_to(
         assert not torch.allclose(plain, rounded, rtol=0.1)
         assert torch.equal(model(tokens).logits, plain)
     assert [layer for _, layer in linears(model)] == layers
+
+
+@pytest.mark.parametrize("trained", ["up_proj", "bias"])
+def test_a_frozen_weight_is_neither_rounded_in_products_nor_in_the_end(tiny_target: Path, trained: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    for _, layer in linears(model):
+        layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    made = regime(Params(weight_bits=2, activation_bits=32, gradient_bits=32), torch.Generator())
+    train(model, [list(range(3, 30))] * 4, TrainingParams(batch_tokens=64), [made])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (trained not in name), name
+    inputs, frozen = normal(3, 8, seed=0), normal(4, 8, seed=1)
+    assert torch.equal(made.multiply(inputs, frozen), nn.functional.linear(inputs, frozen))

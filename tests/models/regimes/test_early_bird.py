@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from models import adapters, catalog
+from models.adapters import lora
+from models.checkpoints.invariants import Held, promises
+from models.layers.linears import linears
 from models.regimes import Plan, early_bird
 from tests.models.regimes.world import TRAINING, batch, load, train
 
@@ -72,3 +76,26 @@ def test_without_agreement_nothing_is_dropped(tiny_target) -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="pruned_share"):
         early_bird.Params(pruned_share=1)
+
+
+def test_the_tickets_zeroes_are_promised_and_a_low_rank_part_that_is_merged_leaves_them(tiny_target) -> None:
+    model = load(tiny_target)
+    train(model, [early_bird.Params(window=1, epsilon=0.99)])
+    assert {name.rpartition(".")[2] for name in promises(model).patterns} == {
+        "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    zero, held = {name: layer.weight == 0 for name, layer in linears(model)}, Held(model)
+    adapted = adapters.attach(model, lora.CORNERS[0], torch.Generator().manual_seed(0))
+    train(model, [])
+    held.put_back(adapters.merge(adapted))
+    assert all((layer.weight[zero[name]] == 0).all() for name, layer in linears(model))
+
+
+@pytest.mark.parametrize("name", ["early_bird", "layer_skip_gate", "iterative_magnitude"])
+def test_what_rewrites_weights_refuses_a_model_that_has_frozen_ones(tiny_target, name: str) -> None:
+    model = load(tiny_target)
+    adapters.attach(model, catalog.parse("adapters", {"name": "qlora"}), torch.Generator().manual_seed(0))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f'regime "{name}" rewrites the frozen weights of this model, such as model'):
+        train(model, [catalog.parse("regimes", {"name": name})])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -155,3 +155,13 @@ def test_a_wide_copy_that_is_not_wider_is_refused() -> None:
         validate(Params, {"mantissa_bits": 12, "wide_bits": 8}, "regimes")
     with pytest.raises(ValueError, match='key "mantissa_bits"'):
         validate(Params, {"mantissa_bits": 24}, "regimes")
+
+
+def test_a_frozen_weight_is_not_kept_in_blocks(tiny_target: Path) -> None:
+    model = load(tiny_target)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" in name)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train(model, DOCUMENTS, TrainingParams(), [regime(Params(mantissa_bits=2, wide_bits=4), torch.Generator())])
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in before if "up_proj" in name}

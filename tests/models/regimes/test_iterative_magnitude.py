@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from models import adapters
+from models.adapters import lora
+from models.checkpoints.invariants import Held, promises
 from models.layers.linears import linears
 from models.regimes import iterative_magnitude
 from tests.models.regimes.world import load, train
@@ -62,3 +65,14 @@ def test_controls_keep_what_they_say(tiny_target) -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="num_rounds"):
         iterative_magnitude.Params(num_rounds=0)
+
+
+def test_the_tickets_zeroes_are_promised_and_stay_when_all_layers_are_finetuned(tiny_target) -> None:
+    model = load(tiny_target)
+    train(model, [iterative_magnitude.Params(num_rounds=1, pruned_share=0.5)], num_epochs=1)
+    assert promises(model).patterns.keys() == zeros(model).keys()
+    before, held = zeros(model), Held(model)
+    adapted = adapters.attach(model, lora.CORNERS[0], torch.Generator().manual_seed(0))
+    train(model, [], num_epochs=1)
+    held.put_back(adapters.merge(adapted))
+    assert all(torch.equal(zero, zeros(model)[name]) for name, zero in before.items())
