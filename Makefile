@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 PEERS := .venv/peers
 
-.PHONY: install demo test types test-engines test-fast test-front drills test-swaps soak test-bench peers references tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench peers references tutorial clean
 
 install: $(STAMP)
 
@@ -62,6 +62,10 @@ test-engines: install
 
 test-fast: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
+
+# All pairs of methods, of which `make test` tries those that a rule chooses; most of an hour, so outside of CI.
+test-pairs: install
+	PAIRS=all OMP_NUM_THREADS=1 $(PYTEST) tests/models/pairs -n 2
 
 # Those that measure how long others wait, and what trains beside a whole stack in the time that nobody else takes, have the
 # machine to themselves; each worker of the rest keeps to one core.
