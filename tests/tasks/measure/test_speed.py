@@ -31,4 +31,6 @@ def test_an_answer_that_differs_from_that_without_speculation_by_one_token_is_a_
     other = [plain[0], {"prompt_id": "1", "token_ids": [1, 2, 9]}, plain[2]]
     assert unequal({PAIR: plain, OFF: plain, FIRST: plain}) == []
     assert unequal({PAIR: other, OFF: plain}) == [f"{PAIR}: 1 outputs are not those with speculation off"]
-    assert unequal({PAIR: plain, OFF: plain, FIRST: other}) == [f"{FIRST}: 1 outputs are not those with speculation off"]
+    assert unequal({PAIR: plain, OFF: plain, FIRST: other}) == [
+        f"{FIRST}: 1 outputs are not those with speculation off"
+    ]
