@@ -15,14 +15,14 @@ has when it is served.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from models.chat_templates import Format, content_format, named
 from models.checkpoints.loading import stop_ids
-from models.markers import Guard, Markers
+from models.markers import Markers
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # What OpenAI's parts of a message are made of; a template may read other fields, such as cache_control.
@@ -79,9 +79,9 @@ class ChatEncoder:
         Raises:
             ValueError: there are no messages, one is not of text, or the template refuses them.
         """
-        wanted = [read_tool(tool) for tool in tools] if tools is not None else None
+        wanted = [_read_tool(tool) for tool in tools] if tools is not None else None
         template = self._tokenizer.get_chat_template(chat_template, tools=wanted)
-        conversation = read_messages(messages, content_format(template))
+        conversation = [_read(message, content_format(template)) for message in messages]
         arguments = {
             **(template_arguments or {}),
             "add_generation_prompt": add_generation_prompt,
@@ -100,7 +100,7 @@ class ChatEncoder:
         """Encode a chat that was read already, as by vLLM.
 
         Args:
-            conversation: messages as `read_messages` returns them.
+            conversation: messages as vLLM reads them.
             tools: as the template is to see them.
             template: its text.
             arguments: what else it is given, `add_generation_prompt` and `continue_final_message` among them.
@@ -111,19 +111,25 @@ class ChatEncoder:
         """
         if not conversation:
             raise ValueError("messages are empty; at least one was wanted")
-        guard = self._markers.guard(named(template))
+        broken = partial(self._markers.broken, named=named(template))
         try:
             text = self._tokenizer.apply_chat_template(
-                [_guarded(message, guard) for message in _without_developer(conversation, template)],
-                tools=guard.of_value(tools),
+                [
+                    {
+                        name: broken(value, own=turn["role"] == "assistant" and name in OWN)
+                        for name, value in turn.items()
+                    }
+                    for turn in _without_developer(conversation, template)
+                ],
+                tools=broken(tools),
                 chat_template=template,
                 tokenize=False,
-                **{name: guard.of_value(value) for name, value in arguments.items()},
+                **{name: broken(value) for name, value in arguments.items()},
             )
         except Exception as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         if max_chars is not None and len(text) > max_chars:
-            raise ValueError(f"the chat is a text of {len(text)} characters, and at most {max_chars} fit the context")
+            raise ValueError(f"the chat is a text of {len(text)} characters; the context length takes {max_chars}")
         return self._markers.encode(text)
 
     def encode_text(self, text: str) -> list[int]:
@@ -176,25 +182,8 @@ class ChatEncoder:
         return text
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], form: Format) -> list[dict[str, Any]]:
-    """Return messages as a template is to see them.
-
-    Args:
-        messages: as OpenAI's API takes them.
-        form: how the template takes their content.
-
-    Raises:
-        ValueError: a message has no role, or a part or a tool call that is not of text.
-    """
-    return [_read(message, form) for message in messages]
-
-
-def read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool of OpenAI's API as a template is to see it, all fields that vLLM knows in its order.
-
-    Raises:
-        ValueError: it is no function with a name.
-    """
+def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as a template is to see it: all that vLLM knows of one, in its order."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool is {str(tool)[:100]}, wanted a function with a name")
@@ -206,6 +195,7 @@ def read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
+    """Return a message as a template is to see it."""
     role = message.get("role")
     if not isinstance(role, str):
         raise ValueError(f"a message has the role {role!r}, wanted a text")
@@ -283,8 +273,3 @@ def _without_developer(conversation: Sequence[Mapping[str, Any]], template: str)
     ]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
     return [merged, *(message for message in renamed if message["role"] != "system")]
-
-
-def _guarded(message: Mapping[str, Any], guard: Guard) -> dict[str, Any]:
-    own = OWN if message["role"] == "assistant" else ()
-    return {name: (guard.of_own if name in own else guard.of_value)(value) for name, value in message.items()}

@@ -23,30 +23,6 @@ SPACE_MARK = "\u2581"  # a space in vocabularies of SentencePiece
 Tree = dict[str, "Tree"]
 
 
-class Guard:
-    """Breaks markers in what others wrote, for one template; the breaks are taken out again by `Markers.encode`."""
-
-    def __init__(self, whole: "_Breaker", own: "_Breaker", named: Collection[str]) -> None:
-        self._whole, self._own, self._named = whole, own, named
-
-    def of_value(self, value: Any) -> Any:
-        """Return a value of JSON whose texts and keys hold no marker, and can't become a part of one."""
-        return self._in(value, self._whole)
-
-    def of_own(self, value: Any) -> Any:
-        """Return the same of what the assistant wrote, in which only what is special or ends an answer is broken."""
-        return self._in(value, self._own)
-
-    def _in(self, value: Any, breaker: "_Breaker") -> Any:
-        if isinstance(value, str):
-            return breaker.broken(value, self._named)
-        if isinstance(value, dict):
-            return {self._in(key, breaker): self._in(inner, breaker) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._in(inner, breaker) for inner in value]
-        return value
-
-
 class Markers:
     """The markers of one tokenizer, and a copy of it that knows them by names which nobody can guess.
 
@@ -81,12 +57,24 @@ class Markers:
         self._any = _compiled(self._names)
         self._not_closing = _compiled(self._names.keys() - closing)
 
-    def guard(self, named: Collection[str]) -> Guard:
-        """Return what breaks markers for a template that compares with the texts `named`."""
-        return Guard(self._whole, self._own, named)
+    def broken(self, value: Any, named: Collection[str], own: bool = False) -> Any:
+        """Return a value of JSON whose texts and keys hold no marker, and can't become a part of one.
+
+        `encode` takes the breaks out again.
+
+        Args:
+            value: what somebody wrote.
+            named: texts that the template compares with; one of them is only broken from the start of a marker on.
+            own: whether the assistant wrote it: only what is special or ends an answer is broken.
+        """
+        if isinstance(value, str):
+            return (self._own if own else self._whole).broken(value, named)
+        if isinstance(value, dict):
+            return {self.broken(key, named, own): self.broken(inner, named, own) for key, inner in value.items()}
+        return [self.broken(inner, named, own) for inner in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
-        """Encode what a template wrote around guarded texts."""
+        """Encode what a template wrote around broken texts."""
         text = self._any.sub(self._name, text)
         for form in (BREAK, BREAK_IN_JSON, BREAK_IN_JSON.upper()):
             text = text.replace(form, "")
@@ -127,7 +115,7 @@ class _Breaker:
         self._all = "\0".join(lowered)
 
     def broken(self, text: str, named: Collection[str]) -> str:
-        """Return a text with breaks; one that is `named` is only broken from the start of a marker on."""
+        """Return a text with breaks."""
         broken = self._starts.sub(rf"\g<0>{BREAK}", text)
         bare = text.strip().lower()
         if not bare or text in named:

@@ -97,7 +97,7 @@ def routes(service: Service) -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(raw: Request) -> Response:
-        """OpenAI's completions, whole or streamed; `usage.redraft` as above."""
+        """OpenAI's completions of raw prompts: special tokens in them are special, unlike in chats; else as above."""
         if HEADER in raw.headers:
             raise Refusal(400, f"{HEADER} is for chats", HEADER, "unsupported")
         return await _generate(service, service.handlers.complete, raw)

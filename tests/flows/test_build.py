@@ -8,11 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from infra.lineage import Lineage
 from infra.manifest import check_manifest
 from infra.registry import Registry
+from models.sources import Prompt
 from tests.flows.conftest import Cli
+from tests.models.tokenizers import byte_ids
 
 pytestmark = pytest.mark.engine
 
@@ -34,6 +37,21 @@ def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(bu
     assert json.loads(draft.tags["tau"])["chat"] > 1.1
     assert float(draft.tags["probe_tau"]) >= 1
     check_manifest(registry.download(draft, tmp_path))
+
+
+def test_the_prompts_of_answers_have_the_ids_that_the_chat_template_gives_them(built, target_dir):
+    artifacts = built[0].home / "artifacts"
+    kept = [
+        [json.loads(line) for file in artifacts.glob(f"{kind}/*/train.jsonl") for line in file.read_text().splitlines()]
+        for kind in ("prompts", "samples")
+    ]
+    asked = {prompt.id: prompt for prompt in map(Prompt.model_validate, kept[0])}
+    tokenizer = AutoTokenizer.from_pretrained(target_dir)
+    assert kept[1]
+    for sample in kept[1]:
+        chat = [message.model_dump() for message in asked[sample["id"]].messages]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert sample["prompt_ids"] == ids == byte_ids(chat)
 
 
 def test_a_finished_build_leaves_no_work_behind(built):

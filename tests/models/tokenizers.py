@@ -1,11 +1,14 @@
 """Small tokenizers of four kinds, and ten chat templates, each of which handles what a client wrote otherwise."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from models.targets.random import byte_tokenizer
 
 CORPUS = ["hello world im_end think tool_call response assistant user system function name arguments city Paris"] * 50
 SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -108,6 +111,24 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "metaspace": _metaspace,
     "normalising": _normalising,
 }
+
+
+def byte_ids(messages: Sequence[Mapping[str, str]], answers: bool = True) -> list[int]:
+    """Return the ids of a chat for the target of random weights, put together by hand; all of `content` is text.
+
+    Args:
+        messages: with a text each.
+        answers: whether the assistant is to answer.
+    """
+    tokenizer = byte_tokenizer()
+    begin, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+
+    def text(of: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(of, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    turns = [[begin, *text(f"{one['role']}\n{one['content']}"), end, *text("\n")] for one in messages]
+    return [*chain.from_iterable(turns), *([begin, *text("assistant\n")] if answers else [])]
 
 
 @cache

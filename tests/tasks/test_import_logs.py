@@ -21,6 +21,7 @@ from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
 from tasks.register import identity
 from tasks.stages.samples import usable
+from tests.models.tokenizers import byte_ids
 
 TOKENIZER = byte_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
@@ -134,8 +135,7 @@ def test_texts_are_scrubbed_and_markers_in_them_stay_text(log: QueryLog, write: 
     (row,) = log.rows(1, 9)
     assert row.prompt == "<|im_start|>user\n<|im_end|> [EMAIL]<|im_end|>\n<|im_start|>assistant\n"
     assert row.completion == "call [PHONE]<|im_end|>"
-    assert row.prompt_ids is not None
-    assert row.prompt_ids.count(TOKENIZER.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert row.prompt_ids == byte_ids([{"role": "user", "content": "<|im_end|> [EMAIL]"}])
     assert b"example.org" not in log.path.read_bytes() + log.path.with_name("queries.db-wal").read_bytes()
 
 

@@ -231,7 +231,7 @@ def test_a_long_chat_is_encoded_outside_of_the_event_loop(guarded: Callable[[str
 def test_a_text_longer_than_the_context_can_hold_is_refused(guarded: Callable[[str], Any]) -> None:
     made = guarded("byte level")
     most = 2048 * made.tokenizer.max_chars_per_token
-    with pytest.raises(VLLMValidationError, match=f"and at most {most} fit the context"):
+    with pytest.raises(VLLMValidationError, match=f"the context length takes {most}"):
         of_chat(made, {"messages": [{"role": "user", "content": "a" * most}]}, TEMPLATES["plain"])
 
 
