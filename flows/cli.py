@@ -115,10 +115,15 @@ def import_draft(
 
 
 def import_logs(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="JSON Lines, Parquet or CSV.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE…", help="JSON Lines, JSON, CSV or Parquet; also in .gz or .zst.")
+    ],
     recipe: RecipeName = DEFAULT_RECIPE,
     domain: Annotated[str, typer.Option(help="The domain of all rows; by default each row's own.")] = "",
     strict: Annotated[bool, typer.Option("--strict", help="Add nothing if any row can't be used.")] = False,
+    answer: Annotated[
+        bool, typer.Option("--answer", help="Let the target answer prompts without an answer that can be learnt.")
+    ] = False,
 ) -> None:
     """Add requests that were served elsewhere to the query log. You vouch that their owners agreed to training.
 
@@ -127,9 +132,9 @@ def import_logs(
     _, parsed = prepare(recipe)
     from tasks.import_logs import import_logs as add
 
-    report = add.fn(files, parsed.engine.max_model_len, domain, strict)
-    for example in report.examples:
-        typer.echo(f"skipped {example}", err=True)
+    report = add.fn(files, parsed.engine.max_model_len, domain, strict, parsed if answer else None)
+    for reason, first in report.first.items():
+        typer.echo(f"skipped {report.skipped[reason]} {reason}; the first: {first}", err=True)
     out.print(report.line(), soft_wrap=True, markup=False)
     if report.num_read and sum(report.skipped.values()) == report.num_read:
         raise RuntimeError("none of the rows could be used")

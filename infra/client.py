@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 import httpx
@@ -37,12 +38,14 @@ class Chat(NamedTuple):
         domain: kind of traffic.
         messages: in OpenAI's shape.
         group: what it belongs with, as `X-Redraft-Group` takes it; "" for nothing.
+        fields: what else the request holds, such as `tools`.
     """
 
     id: str
     domain: str
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     group: str = ""
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 class Answer(BaseModel):
@@ -272,7 +275,7 @@ async def _ask(
             temperature=temperature,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"return_token_ids": True},
+            extra_body={"return_token_ids": True, **chat.fields},
             extra_headers={
                 "X-Redraft-Domain": chat.domain,
                 "X-Redraft-Log": log,

@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -23,7 +22,7 @@ from models.evaluation.golden import Golden, near_tie_threshold, save_golden
 from models.learning.hidden import Sample
 from models.params import BaseParams
 from models.recipe import Generate, Recipe
-from models.sources import Prompt
+from models.sources import Prompt, encoded
 from tasks.select_data import read_prompts
 from tasks.stages import produce
 from tasks.stages.reporting import progress
@@ -41,12 +40,15 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     """
 
     def make(directory: Path, work: Path) -> None:
-        folder = open_artifact(prompts)
-        parts: dict[Part, list[Prompt]] = {part: read_prompts(folder, part) for part in ("train", "held_out")}
+        folder, max_len = open_artifact(prompts), recipe.engine.max_model_len
+        encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(open_artifact(target)))
+        names: tuple[Part, ...] = ("train", "held_out")
+        parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in names}
         golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}
         wanted = [prompt for part in asked.values() for prompt in part]
-        answers = asyncio.run(_run_engine(recipe, open_artifact(target), wanted, golden_prompts, work, directory))
+        running = _run_engine(recipe, open_artifact(target), encoder, wanted, golden_prompts, work, directory)
+        answers = asyncio.run(running)
         gc.collect()  # the engine is in reference cycles, and complains if it is still there when Python ends
         for part, of_part in asked.items():
             write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
@@ -68,16 +70,16 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
 async def _run_engine(
     recipe: Recipe,
     target_dir: Path,
+    encoder: ChatEncoder,
     prompts: Sequence[Prompt],
     golden_prompts: Sequence[Prompt],
     work: Path,
     directory: Path,
 ) -> dict[str, Sample]:
-    tokenizer = AutoTokenizer.from_pretrained(target_dir)
     async with open_engine(target_dir, recipe.engine, load_settings().costs) as engine:
-        golden, threshold = await _reference(engine, tokenizer, golden_prompts, recipe.generate)
+        golden, threshold = await _reference(engine, encoder, golden_prompts, recipe.generate)
         save_golden(directory, golden, threshold)
-        return await answer_prompts(engine, tokenizer, prompts, recipe.generate, work / ANSWERS)
+        return await answer_prompts(engine, encoder, prompts, recipe.generate, work / ANSWERS)
 
 
 def _named(answer: Sample, prompt: Prompt, recipe: Recipe) -> Sample:
@@ -107,7 +109,7 @@ async def _start(target_dir: Path, params: BaseParams, costs: Path | None) -> En
 
 
 async def answer_prompts(
-    engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate, file: Path
+    engine: Engine, encoder: ChatEncoder, prompts: Sequence[Prompt], generate: Generate, file: Path
 ) -> dict[str, Sample]:
     """Return prompt id to answer; those in `file` are not asked for again, the others are added to it."""
     answered = {sample.id: sample for sample in read_written(file)}
@@ -117,7 +119,7 @@ async def answer_prompts(
 
         async def answer(prompt: Prompt) -> None:
             async with slots:
-                completion = await engine.generate(_encode(tokenizer, prompt), sampling, prompt.id)
+                completion = await engine.generate(prompt.encode(encoder), sampling, prompt.id)
             sample = Sample(prompt.id, prompt.domain, list(completion.prompt_ids), list(completion.token_ids))
             answered[prompt.id] = sample
             append_samples(file, [sample])
@@ -128,19 +130,19 @@ async def answer_prompts(
 
 
 async def _reference(
-    engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], generate: Generate
+    engine: Engine, encoder: ChatEncoder, prompts: Sequence[Prompt], generate: Generate
 ) -> tuple[list[Golden], float]:
     """Ask one prompt at a time, which is the reference, then several, which fixes what a near-tie is."""
-    encoded = {prompt.id: _encode(tokenizer, prompt) for prompt in prompts}
-    backwards = dict(reversed(encoded.items()))
-    ways = {"one": (encoded, 1), "two": (encoded, 2), "all": (encoded, len(prompts))}
+    asked_once = {prompt.id: prompt.encode(encoder) for prompt in prompts}
+    backwards = dict(reversed(asked_once.items()))
+    ways = {"one": (asked_once, 1), "two": (asked_once, 2), "all": (asked_once, len(prompts))}
     ways["all backwards"] = (backwards, len(prompts))
     passes: list[dict[str, Completion]] = []
     with progress("record reference outputs") as show:
         for name, (asked, most) in ways.items():
             passes.append(await _joining(engine, asked, most, generate.max_tokens, f"golden-{name}"))
             show(len(passes), len(ways), f"{name} at a time")
-    reference, *reruns = [[answers[prompt_id] for prompt_id in encoded] for answers in passes]
+    reference, *reruns = [[answers[prompt_id] for prompt_id in asked_once] for answers in passes]
     golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in reference]
     return golden, near_tie_threshold(golden, reruns)
 
@@ -177,7 +179,3 @@ def _across_domains(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_domain.values()))
     return [prompt for prompt in turns if prompt is not None][:count]
-
-
-def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    return ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])

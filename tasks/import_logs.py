@@ -1,26 +1,29 @@
 """Put requests that were served elsewhere into the query log, under the rules that hold for those that are served here.
 
 Who imports a file says with that that its owners agreed to training: the rows get consent "full". Texts are scrubbed
-before they are written, and a row's id is the hash of its content, so that importing twice adds nothing. A row may hold
+before they are written, and a row's id is the hash of its content, so that importing twice adds nothing. A row holds
 
-- `prompt_ids` and `completion_ids`: tokens of the target; they count if there are texts as well;
-- `messages`: a chat in OpenAI's shape that ends with the answer;
-- `prompt` and `completion`: one question and its answer.
+- `prompt_ids` and `completion_ids`: tokens of the target; they count if there is something else as well;
+- or what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
 
-Texts go through the target's chat template, as a chat with the service does, and the answer gets the token that ends
-it. Optional: `domain`; `temperature`, 1 where nothing is said, as in OpenAI's API; `subject`, a name, or the hash that
-a query log has for it; `safety_identifier` and `user`, names as a request has them; `group`, what the request
-belongs with, as header `X-Redraft-Group` names it, or the hash.
+A chat goes through the target's chat template as one with the service does, and the answer gets the token that ends it:
+so an exchange has the ids that it had when it was served, or it is skipped and counted. A prompt without an answer is
+skipped, too, or the target answers it. Optional: `domain`; `temperature`, 1 where nothing is said, as in OpenAI's API;
+`subject`, a name, or the hash that a query log has for it; `safety_identifier` and `user`, names as a request has them;
+`group`, what the request belongs with, as header `X-Redraft-Group` names it, or the hash.
 """
 
+import asyncio
+import gc
 import hashlib
+import itertools
 import math
 import re
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -32,43 +35,38 @@ from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models.chats import ChatEncoder
+from models.checkpoints.loading import stop_ids
+from models.conversations import Answer, Conversation, given, read_conversation
+from models.engines import Engine, Sampling
+from models.exchanges import paired, structure
 from models.params import Frozen
-from models.rowfiles import count_rows, read_rows
-from models.sources import parse_chat
+from models.recipe import Recipe
+from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, read_rows
 from models.targets import describe
+from tasks.generate_answers import open_engine
 from tasks.stages.reporting import progress
 from tasks.stages.task import task
 
 BATCH_ROWS = 256
-NUM_EXAMPLES = 5
-MAX_FAULT_CHARS = 300
 DEFAULT_TEMPERATURE = 1.0
 IMPORTED = "import"  # no key's hash: no client can name a group of imported rows
 HASHED = re.compile(r"[0-9a-f]{64}")
 
 
-class Unusable(ValueError):
-    """A row that can't be logged; `reason` is what it is counted under, the message says what was wanted."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 class ImportReport(Frozen):
-    """What became of the rows.
+    """What became of the rows; the two halves of a Batch API's exchange are one.
 
     Attributes:
         num_repeated: rows whose content was in the log already.
         skipped: reason to number.
-        examples: place and fault of the first skipped rows.
+        first: reason to place and fault of its first row.
     """
 
     num_read: int
     num_added: int
     num_repeated: int
     skipped: dict[str, int]
-    examples: tuple[str, ...]
+    first: dict[str, str]
 
     def line(self) -> str:
         """Return the report in one line."""
@@ -77,19 +75,35 @@ class ImportReport(Frozen):
         return f"read {self.num_read}, added {self.num_added}, repeated {self.num_repeated}, skipped {skipped}"
 
 
+class _Scrubbed(NamedTuple):
+    ids: list[int]
+    text: str
+
+
+class _Exchange(NamedTuple):
+    """What a row holds, as tokens of the target; without a `completion` the target is to answer."""
+
+    prompt: _Scrubbed
+    completion: _Scrubbed | None
+    finish_reason: str
+    temperature: float
+    subjects: list[str]
+    group: str | None
+    domain: str
+
+
 class _Reader:
-    """Turns rows of files into rows of the log, for the target that is served.
+    """Turns rows of files into exchanges, for the target that is served.
 
     Attributes:
-        skipped: reason to number of the rows that were left out so far.
-        examples: the first of them.
+        num_read: rows so far.
+        skipped: those of them that were left out.
+        target_dir: the target's files.
     """
 
-    def __init__(self, domain: str, max_len: int, strict: bool) -> None:
-        self.num_read = 0
-        self.skipped: Counter[str] = Counter()
-        self.examples: list[str] = []
-        self._domain, self._max_len, self._strict = domain, max_len, strict
+    def __init__(self, domain: str, max_len: int, strict: bool, answers: bool) -> None:
+        self.num_read, self.skipped = 0, Skipped()
+        self._domain, self._max_len, self._strict, self._answers = domain, max_len, strict, answers
         self._secret = home_secret(load_settings().home)
         registry = open_registry()
         target = registry.champion("target")
@@ -97,126 +111,193 @@ class _Reader:
             raise ValueError(
                 "the registry has no champion target yet, whose tokenizer the rows need; run: redraft build"
             )
-        directory = registry.download(target, load_settings().cache)
-        self._target_version, self._vocab_size = target.number, describe(directory).vocab_size
-        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.target_dir = registry.download(target, load_settings().cache)
+        self._target_version, self._vocab_size = target.number, describe(self.target_dir).vocab_size
+        self._tokenizer, self._stops = AutoTokenizer.from_pretrained(self.target_dir), stop_ids(self.target_dir)
+        self._has_template = self._tokenizer.chat_template is not None
         self._encoder = ChatEncoder.of(self._tokenizer)
+        self._end = template_end(self._encoder, self._stops) if self._has_template else None
 
-    def rows(self, files: Sequence[Path]) -> Iterator[QueryRow]:
+    def exchanges(self, files: Sequence[Path]) -> Iterator[_Exchange]:
         """Yield what can be logged.
 
         Raises:
             ValueError: a file can't be read or, in a strict import, a row can't be used.
         """
-        for file in files:
-
-            def skip(place: str, fault: str, reason: str = "unreadable", file: Path = file) -> None:
-                self.num_read += reason == "unreadable"
-                if self._strict:
-                    raise ValueError(f"{file}, {place}: {fault}")
-                self.skipped[reason] += 1
-                if len(self.examples) < NUM_EXAMPLES:
-                    self.examples.append(f"{file}, {place}: {fault[:MAX_FAULT_CHARS]}")
-
-            for place, values in read_rows(file, skip):
+        for where, values in paired(self._rows(files), self._leave_out):
+            try:
+                exchange = self._exchange(given(values))
+            except FAULTS as fault:
+                self._leave_out(where, fault)
+            else:
                 self.num_read += 1
-                try:
-                    row = self._row(values)
-                except Unusable as error:
-                    skip(place, str(error), error.reason)
-                except (ValueError, TypeError, OverflowError, RecursionError) as error:  # of what no check above names
-                    skip(place, f"{type(error).__name__}: {error}", "with wrong fields")
-                else:
-                    yield row
+                yield exchange
 
-    def _row(self, values: Mapping[str, Any]) -> QueryRow:
-        prompt_ids, completion_ids = self._token_ids(values)
-        prompt_ids, prompt = self._encoder.rewrite(prompt_ids, scrub.scrub)
-        completion_ids, completion = self._encoder.rewrite(completion_ids, scrub.scrub)
-        if (length := len(prompt_ids) + len(completion_ids)) > self._max_len:
-            raise Unusable("too long", f"wanted at most {self._max_len} tokens, the engine's context; got {length}")
-        content = canonical_json([self._target_version, prompt_ids, completion_ids])
-        subjects = _subjects(values)
+    def scrubbed(self, token_ids: Sequence[int]) -> _Scrubbed:
+        """Return tokens as they may be written."""
+        return _Scrubbed(*self._encoder.rewrite(token_ids, scrub.scrub))
+
+    def row(self, exchange: _Exchange, completion: _Scrubbed, finish_reason: str) -> QueryRow:
+        """Return an exchange as a row of the log."""
         return QueryRow(
-            id=f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}",
+            id=self.name(exchange),
             time_ms=int(time.time() * 1000),
-            subject=next(iter(subjects), None),
-            aliases=subjects[1:] or None,
-            group=self._group(values.get("group")),
-            domain=self._domain or _domain(values.get("domain")),
+            subject=next(iter(exchange.subjects), None),
+            aliases=exchange.subjects[1:] or None,
+            group=exchange.group,
+            domain=exchange.domain,
             consent="full",
             scrubber_revision=scrub.REVISION,
             target_version=self._target_version,
             draft_version=None,
-            prompt=prompt,
-            completion=completion,
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            sampling={"temperature": _temperature(values.get("temperature"))},
-            finish_reason="stop" if completion_ids[-1] == self._tokenizer.eos_token_id else "length",
+            prompt=exchange.prompt.text,
+            completion=completion.text,
+            prompt_ids=exchange.prompt.ids,
+            completion_ids=completion.ids,
+            sampling={"temperature": exchange.temperature},
+            finish_reason=finish_reason,
             speculating=False,
         )
 
-    def _group(self, value: object) -> str | None:
-        if isinstance(value, str) and HASHED.fullmatch(value):
-            return value
-        try:
-            return group_of(self._secret, IMPORTED, None if value == "" else value)
-        except ValueError as error:
-            raise Unusable("with an invalid group", str(error)) from error
+    def name(self, exchange: _Exchange) -> str:
+        """Return the id of an exchange's row, by its content; of one that the target is to answer, by what is asked."""
+        said = exchange.temperature if exchange.completion is None else exchange.completion.ids
+        content = canonical_json([self._target_version, exchange.prompt.ids, said])
+        return f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}"
 
-    def _token_ids(self, values: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        given = {name for name, value in values.items() if value is not None}
-        if {"prompt_ids", "completion_ids"} <= given:
-            return self._checked("prompt_ids", values), self._checked("completion_ids", values)
-        if "messages" in given:
-            return self._encoded(values["messages"], "messages")
-        if {"prompt", "completion"} <= given:
-            turns = (("user", values["prompt"]), ("assistant", values["completion"]))
-            return self._encoded([{"role": role, "content": text} for role, text in turns], "prompt and completion")
-        raise Unusable(
-            "with wrong fields",
-            f"wanted prompt_ids and completion_ids, messages, or prompt and completion; "
-            f"got {', '.join(sorted(given)) or 'nothing'}",
+    def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:
+        for file in files:
+
+            def unreadable(place: str, fault: str, file: Path = file) -> None:
+                self._leave_out(f"{file}, {place}", Unusable("unreadable", fault))
+
+            for place, row in read_rows(file, unreadable):
+                yield f"{file}, {place}", row
+
+    def _leave_out(self, where: str, fault: Exception) -> None:
+        self.num_read += 1
+        self.skipped.add(where, fault)
+        if self._strict:
+            raise ValueError(*self.skipped.first.values()) from fault
+
+    def _exchange(self, values: Mapping[str, Any]) -> _Exchange:
+        temperature, names = values.get("temperature"), values
+        completion_ids: list[int] | None
+        if {"prompt_ids", "completion_ids"} <= values.keys():
+            prompt_ids, completion_ids = (self._ids(name, values[name]) for name in ("prompt_ids", "completion_ids"))
+            finish = values.get("finish_reason") or ("stop" if completion_ids[-1] in self._stops else "length")
+        else:
+            said = read_conversation(values)
+            temperature, names = said.temperature, said.names
+            prompt_ids = self._prompt(said)
+            completion_ids = self._completion(said, prompt_ids)
+            finish = said.answer.finish_reason if said.answer is not None else ""
+        prompt = self.scrubbed(prompt_ids)
+        completion = None if completion_ids is None else self.scrubbed(completion_ids)
+        if (length := len(prompt.ids) + (1 if completion is None else len(completion.ids))) > self._max_len:
+            raise Unusable("too long", f"wanted at most {self._max_len} tokens, the engine's context; got {length}")
+        return _Exchange(
+            prompt,
+            completion,
+            str(finish),
+            _temperature(temperature),
+            _subjects(names),
+            self._group(values.get("group")),
+            self._domain or _domain(values.get("domain")),
         )
 
-    def _checked(self, name: str, values: Mapping[str, Any]) -> list[int]:
-        ids = values[name]
+    def _prompt(self, said: Conversation) -> list[int]:
+        if not self._has_template:
+            raise Unusable("without token ids", "the target has no chat template, so token ids were wanted")
+        try:
+            prompt_ids = self._encoder.encode(
+                [message.as_openai() for message in said.messages],
+                said.tools or None,
+                add_generation_prompt=not said.continues,
+                continue_final_message=said.continues,
+                template_arguments=said.template_arguments,
+            )
+        except ValueError as error:
+            raise Unusable("that the chat template refuses", str(error)) from error
+        counted = said.num_tokens[0] if said.num_tokens is not None else len(prompt_ids)
+        if counted != len(prompt_ids) or said.prompt_ids not in (None, prompt_ids):
+            raise Unusable("rendered otherwise than served", f"the prompt has {len(prompt_ids)} tokens here")
+        return prompt_ids
+
+    def _completion(self, said: Conversation, prompt_ids: list[int]) -> list[int] | None:
+        """Return the answer's tokens; None where the target is to answer."""
+        answer = said.answer
+        if answer is not None and answer.token_ids is not None and said.prompt_ids is not None:
+            return self._ids("token_ids", answer.token_ids)
+        if answer is None or answer.unknown:
+            if self._answers:
+                return None
+            if answer is None:
+                raise Unusable("without an answer", "wanted a question, and last the assistant's answer")
+            raise Unusable(
+                answer.unknown, "the answer's text doesn't tell its tokens; with token_ids it would be taken"
+            )
+        ids = self._encoder.encode_answer("\n".join(answer.message.texts)) + self._ending(answer)
+        if said.num_tokens is not None and said.num_tokens[1] != len(ids):
+            fault = f"the service counted {said.num_tokens[1]} tokens, the answer's text has {len(ids)}"
+            raise Unusable("with an answer of other tokens", fault)
+        return ids
+
+    def _ending(self, answer: Answer) -> list[int]:
+        if answer.end is None or not self._stops:
+            return []
+        ends = {"template": self._end, "eos": self._tokenizer.eos_token_id}
+        end = ends[answer.end] if isinstance(answer.end, str) else answer.end
+        if end is None:
+            raise Unusable("with an unknown end", "the chat template writes no token that ends an answer")
+        return self._ids("stop_reason", [end])
+
+    def _ids(self, name: str, value: object) -> list[int]:
+        ids = structure(value)
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise Unusable("with wrong fields", f"{name}: wanted a list of whole numbers, at least one")
+            raise Unusable(WRONG, f"{name}: wanted a list of whole numbers, at least one")
         for place, token in enumerate(ids):
             if not 0 <= token < self._vocab_size:
                 raise Unusable("with unknown tokens", f"{name}[{place}] is {token}, wanted 0 to {self._vocab_size - 1}")
         return ids
 
-    def _encoded(self, value: object, name: str) -> tuple[list[int], list[int]]:
-        if not isinstance(value, list):
-            raise Unusable("with wrong fields", f"{name}: wanted a list of messages, got {type(value).__name__}")
-        if self._tokenizer.chat_template is None:
-            raise Unusable("without token ids", f"{name}: the target has no chat template, so token ids were wanted")
+    def _group(self, value: object) -> str | None:
+        if isinstance(value, str) and HASHED.fullmatch(value):
+            return value
         try:
-            messages = parse_chat(value, name)
-            if len(messages) < 2 or messages[-1].role != "assistant":
-                raise Unusable("without an answer", f"{name}: wanted a question, and last the assistant's answer")
-            prompt_ids = self._encoder.encode([message.model_dump() for message in messages[:-1]])
-        except Unusable:
-            raise
+            return group_of(self._secret, IMPORTED, value)
         except ValueError as error:
-            raise Unusable("with wrong fields", str(error)) from error
-        answer = self._encoder.encode_answer(messages[-1].content)
-        end = self._tokenizer.eos_token_id
-        return prompt_ids, answer if end is None else [*answer, end]
+            raise Unusable("with an invalid group", str(error)) from error
+
+
+def template_end(encoder: ChatEncoder, stops: frozenset[int]) -> int | None:
+    """Return the token that a chat template writes after an answer, of those that end one; None if it writes none.
+
+    Of a template that writes none, the only one that there is.
+    """
+    one, other = (
+        encoder.encode(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}], add_generation_prompt=False
+        )
+        for text in ("a", "b")
+    )
+    start = next((place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), 0)
+    only = next(iter(stops)) if len(stops) == 1 else None
+    return next((token for token in one[start:] if token in stops), only)
 
 
 @task
-def import_logs(files: Sequence[Path], max_len: int, domain: str = "", strict: bool = False) -> ImportReport:
+def import_logs(
+    files: Sequence[Path], max_len: int, domain: str = "", strict: bool = False, answering: Recipe | None = None
+) -> ImportReport:
     """Add rows of files to the query log.
 
     Args:
-        files: JSON Lines, Parquet or CSV.
+        files: of rows, see `models.rowfiles`.
         max_len: tokens of prompt and answer that the engine takes.
         domain: of all rows; "" reads each row's own.
         strict: refuse all of it for one row that can't be used, before any is added.
+        answering: whose engine lets the target answer prompts without an answer, or with one whose tokens aren't known.
 
     Raises:
         ValueError: a file can't be read, nothing was built yet, the domain is no domain or, if `strict`, a row can't be
@@ -226,36 +307,69 @@ def import_logs(files: Sequence[Path], max_len: int, domain: str = "", strict: b
         _domain(domain)
     total = sum(count_rows(file) for file in files)
     if strict:
-        for _ in _Reader(domain, max_len, strict).rows(files):
+        for _ in _Reader(domain, max_len, strict, answering is not None).exchanges(files):
             pass
-    reader, log = _Reader(domain, max_len, strict), QueryLog(load_settings().querylog)
-    num_added, num_written, batch = 0, 0, []
+    reader = _Reader(domain, max_len, strict, answering is not None)
     with progress("import") as show:
-        for row in reader.rows(files):
-            batch.append(row)
-            if len(batch) == BATCH_ROWS:
-                num_added, num_written, batch = num_added + log.append(batch), num_written + len(batch), []
-                show(reader.num_read, total)
-        num_added, num_written = num_added + log.append(batch), num_written + len(batch)
-        show(reader.num_read, total)
+        added = asyncio.run(_add(reader, files, max_len, answering, lambda: show(reader.num_read, total)))
+    gc.collect()  # an engine is in reference cycles, and complains if it is still there when Python ends
+    num_skipped = sum(reader.skipped.counts.values())
     return ImportReport(
         num_read=reader.num_read,
-        num_added=num_added,
-        num_repeated=num_written - num_added,
-        skipped=dict(reader.skipped),
-        examples=tuple(reader.examples),
+        num_added=added,
+        num_repeated=reader.num_read - num_skipped - added,
+        skipped=dict(reader.skipped.counts),
+        first=reader.skipped.first,
     )
+
+
+async def _add(
+    reader: _Reader, files: Sequence[Path], max_len: int, answering: Recipe | None, show: Callable[[], None]
+) -> int:
+    """Write what was read, and return how many rows were new; the engine starts with the first prompt that needs it."""
+    log, num_added, engine = QueryLog(load_settings().querylog), 0, None
+    logged = set(log.ids()) if answering is not None else set()
+    exchanges = reader.exchanges(files)
+    async with AsyncExitStack() as stack:
+        while batch := list(itertools.islice(exchanges, BATCH_ROWS)):
+            rows = [reader.row(one, one.completion, one.finish_reason) for one in batch if one.completion is not None]
+            waiting = {reader.name(one): one for one in batch if one.completion is None}
+            asked = {name: one for name, one in waiting.items() if name not in logged}
+            if asked and answering is not None:
+                if engine is None:
+                    started = open_engine(reader.target_dir, answering.engine, load_settings().costs)
+                    engine = await stack.enter_async_context(started)
+                rows += await _answered(engine, reader, asked, max_len, answering)
+            num_added += log.append(rows)
+            logged |= asked.keys()
+            show()
+    return num_added
+
+
+async def _answered(
+    engine: Engine, reader: _Reader, asked: Mapping[str, _Exchange], max_len: int, recipe: Recipe
+) -> list[QueryRow]:
+    slots = asyncio.Semaphore(recipe.generate.concurrency)
+
+    async def answer(name: str, one: _Exchange) -> QueryRow:
+        most = min(recipe.generate.max_tokens, max_len - len(one.prompt.ids))
+        async with slots:
+            sampling = Sampling(max_tokens=most, temperature=one.temperature)
+            completion = await engine.generate(one.prompt.ids, sampling, name)
+        return reader.row(one, reader.scrubbed(completion.token_ids), completion.finish_reason or "abort")
+
+    return list(await asyncio.gather(*(answer(name, one) for name, one in asked.items())))
 
 
 def _domain(value: object) -> str:
     try:
-        return parse_domain(None if value == "" else value)
+        return parse_domain(value)
     except ValueError as error:
         raise Unusable("with an invalid domain", str(error)) from error
 
 
 def _temperature(value: object) -> float:
-    if value is None or value == "":
+    if value is None:
         return DEFAULT_TEMPERATURE
     try:
         temperature = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]  # raises what is caught

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from infra.artifacts import Artifact
 from models import catalog
 from models.chats import ChatEncoder
-from models.sources import Document, draw_parts
+from models.sources import Document, draw_parts, encoded
 from models.stages import Text
 from tasks.stages import local_content, produce
 
@@ -68,10 +68,8 @@ def tokenise(documents: Sequence[Document], target_dir: Path) -> dict[str, list[
     """Return domain to the token ids of its documents, as a target's tokenizer and chat template write them."""
     encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
     found: dict[str, list[list[int]]] = {}
-    for document in documents:
-        content = document.content
-        chat = content if isinstance(content, str) else [message.model_dump() for message in content]
-        found.setdefault(document.domain, []).append(encoder.encode_document(chat))
+    for document, ids in encoded(documents, encoder):
+        found.setdefault(document.domain, []).append(ids)
     return found
 
 

@@ -73,8 +73,9 @@ def as_chats(prompts: Iterable[Prompt], traffic: Mapping[str, Traffic] | None = 
         Chat(
             one.id,
             one.domain,
-            [message.model_dump() for message in one.messages],
+            [message.as_openai() for message in one.messages],
             digest(one.group) if one.domain in named else "",
+            one.fields(),
         )
         for one in prompts
     ]

@@ -1,4 +1,4 @@
-"""Streams of prompts and of documents, and what they share: rows to prompts, splitting and sampling.
+"""Streams of prompts and of documents, and what they share: splitting and sampling.
 
 Each file has `prompts(params)`, chats that wait for the target's answer, and `documents(params)`, texts and whole chats
 that language models are trained on. A prompt and the document that holds it have one group.
@@ -10,37 +10,87 @@ never sit on both sides. It hashes each group by itself: as data is added, no gr
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from models.params import Frozen
+from models.rowfiles import Unusable, usable
 
-Role = Literal["system", "user", "assistant", "tool"]
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell it, UTF-8 can't
+if TYPE_CHECKING:
+    from models.chats import ChatEncoder
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class Message(Frozen):
-    """One turn of a chat."""
-
-    role: Role
-    content: str
-
-
-class Prompt(Frozen):
-    """A chat that waits for the target's answer.
+    """One turn of a chat, with what the service reads of it; what is empty was not given.
 
     Attributes:
-        messages: at least one, the last one is not the assistant's.
+        role: who speaks.
+        content: a text, or several parts.
+        name: of who speaks.
+        tool_calls: of the assistant, as OpenAI's API has them.
+        tool_call_id: of the call that a tool answers.
+        reasoning: what the assistant thought first.
+    """
+
+    role: Role
+    content: str | tuple[str, ...] = ""
+    name: str | None = None
+    tool_calls: tuple[dict[str, JsonValue], ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The content's parts."""
+        return (self.content,) if isinstance(self.content, str) else self.content
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the message as OpenAI's API takes it."""
+        content = self.content
+        parts = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
+        rest = self.model_dump(exclude={"role", "content"}, exclude_defaults=True)
+        return {"role": self.role, "content": parts, **rest}
+
+
+class _Chat(Frozen):
+    """What a chat has beside its messages.
+
+    Attributes:
+        tools: that the assistant may call, as OpenAI's API has them.
+        template_arguments: what else the chat template is given.
         domain: kind of traffic, such as "chat" or "code".
         group: what must stay on one side of a split.
     """
 
-    messages: tuple[Message, ...] = Field(min_length=1)
+    tools: tuple[dict[str, JsonValue], ...] = ()
+    template_arguments: dict[str, JsonValue] = Field(default_factory=dict)
     domain: str = Field(min_length=1)
     group: str = Field(min_length=1)
+
+    def _digest(self, content: str | Sequence[Message]) -> str:
+        """Return the sha256 of what is said; neither domain nor group changes it."""
+        said: Any = content
+        if not isinstance(content, str):
+            plain = {"role", "content"}
+            openai = [message.as_openai() for message in content]
+            said = [[one["role"], one["content"]] if one.keys() == plain else one for one in openai]
+        if self.tools or self.template_arguments:
+            said = [said, self.tools, self.template_arguments]
+        return digest(json.dumps(said, ensure_ascii=True))
+
+
+class Prompt(_Chat):
+    """A chat that waits for the target's answer.
+
+    Attributes:
+        messages: at least one, the last one is not the assistant's.
+    """
+
+    messages: tuple[Message, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _awaits_an_answer(self) -> "Prompt":
@@ -50,102 +100,79 @@ class Prompt(Frozen):
 
     @property
     def id(self) -> str:
-        """sha256 of the messages, 64 hex digits; neither domain nor group changes it."""
-        content = [[message.role, message.content] for message in self.messages]
-        return digest(json.dumps(content, ensure_ascii=True))
+        """sha256 of the chat, 64 hex digits; neither domain nor group changes it."""
+        return self._digest(self.messages)
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a request has beside the messages, as the service takes it."""
+        fields = {"tools": list(self.tools), "chat_template_kwargs": self.template_arguments}
+        return {name: value for name, value in fields.items() if value}
+
+    def encode(self, encoder: "ChatEncoder") -> list[int]:
+        """Return its token ids, as they are served.
+
+        Raises:
+            ValueError: the chat template refuses it.
+        """
+        messages = [message.as_openai() for message in self.messages]
+        return encoder.encode(messages, self.tools or None, template_arguments=self.template_arguments)
 
 
-class Document(Frozen):
+class Document(_Chat):
     """Something to train a language model on.
 
     Attributes:
         content: a text, or a chat from its start.
-        domain: kind of traffic, such as "chat" or "code".
-        group: what must stay on one side of a split.
     """
 
     content: Annotated[str, Field(min_length=1)] | Annotated[tuple[Message, ...], Field(min_length=1)]
-    domain: str = Field(min_length=1)
-    group: str = Field(min_length=1)
 
     @property
     def id(self) -> str:
         """sha256 of the content, 64 hex digits; neither domain nor group changes it."""
-        content = self.content
-        listed = content if isinstance(content, str) else [[message.role, message.content] for message in content]
-        return digest(json.dumps(listed, ensure_ascii=True))
+        return self._digest(self.content)
+
+    def encode(self, encoder: "ChatEncoder") -> list[int]:
+        """Return its token ids: a text and the end-of-text token, or a whole chat as the template writes it.
+
+        Raises:
+            ValueError: the chat template refuses it, or the tokenizer has no end-of-text token.
+        """
+        if isinstance(self.content, str):
+            return encoder.encode_document(self.content)
+        messages = [message.as_openai() for message in self.content]
+        tools, arguments = self.tools or None, self.template_arguments
+        return encoder.encode(messages, tools, add_generation_prompt=False, template_arguments=arguments)
 
 
 ItemT = TypeVar("ItemT", Prompt, Document)
 PartT = TypeVar("PartT", bound=str)
 
 
-def prompt_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Prompt:
-    """Map a row of a data set to a prompt.
+def encoded(
+    items: Iterable[ItemT], encoder: "ChatEncoder", max_len: int | None = None
+) -> list[tuple[ItemT, list[int]]]:
+    """Return items with their token ids, without those that a target can't read, which are logged.
 
     Args:
-        row: column to value.
-        column: holds a text (one user message) or a chat in OpenAI's shape. Assistant messages at the chat's end are
-            left out: the answer is the target's to give.
-        domain: domain of the prompt; "" reads the row's column `domain`.
-        group: group of the prompt.
-        where: file and line, the start of each error.
+        items: prompts or documents; where they come from is told by their groups.
+        encoder: the target's.
+        max_len: more tokens than a prompt may have; None for any.
 
     Raises:
-        ValueError: a column is missing or of another shape; names place and field.
+        ValueError: it can read none.
     """
-    domain = _domain_of(row, column, domain, where)
-    where = f'{where}: column "{column}"'
-    messages = parse_chat(row[column], where)
-    while messages and messages[-1].role == "assistant":
-        messages.pop()
-    if not messages:
-        raise ValueError(f"{where}: no message before the assistant's")
-    return Prompt(messages=tuple(messages), domain=domain, group=group)
 
+    def item(_: str, one: ItemT) -> tuple[ItemT, list[int]]:
+        try:
+            ids = one.encode(encoder)
+        except ValueError as error:
+            raise Unusable("that the chat template refuses", str(error)) from error
+        if max_len is not None and len(ids) >= max_len:
+            raise Unusable("too long", f"wanted less than {max_len} tokens, the engine's context; got {len(ids)}")
+        return one, ids
 
-def document_from_row(row: Mapping[str, Any], column: str, domain: str, group: str, where: str) -> Document:
-    """Map a row of a data set to a document: a text as it is, or a whole chat; see `prompt_from_row`."""
-    domain = _domain_of(row, column, domain, where)
-    where = f'{where}: column "{column}"'
-    messages = parse_chat(row[column], where)  # a text becomes one message, and is checked on the way
-    if not messages:
-        raise ValueError(f"{where}: the chat has no message")
-    content = row[column] if isinstance(row[column], str) else tuple(messages)
-    return Document(content=content, domain=domain, group=group)
-
-
-def _domain_of(row: Mapping[str, Any], column: str, domain: str, where: str) -> str:
-    if column not in row:
-        raise ValueError(f'{where}: no column "{column}"; there are: {", ".join(map(str, row)) or "none"}')
-    domain = domain or row.get("domain") or ""
-    if not isinstance(domain, str) or not domain:
-        raise ValueError(f'{where}: set the parameter "domain", or give the row a column "domain" of text')
-    return domain
-
-
-def parse_chat(value: object, where: str) -> list[Message]:
-    """Parse a chat in OpenAI's shape, or a text, which is one user message.
-
-    Raises:
-        ValueError: it is neither, or a message has no known role or no text; names `where` and the message.
-    """
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise ValueError(f"{where}: wanted a text or a list of messages, got {type(value).__name__}")
-    return [_message(item, f"{where}, message {index}") for index, item in enumerate(value)]
-
-
-def _message(value: object, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: wanted an object with role and content, got {type(value).__name__}")
-    role, content = value.get("role"), value.get("content")
-    if role not in get_args(Role):
-        raise ValueError(f'{where}: "role" is {role!r}, wanted one of {", ".join(get_args(Role))}')
-    if not isinstance(content, str) or not content.strip() or _LONE_SURROGATE.search(content):
-        raise ValueError(f'{where}: "content" is {content!r}, wanted a text that is not blank and is valid Unicode')
-    return Message(role=role, content=content)
+    return list(usable("prompts", lambda _: ((one.group, one) for one in items), item))
 
 
 def unique(items: Iterable[ItemT]) -> list[ItemT]:

@@ -1,7 +1,7 @@
 """Prompts and documents from a data set: an id on the Hugging Face hub, a folder that `datasets` can read, or one file.
 
-Nothing is guessed: the column and, where rows don't carry it, the domain are named in the recipe. One wrong row fails
-the whole stream, with its place, rather than shrink the data unseen. A file (JSON Lines, Parquet, CSV) is read here,
+Rows are read as an import reads them (`models.conversations`), and one that can't be used is left out: the log says how
+many for which reason, and where the first was. A file (JSON Lines, JSON, CSV, Parquet, packed or not) is read here,
 without a hub and a cache; of anything else the whole split is fetched and cached, and `split = "train[:2000]"` keeps a
 part of it. Data sets that need their own code to be run are refused by `datasets` itself.
 """
@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from models.conversations import document_from_row, prompt_from_row
 from models.params import BaseParams
-from models.rowfiles import SUFFIXES, read_rows
-from models.sources import Document, ItemT, Prompt, document_from_row, prompt_from_row
+from models.rowfiles import WRONG, OnFault, Unusable, holds_rows, read_rows, usable, without_nulls
+from models.sources import Document, ItemT, Prompt
 
 
 class Params(BaseParams):
@@ -24,7 +25,8 @@ class Params(BaseParams):
         path: id on the hub, folder or file.
         subset: one of a hub data set's configurations.
         split: of a hub data set or folder; a file has none.
-        column: holds a chat in OpenAI's shape, or a text: one user message of a prompt, the whole of a document.
+        column: holds a chat, or a text: one user message of a prompt, the whole of a document. Rows without the default
+            one may be of another form that an import reads.
         domain: of all items; "" reads each row's column `domain`.
         group_column: rows with one value stay on one side of a split; "" makes each row its own group.
         count: of different items to take, from the start; None for all.
@@ -44,8 +46,8 @@ def prompts(params: Params) -> list[Prompt]:
     """Return one prompt a row in the data set's order, without exact copies.
 
     Raises:
-        ValueError: there is no such data set, split or column, the hub can't be reached, or a row is wrong; names place
-        and column.
+        ValueError: there is no such data set or split, the hub can't be reached, or no row can be used; names the first
+        of each reason.
     """
     return _different(params, prompt_from_row)
 
@@ -59,37 +61,36 @@ def documents(params: Params) -> list[Document]:
     return _different(params, document_from_row)
 
 
-def _different(params: Params, make: Callable[[dict[str, Any], str, str, str, str], ItemT]) -> list[ItemT]:
+def _different(params: Params, make: Callable[[dict[str, Any], str, str, str], ItemT]) -> list[ItemT]:
+    def item(place: str, row: dict[str, Any]) -> ItemT:
+        return make(row, params.column, params.domain, _group(row, place, params))
+
     found: dict[str, ItemT] = {}
-    for place, row in _rows(params):
-        where = f"{params.path}, {place}"
-        item = make(row, params.column, params.domain, _group(row, place, where, params), where)
-        found.setdefault(item.id, item)
+    for one in usable(params.path, lambda on_fault: _rows(params, on_fault), item):
+        found.setdefault(one.id, one)
         if len(found) == params.count:
             break
-    if not found:
-        raise ValueError(f"{params.path}: holds no rows")
     return list(found.values())
 
 
-def _group(row: dict[str, Any], place: str, where: str, params: Params) -> str:
+def _group(row: dict[str, Any], place: str, params: Params) -> str:
     name = Path(params.path).name
     if not params.group_column:
         return f"{name}:{place}"
     if params.group_column not in row:
-        raise ValueError(f'{where}: no column "{params.group_column}"; there are: {", ".join(row)}')
+        raise Unusable(WRONG, f'no column "{params.group_column}"; there are: {", ".join(row)}')
     if row[params.group_column] in (None, ""):
-        raise ValueError(f'{where}: column "{params.group_column}" names no group')
+        raise Unusable("without a group", f'column "{params.group_column}" names no group')
     return f"{name}:{row[params.group_column]}"
 
 
-def _rows(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(params: Params, on_fault: OnFault) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(params.path)
-    if not path.is_file() and path.suffix not in SUFFIXES:
+    if not path.is_file() and not holds_rows(path):
         return _set_rows(params)
     if params.split != "train" or params.subset:
         raise ValueError(f"{path} is a file, which has no splits and subsets; got {params.split!r}, {params.subset!r}")
-    return read_rows(path)
+    return read_rows(path, on_fault)
 
 
 def _set_rows(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,4 +102,4 @@ def _set_rows(params: Params) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(
             f'data set "{params.path}" is neither on a hub in reach, nor cached, nor a folder or file ({error})'
         ) from error
-    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    return ((f"row {number}", without_nulls(row)) for number, row in enumerate(rows, start=1))

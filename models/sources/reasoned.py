@@ -11,16 +11,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from models.conversations import prompt_from_row
 from models.params import BaseParams, require_unsaid
-from models.rowfiles import read_rows
-from models.sources import Document, Message, Prompt, prompt_from_row, unique
+from models.rowfiles import WRONG, Unusable, read_rows, usable
+from models.sources import Document, Message, Prompt, unique
 
 
 class Params(BaseParams):
     """Which file, and which of the two tasks.
 
     Attributes:
-        path: JSON Lines, Parquet or CSV.
+        path: a file of rows, see `models.rowfiles`.
         task: what the assistant says: "answer" what stands behind the separator, "rationale" what stands before it.
         column: holds the question: a text, or a chat whose last message is the user's.
         reference_column: holds working, separator and answer.
@@ -49,7 +50,7 @@ def prompts(params: Params) -> list[Prompt]:
     """Return the questions of the task in the file's order, without exact copies.
 
     Raises:
-        ValueError: there is no such file or column, or a row is wrong; names the place.
+        ValueError: there is no such file, or no row can be used; names the first of each reason.
     """
     return unique(prompt for prompt, _ in _read(params))
 
@@ -67,23 +68,26 @@ def documents(params: Params) -> list[Document]:
 
 
 def _read(params: Params) -> Iterator[tuple[Prompt, str]]:
-    for place, row in read_rows(Path(params.path)):
-        where = f"{params.path}, {place}"
-        prompt = prompt_from_row(row, params.column, params.domain, f"{Path(params.path).name}:{place}", where)
+    def make(place: str, row: dict[str, Any]) -> tuple[Prompt, str]:
+        prompt = prompt_from_row(row, params.column, params.domain, f"{Path(params.path).name}:{place}")
+        *before, last = prompt.messages
+        if not isinstance(last.content, str):
+            raise Unusable(WRONG, f'column "{params.column}": wanted one text as the last message')
         if params.task == "rationale":
-            *before, last = prompt.messages
             asked = last.model_copy(update={"content": params.instruction + last.content})
             prompt = prompt.model_copy(update={"messages": (*before, asked)})
-        yield prompt, _said(row, params, where)
+        return prompt, _said(row, params)
+
+    return usable(params.path, lambda on_fault: read_rows(Path(params.path), on_fault), make)
 
 
-def _said(row: dict[str, Any], params: Params, where: str) -> str:
+def _said(row: dict[str, Any], params: Params) -> str:
     reference = row.get(params.reference_column)
     if not isinstance(reference, str):
-        raise ValueError(f'{where}: column "{params.reference_column}" is {reference!r}, wanted a text')
+        raise Unusable(WRONG, f'column "{params.reference_column}" is {reference!r}, wanted a text')
     rationale, _, answer = reference.rpartition(params.separator)
     if not rationale.strip() or not answer.strip():
-        raise ValueError(
-            f'{where}: column "{params.reference_column}" has no working and answer around {params.separator!r}'
+        raise Unusable(
+            WRONG, f'column "{params.reference_column}" has no working and answer around {params.separator!r}'
         )
     return (rationale if params.task == "rationale" else answer).strip()

@@ -29,7 +29,7 @@ from tasks.measure.configurations import SERVED, Configuration, Target, open_tar
 from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.fit import toml
 from tasks.measure.latency import Decoded, compare_speed
-from tasks.measure.questions import read_questions
+from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
 
 TITLE, QUESTION = "advise", "which way of drafting does this target want, on this traffic and this machine?"
@@ -114,13 +114,12 @@ def sized(way: Configuration, option: Option) -> Configuration:
 
 def _prompts(run: Run, data: str | None, per_domain: int, target: Target, max_tokens: int) -> list[list[int]]:
     """Return the token ids of what is asked, as far as it fits the context."""
+    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target.directory))
     if data is None:
-        chats = [prompt.messages for prompt in run.prompts("held_out", per_domain)]
+        asked = [prompt.encode(encoder) for prompt in run.prompts("held_out", per_domain)]
     else:
         questions = [one for of_task in read_questions(Path(data), per_domain).values() for one in of_task]
-        chats = [question.messages[: next(question.turns())] for question in questions]
-    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target.directory))
-    asked = [encoder.encode([message.model_dump() for message in chat]) for chat in chats]
+        asked = [encoder.encode(chat_before(one, next(one.turns()), {})) for one in questions]
     limit = target.shared["max_model_len"] - max_tokens
     fitting = [prompt for prompt in asked if len(prompt) <= limit]
     if not fitting:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
+from models.chats import ChatEncoder
 from models.learning.hidden import Sample
 from models.sources import Prompt
 from tasks.generate_answers import ANSWERS, answer_prompts, open_engine
@@ -40,5 +41,5 @@ def answers(
 async def _ask(run: Run, target: Artifact, prompts: Sequence[Prompt], max_tokens: int) -> dict[str, Sample]:
     directory, generate = open_artifact(target), run.recipe.generate.model_copy(update={"max_tokens": max_tokens})
     async with open_engine(directory, run.recipe.engine) as engine:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        return await answer_prompts(engine, tokenizer, prompts, generate, run.folder / ANSWERS)
+        encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(directory))
+        return await answer_prompts(engine, encoder, prompts, generate, run.folder / ANSWERS)

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from infra.client import Answer
 from infra.peers import INTERPRETER
 from models import catalog
+from models.checkpoints.loading import stop_ids
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.measure.offline import run_process
@@ -57,7 +56,7 @@ def run_llamacpp(
         "gguf": str(catalog.load("targets", recipe.target.name).find_gguf()),
         "sides": SIDES,
         "prompts": [encode(prompt) for prompt in prompts],
-        "stop_ids": [AutoTokenizer.from_pretrained(target_dir).eos_token_id],
+        "stop_ids": sorted(stop_ids(target_dir)),
         "max_tokens": recipe.generate.max_tokens,
         "max_model_len": recipe.engine.max_model_len,
         "num_draft_tokens": recipe.num_draft_tokens,

@@ -86,8 +86,8 @@ def open_peers(
 
 def encoder(target_dir: Path) -> Callable[[Prompt], list[int]]:
     """Return what makes a prompt's token ids, as the endpoint does."""
-    encode = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir)).encode
-    return lambda prompt: encode([message.model_dump() for message in prompt.messages])
+    encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(target_dir))
+    return lambda prompt: prompt.encode(encoder)
 
 
 class _Arrivals(BaseStreamer):

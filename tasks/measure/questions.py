@@ -44,7 +44,7 @@ def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
     """Return task to its questions, in the file's order.
 
     Args:
-        file: JSON Lines, Parquet or CSV.
+        file: of rows, see `models.rowfiles`.
         per_task: how many of each, from the first; 0 for all.
 
     Raises:
@@ -68,9 +68,15 @@ def read_questions(file: Path, per_task: int) -> dict[str, list[Question]]:
 
 
 def as_questions(prompts: Iterable[Prompt]) -> dict[str, list[Question]]:
-    """Return domain to its prompts as questions of one turn, in their order."""
+    """Return domain to its prompts as questions of one turn, in their order.
+
+    Raises:
+        ValueError: a prompt has tools or template arguments, which no question has.
+    """
     tasks: dict[str, list[Question]] = {}
     for prompt in prompts:
+        if prompt.fields():
+            raise ValueError(f"a prompt of {prompt.domain} has {', '.join(prompt.fields())}, which no question has")
         question = Question(id=prompt.id, domain=prompt.domain, messages=prompt.messages)
         tasks.setdefault(prompt.domain, []).append(question)
     return tasks
@@ -94,7 +100,7 @@ def chat_before(question: Question, place: int, answers: dict[int, str]) -> list
     """
     chat: list[dict[str, Any]] = []
     for number, message in enumerate(question.messages[:place], start=1):
-        chat.append({"role": message.role, "content": message.content})
+        chat.append(message.as_openai())
         if number in answers:
             chat.append({"role": "assistant", "content": answers[number]})
     return chat

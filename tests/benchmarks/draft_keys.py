@@ -64,7 +64,7 @@ def prompts(target: Path, count: int) -> list[list[int]]:
     questions = chitchat.prompts(chitchat.Params())[-count:]
     return [
         ChatEncoder.of(tokenizer).encode(
-            [{"role": "system", "content": system}, *(m.model_dump() for m in prompt.messages)]
+            [{"role": "system", "content": system}, *(m.as_openai() for m in prompt.messages)]
         )
         for prompt in questions
     ]

@@ -42,7 +42,7 @@ def held_out(target: Path, count: int) -> dict[str, list[list[int]]]:
     tokenizer, recipe = AutoTokenizer.from_pretrained(target), load_recipe("smollm2-cpu")
     return {
         domain: [
-            ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
+            prompt.encode(ChatEncoder.of(tokenizer))
             for prompt in choose_prompts(domain, traffic, recipe.seed)["held_out"][:count]
         ]
         for domain, traffic in recipe.traffic.items()

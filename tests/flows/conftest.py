@@ -104,7 +104,7 @@ def answered(target_dir: Path, prompts: Sequence[Prompt], key: str | None = None
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     rows = []
     for prompt in prompts:
-        ids = ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
+        ids = prompt.encode(ChatEncoder.of(tokenizer))
         with torch.inference_mode():
             output = model.generate(
                 torch.tensor([ids]),

@@ -37,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.limits.append((said, body["max_tokens"]))
         self.server.details.append(self.headers["X-Redraft-Detail"])
         self.server.groups.append(self.headers["X-Redraft-Group"])
+        self.server.tools.append(body.get("tools"))
         if said == "refuse":
             self.send_response(503)
             self.end_headers()
@@ -73,7 +74,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     """Return a server that runs."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.seen, server.details, server.groups, server.status = [], [], [], SERVING
-        server.limits = []
+        server.limits, server.tools = [], []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
@@ -102,6 +103,13 @@ def test_an_answer_carries_what_speculation_did(server):
     assert answer.token_ids == (5, 6)
     assert len(answer.arrival_ms) == 2
     assert answer.first_token_ms == answer.arrival_ms[0] <= answer.arrival_ms[1] <= 1000 * answer.seconds
+
+
+def test_a_chats_other_fields_are_sent_with_it(server):
+    (chat,), tools = chats("hello"), [{"type": "function", "function": {"name": "f"}}]
+    with_tools = chat._replace(fields={"tools": tools})
+    asyncio.run(Client(url_of(server)).send([chat, with_tools], concurrency=1, max_tokens=8))
+    assert server.tools == [None, tools]
 
 
 def test_what_vllms_own_endpoint_tells_of_its_steps_is_read_too(server):

@@ -1,6 +1,7 @@
 """Logs of another service, into the query log of this one."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.secret import home_secret
 from infra.settings import load_settings
+from models import catalog
+from models.recipe import load_recipe
+from models.targets import describe
 from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs
 from tasks.register import identity
@@ -35,8 +39,6 @@ def encode(text: str) -> list[int]:
 @pytest.fixture(scope="module")
 def home(store: Path, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home whose registry has a champion target; tests copy it."""
-    from models.targets import describe
-
     home = tmp_path_factory.mktemp("home")
     shutil.copy(store, home)
     registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
@@ -139,8 +141,16 @@ def test_texts_are_scrubbed_and_markers_in_them_stay_text(log: QueryLog, write: 
     assert b"example.org" not in log.path.read_bytes() + log.path.with_name("queries.db-wal").read_bytes()
 
 
+SERVED = {"choices": [{"message": CHAT[1], "finish_reason": "stop", "stop_reason": None}]}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """What a service of this kind counts."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "redraft": {}}
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"text": "a"}, "with wrong fields", "wanted prompt_ids and completion_ids, messages, or prompt.*; got text"),
+    ({"text": "a"}, "with wrong fields", 'no column "messages"; there are: text'),
     ({"prompt_ids": [1], "completion_ids": []}, "with wrong fields", "completion_ids: wanted a list of whole numbers"),
     ({"prompt_ids": [1], "completion_ids": [True]}, "with wrong fields", "completion_ids: wanted a list of whole"),
     (
@@ -150,10 +160,37 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"prompt_ids": [-1], "completion_ids": [1]}, "with unknown tokens", r"prompt_ids\[0\] is -1"),
     ({"messages": CHAT[:1]}, "without an answer", "wanted a question, and last the assistant's answer"),
-    ({"messages": "hi"}, "with wrong fields", "messages: wanted a list of messages, got str"),
-    ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "with wrong fields", "\"role\" is 'bot'"),
+    ({"messages": "hi"}, "without an answer", "wanted a question, and last the assistant's answer"),
+    ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "of weight 0", "the answer is not to be learnt"),
+    (
+        {"messages": [CHAT[0], {**CHAT[1], "reasoning": "hm"}]},
+        "with reasoning in the answer",
+        "doesn't tell its tokens",
+    ),
+    (
+        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "usage": usage(21, 4)}},
+        "with an answer of other tokens",
+        "the service counted 4 tokens, the answer's text has 12",
+    ),
+    (
+        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "usage": usage(20, 12)}},
+        "rendered otherwise than served",
+        "the prompt has 21 tokens here",
+    ),
+    (
+        {"request": {"messages": CHAT[:1]}, "response": {**SERVED, "prompt_token_ids": [1, 2]}},
+        "rendered otherwise than served",
+        "the prompt has 21 tokens here",
+    ),
+    (
+        {"request": {"messages": CHAT[:1]}, "response": {"choices": [{"message": CHAT[1], "stop_reason": 300}]}},
+        "with unknown tokens",
+        r"stop_reason\[0\] is 300, wanted 0 to 258",
+    ),
+    ({"messages": [{"role": "bot", "content": "a"}, CHAT[1]]}, "with an unknown role", "\"role\" is 'bot'"),
     ({"prompt": "a\ud800", "completion": "b"}, "with wrong fields", "valid Unicode"),
-    ({"prompt": "a", "completion": " "}, "with wrong fields", "message 1: .*not blank"),
+    ({"prompt": "a", "completion": " "}, "without an answer", "wanted a question, and last the assistant's answer"),
+    ({"prompt": "a", "completion": [{"role": "assistant", "content": " "}]}, "with wrong fields", "1: .*not blank"),
     ({"prompt": "a" * 256, "completion": "b"}, "too long", "wanted at most 256 tokens, the engine's context; got 277"),
     ({"messages": CHAT, "domain": "Chat!"}, "with an invalid domain", "domain is 'Chat!', wanted 1 to 32"),
     (
@@ -171,16 +208,139 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "reason", "fault"), BAD)
-def test_a_row_that_cannot_be_used_is_counted_with_its_reason_or_refused_with_its_place(
+def test_a_row_that_cannot_be_used_is_counted_with_its_reason_and_its_place(
     log: QueryLog, write: Write, row: dict[str, Any], reason: str, fault: str
 ) -> None:
     file = write({"messages": CHAT}, row)
-    with pytest.raises(ValueError, match=f"old.jsonl, line 2: .*{fault}"):
-        import_logs.fn([file], max_len=256, strict=True)
-    assert log.stats().total == 0
     report = import_logs.fn([file], max_len=256)
     assert report.line() == f"read 2, added 1, repeated 0, skipped 1: 1 {reason}"
-    assert report.examples[0].startswith(f"{file}, line 2: ")
+    assert re.match(f"{file}, line 2: .*{fault}", report.first[reason])
+    assert log.stats().total == 1
+
+
+def test_a_strict_import_adds_nothing_where_a_row_cannot_be_used(log: QueryLog, write: Write) -> None:
+    file = write({"messages": CHAT}, {"messages": CHAT, "temperature": 10**400})
+    with pytest.raises(ValueError, match="old.jsonl, line 2: OverflowError: int too large"):
+        import_logs.fn([file], max_len=256, strict=True)
+    assert log.stats().total == 0
+
+
+SHOWN = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IM_END, ENDOFTEXT = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
+@pytest.fixture
+def shown(log: QueryLog, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path) -> QueryLog:
+    """The log of a home whose target shows tools, and ends an answer by another token than its tokenizer does."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(store, home)
+    registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts" / "mlflow")
+    with staged(home / "target") as directory:
+        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
+        (directory / "chat_template.jinja").write_text(SHOWN)
+        settings = json.loads((directory / "generation_config.json").read_text())
+        settings["eos_token_id"] = [IM_END, ENDOFTEXT]
+        (directory / "generation_config.json").write_text(json.dumps(settings))
+    version = registry.register("target", home / "target", identity(describe(home / "target")).to_tags())
+    registry.promote("target", version.number)
+    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    return log
+
+
+def test_each_end_of_the_target_ends_an_answer_and_the_templates_where_nothing_is_said(
+    shown: QueryLog, write: Write
+) -> None:
+    def answered(**choice: Any) -> dict[str, Any]:
+        choices = [{"message": CHAT[1], **choice}]
+        asked = [{"role": "user", "content": str(choice)}]  # a row's content is its name
+        return {"request": {"messages": asked, "stop": ["x"]}, "response": {"choices": choices}}
+
+    said = encode("hello there")
+    rows = {
+        "chat": ({"messages": CHAT}, [*said, ENDOFTEXT], "stop"),
+        "its_own": (answered(finish_reason="stop", stop_reason=None), [*said, IM_END], "stop"),
+        "named": (answered(finish_reason="stop", stop_reason=ENDOFTEXT), [*said, ENDOFTEXT], "stop"),
+        "cut": (answered(finish_reason="length", stop_reason=None), said, "length"),
+        "perhaps_stopped": (answered(finish_reason="stop"), said, "stop"),
+        "ids": ({"prompt_ids": [5], "completion_ids": [*said, ENDOFTEXT]}, [*said, ENDOFTEXT], "stop"),
+        "ids_cut": ({"prompt_ids": [5], "completion_ids": said}, said, "length"),
+    }
+    report = import_logs.fn([write(*({**row, "domain": name} for name, (row, *_) in rows.items()))], max_len=256)
+    assert not report.skipped, report.first
+    found = {row.domain: (row.completion_ids, row.finish_reason) for row in shown.rows(1, 9)}
+    assert found == {name: (ids, finish) for name, (_, ids, finish) in rows.items()}
+
+
+def test_tools_and_calls_are_in_the_prompt_and_an_answer_that_calls_one_is_not_learnt(
+    shown: QueryLog, write: Write
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    called = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = [*called, {"role": "tool", "content": "r", "tool_call_id": "1"}, CHAT[1]]
+    report = import_logs.fn([write({"messages": chat, "tools": tools}, {"messages": called, "tools": tools})], 256)
+    assert report.line() == "read 2, added 1, repeated 0, skipped 1: 1 with tool calls in the answer"
+    (row,) = shown.rows(1, 9)
+    tool = '{"type": "function", "function": {"name": "f", "description": null, "parameters": null}}'
+    turns = (
+        '<|im_start|>assistant\n{"arguments": {"x": 1}, "name": "f"}<|endoftext|>\n<|im_start|>tool\nr<|endoftext|>\n'
+    )
+    assert row.prompt == f"{tool}<|im_start|>user\nhi<|endoftext|>\n{turns}<|im_start|>assistant\n"
+    assert row.prompt_ids == encode(row.prompt)
+
+
+def test_token_ids_that_the_service_told_are_taken_where_its_prompt_is_the_same(shown: QueryLog, write: Write) -> None:
+    ids = {"token_ids": [7, 8, IM_END], "finish_reason": "tool_calls"}
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    choice = {"message": {"role": "assistant", "content": None, "tool_calls": [call]}, **ids}
+    asked = {"request": {"messages": CHAT[:1]}}
+    prompt_ids = encode("<|im_start|>user\nhi<|endoftext|>\n<|im_start|>assistant\n")
+    same = {**asked, "response": {"choices": [choice], "prompt_token_ids": prompt_ids}}
+    other = {**asked, "response": {"choices": [choice], "prompt_token_ids": prompt_ids[1:]}}
+    untold = {**asked, "response": {"choices": [choice]}}
+    report = import_logs.fn([write(same, other, untold)], max_len=256)
+    assert report.skipped == {"rendered otherwise than served": 1, "with tool calls in the answer": 1}
+    (row,) = shown.rows(1, 9)
+    assert (row.prompt_ids, row.completion_ids, row.finish_reason) == (prompt_ids, ids["token_ids"], "tool_calls")
+
+
+def test_the_two_files_of_a_batch_are_one_import(log: QueryLog, write: Write) -> None:
+    asked = [{"custom_id": f"r{i}", "body": {"messages": [{"role": "user", "content": f"q{i}"}]}} for i in range(3)]
+    replies = [{"custom_id": f"r{i}", "response": {"status_code": 200, "body": SERVED}, "error": None} for i in (1, 0)]
+    failed = {"custom_id": "r2", "response": {"status_code": 400, "body": {"error": {}}}, "error": None}
+    files = [write(*asked, name="input.jsonl"), write(*replies, failed, name="output.jsonl")]
+    report = import_logs.fn(files, max_len=256)
+    assert report.line() == "read 3, added 2, repeated 0, skipped 1: 1 that failed"
+    assert report.first["that failed"].startswith(f"{files[1]}, line 3: ")
+    assert sorted(str(row.prompt).split("\n")[1] for row in log.rows(1, 9)) == ["q0<|im_end|>", "q1<|im_end|>"]
+
+
+def test_the_target_answers_prompts_alone_and_is_not_asked_again(log: QueryLog, write: Write) -> None:
+    recipe = load_recipe("tiny")
+    engine = catalog.parse("engines", {"name": "torch", "max_model_len": 256})
+    short = recipe.generate.model_copy(update={"max_tokens": 6, "concurrency": 2})
+    answering = recipe.model_copy(update={"engine": engine, "generate": short})
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    weightless = {**CHAT[1], "weight": 0}
+    rows = [{"prompt": "one", "temperature": 0, "domain": "code"}, {"messages": CHAT}, {"messages": [CHAT[0], called]}]
+    file = write(*rows, {"messages": [CHAT[0], weightless]}, {"prompt": "b" * 240})
+    report = import_logs.fn([file], 256, answering=answering)
+    assert report.line() == "read 5, added 3, repeated 0, skipped 2: 1 of weight 0, 1 too long"
+    own, given = log.rows(1, 9)[1], log.rows(1, 9)[0]
+    assert given.completion == "hello there<|im_end|>"
+    assert (own.domain, own.sampling, own.consent) == ("code", {"temperature": 0.0}, "full")
+    assert own.prompt == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert own.completion_ids is not None
+    assert 1 <= len(own.completion_ids) <= 6
+    assert own.finish_reason == ("length" if len(own.completion_ids) == 6 else "stop")
+    again = import_logs.fn([file], 256, answering=answering)
+    assert (again.num_added, again.num_repeated) == (0, 3)
 
 
 def test_a_line_that_is_no_json_is_skipped_and_counted(log: QueryLog, write: Write) -> None:

@@ -1,12 +1,15 @@
 """Choosing prompts: sizes, sides and refusals."""
 
+import json
 import re
 
 import pytest
 
 from infra.consent import GROUP
 from models.recipe import Traffic
+from models.sources import Message, Prompt
 from models.sources.synthetic import Params
+from tasks.measure.questions import as_questions
 from tasks.select_data import as_chats, choose_more, choose_prompts, read_prompts, select_data
 
 TRAFFIC = Traffic(source=Params(count=300, num_groups=60), num_train=20, num_held_out=10, num_requests=30)
@@ -50,6 +53,24 @@ def test_chats_have_one_group_where_prompts_have_if_the_recipe_says_so_and_a_ser
     assert all(re.fullmatch(GROUP, chat.group) for chat in chats)
     for silent in (as_chats(prompts), as_chats(prompts, {"chat": TRAFFIC})):
         assert {chat.group for chat in silent} == {""}
+
+
+def test_a_chat_is_sent_with_its_tools_and_calls_and_template_arguments():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    turns = (Message(role="user", content=("a", "b")), Message(role="assistant", tool_calls=(call,)))
+    turns += (Message(role="tool", content="r", tool_call_id="1"),)
+    arguments = {"enable_thinking": False}
+    prompt = Prompt(messages=turns, tools=(tool,), template_arguments=arguments, domain="d", group="g")
+    (chat,) = as_chats([prompt])
+    assert json.loads(json.dumps(chat.messages)) == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+    ]
+    assert chat.fields == {"tools": [tool], "chat_template_kwargs": arguments}
+    with pytest.raises(ValueError, match="a prompt of d has tools, chat_template_kwargs, which no question has"):
+        as_questions([prompt])
 
 
 def test_the_task_writes_every_part(tmp_path, monkeypatch):

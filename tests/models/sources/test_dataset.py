@@ -1,5 +1,6 @@
 """Prompts out of files, folders and, where none can be reached, the error about the hub."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -140,3 +141,46 @@ def test_the_shared_query_streams_can_be_read() -> None:
         found = prompts(Params(path=str(DATA / f"{name}.jsonl")))
         assert len(found) > 350
         assert found[0].domain == domain
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+
+def test_a_row_that_cannot_be_used_is_left_out_and_logged_with_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"messages": CHAT}, {"messages": [IMAGE, CHAT[1]]}, {"messages": [IMAGE]}, {"messages": CHAT, "weight": 0}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
+    params = Params(path=str(path), domain="d")
+    assert [prompt.group for prompt in prompts(params)] == ["chats.jsonl:line 1"]
+    assert [document.group for document in documents(params)] == ["chats.jsonl:line 1"]
+    assert caplog.messages == [caplog.messages[0]] * 2
+    assert "skipped 1 of weight 0, 1 unreadable, 2 with parts that are no text" in caplog.messages[0]
+    for place in (2, 4, 5):
+        assert f"{path}, line {place}: " in caplog.messages[0]
+
+
+def test_a_chat_keeps_its_tools_and_calls(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    chat = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "r"}]
+    path = write_jsonl(tmp_path / "calls.jsonl", [{"messages": chat, "tools": json.dumps([tool])}])
+    (prompt,) = prompts(Params(path=path, domain="d"))
+    assert (prompt.tools, prompt.messages[1].tool_calls) == ((tool,), (call,))
+    (document,) = documents(Params(path=path, domain="d"))
+    assert (document.tools, document.content) == (prompt.tools, prompt.messages)
+
+
+def test_other_forms_than_chats_are_read_as_an_import_reads_them(tmp_path: Path) -> None:
+    rows = [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"request": {"messages": [{"role": "user", "content": "c"}]}},
+        {"custom_id": "1", "body": {"messages": [{"role": "user", "content": "d"}]}},
+        {"prompt": "e", "completion": "f"},
+    ]
+    path = tmp_path / "forms.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(rows, indent=1).encode()))
+    found = prompts(Params(path=str(path), domain="d"))
+    assert [prompt.messages[0].content for prompt in found] == ["a", "c", "d", "e"]

@@ -42,7 +42,7 @@ def test_a_row_is_an_answer_or_a_rationale_by_hand(tmp_path: Path) -> None:
         ({"reference": "#### 5"}, "has no working and answer"),
         ({"reference": "working ####  "}, "has no working and answer"),
         ({"reference": None}, 'column "reference" is None, wanted a text'),
-        ({"messages": []}, 'column "messages": no message before'),
+        ({"messages": []}, 'line 1: column "messages": wanted a question'),
     ],
 )
 def test_a_row_without_both_is_named(tmp_path: Path, change: dict, message: str) -> None:

@@ -1,6 +1,5 @@
 """What every prompt source keeps, and what they share."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from models import catalog
-from models.sources import Document, Message, Prompt, document_from_row, prompt_from_row, sample, split, unique
+from models.chats import ChatEncoder
+from models.sources import Document, Message, Prompt, encoded, sample, split, unique
+from models.targets.random import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,18 +91,6 @@ def test_a_document_is_a_text_or_a_chat_and_survives_json() -> None:
     for empty in ("", ()):
         with pytest.raises(ValidationError):
             Document(content=empty, domain="d", group="g")
-
-
-def test_a_row_becomes_a_text_or_a_whole_chat() -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    row = {"messages": chat, "text": "def f(): ...", "domain": "code"}
-    text, whole = (document_from_row(row, column, "", "g", "row 1") for column in ("text", "messages"))
-    assert text.content == "def f(): ..."
-    assert [message.content for message in whole.content] == ["a", "b"]
-    with pytest.raises(ValueError, match='row 1: column "messages": the chat has no message'):
-        document_from_row({"messages": [], "domain": "d"}, "messages", "", "g", "row 1")
-    with pytest.raises(ValueError, match=r'no column "txt"; there are: messages, text, domain'):
-        document_from_row(row, "txt", "", "g", "row 1")
 
 
 def test_the_id_depends_on_the_messages_alone() -> None:
@@ -184,32 +173,52 @@ def test_a_sample_of_the_wrong_size_is_refused(count: int) -> None:
         sample([make("a"), make("b")], count, seed=0)
 
 
-def test_a_row_with_a_chat_loses_the_answer_at_its_end_only() -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    row = {"messages": [*chat, {"role": "assistant", "content": "d"}], "domain": "chat"}
-    prompt = prompt_from_row(row, "messages", "", "g", "row 1")
-    assert [message.content for message in prompt.messages] == ["a", "b", "c"]
-    assert prompt.domain == "chat"
-
-
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ({"text": "a"}, r'row 1: no column "messages"; there are: text'),
-        ({"messages": "a"}, r'row 1: set the parameter "domain"'),
-        ({"messages": "a", "domain": 3}, r'row 1: set the parameter "domain"'),
-        ({"messages": 3, "domain": "d"}, r'row 1: column "messages": wanted a text or a list of messages, got int'),
-        ({"messages": "  ", "domain": "d"}, r'message 0: "content" is .*not blank'),
-        ({"messages": [], "domain": "d"}, r'column "messages": no message before'),
-        ({"messages": ["a"], "domain": "d"}, r"message 0: wanted an object with role and content, got str"),
-        (
-            {"messages": [{"role": "bot", "content": "a"}], "domain": "d"},
-            r"message 0: \"role\" is 'bot', wanted one of system",
-        ),
-        ({"messages": "a\ud800", "domain": "d"}, r"message 0: \"content\" is 'a.ud800', wanted a text"),
-        ({"messages": [{"role": "user", "content": None}], "domain": "d"}, r'message 0: "content" is None'),
-    ],
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
+SHOWN = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ x }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
 )
-def test_a_wrong_row_is_refused_with_place_and_field(row: dict, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        prompt_from_row(json.loads(json.dumps(row)), "messages", "", "g", "row 1")
+
+
+def whole(**changed: object) -> Prompt:
+    """A prompt with all that a chat can have."""
+    called = Message(role="assistant", tool_calls=(CALL,), reasoning="hm")
+    said = Message(role="tool", content=("r", "s"), tool_call_id="1", name="f")
+    fields = {"messages": (Message(role="user", content="a"), called, said), "tools": (TOOL,)}
+    return Prompt(domain="d", group="g", **{**fields, "template_arguments": {"x": "y"}, **changed})
+
+
+def test_all_of_a_chat_survives_json_and_belongs_to_its_id() -> None:
+    prompt = whole()
+    assert Prompt.model_validate_json(prompt.model_dump_json()) == prompt
+    without = [whole(tools=()), whole(template_arguments={}), whole(messages=(Message(role="user", content="a"),))]
+    assert len({one.id for one in (prompt, *without)}) == 4
+
+
+def test_all_of_a_chat_is_in_its_ids() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SHOWN
+    encoder, prompt = ChatEncoder(tokenizer), whole()
+    text = '{"type": "function", "function": {"name": "f", "description": null, "parameters": null}}y'
+    said = text + "<user>a<assistant>hmf<tool>r\ns"
+    assert tokenizer.decode(prompt.encode(encoder)) == said
+    document = Document(content=prompt.messages, tools=(TOOL,), template_arguments={"x": "y"}, domain="d", group="g")
+    assert tokenizer.decode(document.encode(encoder)) == said
+    assert document.id != document.model_copy(update={"tools": ()}).id
+    assert Document.model_validate_json(document.model_dump_json()) == document
+
+
+def test_what_a_target_cannot_read_is_left_out_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_tokenizer()
+    refused = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{refused}{{{{ m.content }}}}{{% endfor %}}"
+    encoder = ChatEncoder(tokenizer)
+    prompts = [make("a"), whole(), make("b" * 9, group="far")]
+    assert [(one.group, len(ids)) for one, ids in encoded(prompts, encoder, 9)] == [("g", 1)]
+    (line,) = caplog.messages
+    assert "prompts: skipped 1 that the chat template refuses, 1 too long" in line
+    assert "prompts, far: wanted less than 9 tokens" in line
+    with pytest.raises(ValueError, match="no row can be used: 1 that the chat template refuses"):
+        encoded([whole()], encoder)

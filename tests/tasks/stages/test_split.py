@@ -56,7 +56,7 @@ def asked(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     def make(grouped: bool) -> Asked:
         def logged(number: int, prompt: Prompt) -> object:
-            ids = ChatEncoder.of(tokenizer).encode([message.model_dump() for message in prompt.messages])
+            ids = prompt.encode(ChatEncoder.of(tokenizer))
             group = group_of(bytes(32), "a key", prompt.group) if grouped else None
             return row(f"a{number}", "code").model_copy(update={"prompt_ids": ids, "group": group})
 
