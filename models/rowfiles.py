@@ -27,8 +27,7 @@ BATCH_ROWS = 512
 # Longest field of a CSV file; the module's own limit is less than a long conversation.
 MAX_FIELD_CHARS = 1 << 26
 BROKEN = (EOFError, OSError, zlib.error)  # of what was packed
-# What tells where a JSON value ends; a string ends on its line, a broken one too.
-_MARKS = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{},]')
+_DECODER = json.JSONDecoder()
 _VALUE = re.compile(r"[^\s,]")
 
 WRONG = "with wrong fields"
@@ -237,29 +236,13 @@ def _elements(text: str) -> Iterator[tuple[int, str]]:
     while (found := _VALUE.search(text, position)) and not (is_list and found[0] == "]"):
         begin = found.start()
         number, counted = number + text.count("\n", counted, begin), begin
-        end = _end(text, begin)
-        if end is None:  # not closed: the next line that begins as this one does may be an element again
+        try:
+            _, position = _DECODER.raw_decode(text, begin)
+        except (ValueError, RecursionError):  # the next line that begins as this one does may be an element again
             indent = text[text.rfind("\n", 0, begin) + 1 : begin]
             again = text.find(f"\n{indent if indent.isspace() else ''}{text[begin]}", begin)
-            end = len(text) if again < 0 else again
-        yield number, text[begin:end]
-        position = end
-
-
-def _end(text: str, begin: int) -> int | None:
-    """Return where a value ends; None if its brackets aren't closed, or by others."""
-    wanted: list[str] = []
-    for mark in _MARKS.finditer(text, begin):
-        if mark[0] in "[{":
-            wanted.append("]" if mark[0] == "[" else "}")
-        elif mark[0] in "]}":
-            if not wanted:  # the list's own, after a number
-                return mark.start()
-            if wanted.pop() != mark[0]:
-                return None
-        if not wanted:
-            return mark.start() if mark[0] == "," else mark.end()
-    return None
+            position = len(text) if again < 0 else again
+        yield number, text[begin:position]
 
 
 def _parquet_rows(path: Path, on_fault: OnFault) -> Iterator[tuple[str, Row]]:

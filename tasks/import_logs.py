@@ -271,18 +271,20 @@ class _Reader:
 
 
 def template_end(encoder: ChatEncoder, stops: frozenset[int]) -> int | None:
-    """Return the token that a chat template writes after an answer, of those that end one; None if it writes none.
+    """Return the token that a chat template writes after an answer, of those that end one.
 
-    Of a template that writes none, the only one that there is.
+    Of a template that writes none, or refuses a chat of two turns, the only one that there is; None if there are more.
     """
-    one, other = (
-        encoder.encode(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}], add_generation_prompt=False
-        )
-        for text in ("a", "b")
-    )
-    start = next((place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), 0)
     only = next(iter(stops)) if len(stops) == 1 else None
+    asked = {"role": "user", "content": "x"}
+    try:
+        one, other = (
+            encoder.encode([asked, {"role": "assistant", "content": text}], add_generation_prompt=False)
+            for text in "ab"
+        )
+    except ValueError:
+        return only
+    start = next((place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), 0)
     return next((token for token in one[start:] if token in stops), only)
 
 

@@ -19,10 +19,11 @@ from infra.registry import Registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models import catalog
+from models.chats import ChatEncoder
 from models.recipe import load_recipe
 from models.targets import describe
 from models.targets.random import byte_tokenizer
-from tasks.import_logs import import_logs
+from tasks.import_logs import import_logs, template_end
 from tasks.register import identity
 from tasks.stages.samples import usable
 from tests.models.tokenizers import byte_ids
@@ -275,6 +276,25 @@ def test_each_end_of_the_target_ends_an_answer_and_the_templates_where_nothing_i
     assert not report.skipped, report.first
     found = {row.domain: (row.completion_ids, row.finish_reason) for row in shown.rows(1, 9)}
     assert found == {name: (ids, finish) for name, (_, ids, finish) in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("template", "stops", "end"),
+    [
+        (TOKENIZER.chat_template, {IM_END, ENDOFTEXT}, IM_END),
+        (SHOWN, {IM_END, ENDOFTEXT}, ENDOFTEXT),
+        (SHOWN, {IM_END}, IM_END),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", {IM_END}, IM_END),
+        ("{% for m in messages %}<|im_end|>{{ m.content }}\n{% endfor %}", {IM_END, ENDOFTEXT}, None),
+        ("{{ raise_exception('no') }}", {IM_END, ENDOFTEXT}, None),
+    ],
+)
+def test_the_end_of_an_answer_is_what_the_template_writes_after_one(
+    template: str, stops: set[int], end: int | None
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert template_end(ChatEncoder(tokenizer), frozenset(stops)) == end
 
 
 def test_tools_and_calls_are_in_the_prompt_and_an_answer_that_calls_one_is_not_learnt(
