@@ -51,6 +51,7 @@ BATCH_ROWS = 256
 DEFAULT_TEMPERATURE = 1.0
 IMPORTED = "import"  # no key's hash: no client can name a group of imported rows
 HASHED = re.compile(r"[0-9a-f]{64}")
+FINISH = re.compile(r"[a-z_]{1,32}")
 
 
 class ImportReport(Frozen):
@@ -185,7 +186,9 @@ class _Reader:
         completion_ids: list[int] | None
         if {"prompt_ids", "completion_ids"} <= values.keys():
             prompt_ids, completion_ids = (self._ids(name, values[name]) for name in ("prompt_ids", "completion_ids"))
-            finish = values.get("finish_reason") or ("stop" if completion_ids[-1] in self._stops else "length")
+            finish = str(values.get("finish_reason") or ("stop" if completion_ids[-1] in self._stops else "length"))
+            if not FINISH.fullmatch(finish):
+                raise Unusable(WRONG, f"finish_reason is {finish!r}, wanted a word such as stop or length")
         else:
             said = read_conversation(values)
             temperature, names = said.temperature, said.names
@@ -199,7 +202,7 @@ class _Reader:
         return _Exchange(
             prompt,
             completion,
-            str(finish),
+            finish,
             _temperature(temperature),
             _subjects(names),
             self._group(values.get("group")),

@@ -188,7 +188,7 @@ def test_logs_are_not_imported_before_there_is_a_target(run, tmp_path):
     assert "no champion target yet" in result.stderr
     result = run("import-logs", str(tmp_path / "old.txt"), "--recipe", "tiny")
     assert result.exit_code == 2
-    assert "old.txt: wanted a file ending in .jsonl, .parquet, .csv" in result.stderr
+    assert "old.txt: wanted a file ending in .jsonl, .json, .csv, .parquet" in result.stderr
 
 
 @pytest.mark.slow

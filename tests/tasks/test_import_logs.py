@@ -160,6 +160,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         r"prompt_ids\[1\] is 259, wanted 0 to 258",
     ),
     ({"prompt_ids": [-1], "completion_ids": [1]}, "with unknown tokens", r"prompt_ids\[0\] is -1"),
+    ({"prompt_ids": [1], "completion_ids": [1], "finish_reason": "A b"}, "with wrong fields", "finish_reason is 'A b'"),
     ({"messages": CHAT[:1]}, "without an answer", "wanted a question, and last the assistant's answer"),
     ({"messages": "hi"}, "without an answer", "wanted a question, and last the assistant's answer"),
     ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "of weight 0", "the answer is not to be learnt"),
