@@ -255,10 +255,10 @@ class Registry:
             if champion is None or previous is None:
                 was = "there is no champion" if champion is None else f"{kind} {champion.number} has none before it"
                 raise NotFound(f"there is no good {kind} to go back to: {was}")
+            if quarantine:  # first, so that whoever sees the alias move can tell why
+                self.quarantine(kind, champion.number, quarantine)
             with translated(f"rolling {kind} back"):
                 self.store.client.set_registered_model_alias(kind, CHAMPION, str(previous.number))
-            if quarantine:
-                self.quarantine(kind, champion.number, quarantine)
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:

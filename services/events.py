@@ -55,9 +55,16 @@ class MadeForAnother:
 
 @dataclass(frozen=True)
 class NeedsReplica:
-    """A champion is sound, and only an engine that was started with it can serve it."""
+    """A champion is sound, and only an engine that was started with it can serve it.
 
+    Attributes:
+        goes_back: whether it is champion because a newer one, which this replica has or can't start with, was
+            quarantined.
+    """
+
+    version: Version
     reason: str
+    goes_back: bool = False
 
 
 @dataclass(frozen=True)

@@ -163,12 +163,21 @@ class Reconciler:
         except Unfit as error:
             return events.MadeForAnother(version, str(error))
         except OtherReplica as error:
-            return events.NeedsReplica(str(error))
+            return events.NeedsReplica(version, str(error), await asyncio.to_thread(self._goes_back, version))
         except ShortOfMemory as error:
             return events.NoRoom(version, str(error), time.monotonic())
         except ValueError as error:
             return events.Failed(version, str(error), time.monotonic())
         return events.Fetched(draft, time.monotonic())
+
+    def _goes_back(self, champion: Version) -> bool:
+        """Return whether a newer draft than the champion was quarantined, one of those that this replica is about."""
+        state = self._state
+        own = [draft.version.number for draft in (state.boot, state.serving) if draft is not None]
+        newer = own or [int(name.partition("-")[0]) for name in state.memory.refused]
+        return any(
+            is_quarantined(self._source.registry.get("draft", number)) for number in newer if number > champion.number
+        )
 
     async def _ready(self, version: Version) -> Loaded:
         """Fetch a version and check that it can be swapped in; raises what `DraftSource` does."""

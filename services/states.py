@@ -162,7 +162,7 @@ class DraftState:
         check_s: when the canary prompts are asked next, on the monotonic clock; None before that is known.
         replacement: why this replica must be replaced, None while it need not.
         memory: good and refused versions, as they are written to the disk.
-        unfit: why versions are left alone that are not this target's, by label.
+        unfit: why versions are left alone that are not this target's, or wait for the replica's next start, by label.
         postponed: the drafts that are tried again later, by label: the champion, and the one the replica booted with.
         swapped_s: when the last swap began, on the monotonic clock; None before the first.
         swap_ms: how long the last swap took.

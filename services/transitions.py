@@ -38,7 +38,8 @@ Two things are no phases, since they hold in several of them. While an operator 
 nothing is proven or swapped: a probation would have nothing to measure, and one that is on its way is called off. It is
 the one event that comes at any time, also between the actions of another. A champion that can't be swapped in, of
 another family, shape or K, makes the replica ask for its own `replacement`; it goes on with what it has, and follows
-nothing.
+nothing. Not so one that is champion again because a newer one was quarantined: nobody asked for it, and while a replica
+is replaced nothing is served. It waits for the next start, and is told of among those that are left alone.
 """
 
 from collections.abc import Mapping
@@ -173,6 +174,10 @@ def _leave_alone(state: DraftState, event: MadeForAnother, patience: Patience) -
 
 
 def _hand_over(state: DraftState, event: NeedsReplica, patience: Patience) -> Step:
+    if event.goes_back:  # this replica answers on, without a draft if its own is the one that was quarantined
+        text = f"{event.reason}; the next start of this one serves it, since it was gone back to after a quarantine"
+        state = replace(state, unfit={**state.unfit, label(event.version): text})
+        return Step(state, (Say(text), *(() if state.serving is None else (Inspect(state.serving.version),))))
     return Step(replace(state, replacement=event.reason), (Say(event.reason),))
 
 

@@ -379,6 +379,62 @@ def test_a_draft_of_another_shape_asks_for_a_new_replica_which_boots_with_it(run
     assert (running.serving(), running.loop.state.replacement) == (2, None)
 
 
+@pytest.mark.parametrize("found", ["elsewhere", "by an operator", "on probation"])
+def test_after_a_quarantine_the_replica_answers_on_where_the_draft_before_has_another_shape(
+    running: World, found: str
+) -> None:
+    bad = running.push({"probe_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
+    running.boot()
+    running.tick()
+    if found == "elsewhere":
+        running.registry.revert("draft", bad.number, "worse on live traffic")
+    if found == "by an operator":
+        running.registry.roll_back("draft", "worse on live traffic")
+    running.tick(3)
+    assert running.is_quarantined(bad)
+    assert (running.champion(), running.serving(), running.engine.speculating) == (1, None, False)
+    assert running.loop.state.replacement is None
+    told = running.loop.state.refused
+    assert any("draft_vocab_size" in why and "next start" in why for why in told.values()), told
+    assert running.boot() is not None
+    running.tick()
+    assert (running.serving(), running.engine.speculating) == (1, True)
+
+
+def test_going_back_without_a_quarantine_asks_for_a_new_replica_as_any_champion_does(running: World) -> None:
+    running.push(vocab_size=32)
+    running.boot()
+    running.tick()
+    running.registry.roll_back("draft")
+    running.tick()
+    assert "draft_vocab_size" in (running.loop.state.replacement or "")
+
+
+def test_a_champion_that_is_promoted_after_a_quarantine_is_served_if_it_fits_and_asks_for_a_replica_if_not(
+    running: World,
+) -> None:
+    bad = running.push(vocab_size=32)
+    running.boot()
+    running.tick()
+    running.registry.revert("draft", bad.number, "worse on live traffic")
+    running.tick(2)
+    running.push(vocab_size=32)
+    running.tick()
+    assert (running.serving(), running.engine.speculating, running.loop.state.replacement) == (3, True, None)
+    running.push()
+    running.tick()
+    assert "draft_vocab_size" in (running.loop.state.replacement or "")
+
+
+def test_a_replica_without_a_draft_answers_on_where_a_quarantine_brings_another_champion(running: World) -> None:
+    running.push(spoil=lambda tensors: tensors.pop("fc.weight"))
+    running.config.state.unlink()
+    assert running.boot() is None
+    running.tick(2)
+    assert (running.champion(), running.loop.state.replacement) == (1, None)
+    assert running.boot() is not None
+
+
 OTHERS = [name for name in catalog.names("drafts") if name != "eagle3" and family_named(name).SERVED]
 
 

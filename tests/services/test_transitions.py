@@ -93,7 +93,7 @@ EVENTS: dict[type[Event], Callable[[DraftState], Event]] = {
     Named: lambda _: Named(version(3), 100.0),
     Fetched: lambda _: Fetched(draft(3), 100.0),
     MadeForAnother: lambda _: MadeForAnother(version(3), "another target"),
-    NeedsReplica: lambda _: NeedsReplica("another family"),
+    NeedsReplica: lambda _: NeedsReplica(version(2), "another family"),
     NoRoom: lambda _: NoRoom(version(3), "little memory", 100.0),
     Swapped: lambda _: Swapped(30.0),
     Passed: lambda _: PASSED,
@@ -215,9 +215,17 @@ def test_without_a_champion_the_served_draft_is_asked_about() -> None:
 
 
 def test_a_draft_that_needs_a_replica_of_its_own_is_neither_refused_nor_followed() -> None:
-    after = follow(SERVING, Named(version(2), 100.0), NeedsReplica("another family"))
+    after = follow(SERVING, Named(version(2), 100.0), NeedsReplica(version(2), "another family"))
     assert (after.replacement, after.serving, after.refused) == ("another family", draft(1), {})
     assert step(after, Named(version(2), 200.0), PATIENCE).actions == ()
+
+
+def test_a_draft_of_another_shape_that_is_gone_back_to_after_a_quarantine_waits_for_the_next_start() -> None:
+    after = step(SERVING, NeedsReplica(version(2), "another shape", goes_back=True), PATIENCE)
+    assert after.actions[1:] == (Inspect(version(1)),)  # which is what was quarantined
+    assert (after.state.replacement, after.state.serving) == (None, draft(1))
+    assert "another shape" in after.state.refused[label(version(2))]
+    assert step(after.state, Named(version(2), 200.0), PATIENCE).actions == ()
 
 
 def test_a_refusal_is_remembered_and_reported_and_ends_the_wait() -> None:
