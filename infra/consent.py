@@ -24,6 +24,7 @@ GROUP = r"^[\x21-\x7e]{1,128}$"  # as a client names one; only its hash is kept
 
 OTHER_DOMAINS = "other"  # where there are too many to be told apart
 ELSEWHERE = "import-"  # begins the id of a row that was served elsewhere and imported
+UNDRAFTED = -1  # the match of a step for which nothing was to draft, which counts for nobody's acceptance
 AGAIN = " again"  # behind a row's id, which has no space: another answer to its prompt
 Domain = Annotated[str, Field(pattern=DOMAIN)]
 Count = Annotated[int, Field(ge=0)]
@@ -37,9 +38,9 @@ class QueryRow(BaseModel):
     subjects. `aliases` are those of the other names that the request has for who asked. `group` is a hash too, of what
     the client says that the request belongs with. `drafted` and `accepted` count tokens per verification step;
     `drafted_ids` holds the tokens of each step, and `matches` of those that were looked up how many tokens matched, 0
-    of the draft's. `drafting` says how the request was drafted: by the "head" alone and up to K, as "auto" found
-    fastest, or "off". The log gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no
-    text hides in them.
+    of the draft's, −1 of those for which neither was run. `drafting` says how the request was drafted: by the "head"
+    alone and up to K, as "auto" found fastest, or "off". `structured` is an answer that a grammar constrained. The log
+    gives `seq`; before that it is None. `domain` and `finish_reason` are words, so that no text hides in them.
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
@@ -70,7 +71,8 @@ class QueryRow(BaseModel):
     per_token_ms: Milliseconds | None = None
     speculating: bool
     drafting: Literal["auto", "head", "off"] = "head"
-    matches: list[Count] | None = None
+    matches: list[Annotated[int, Field(ge=UNDRAFTED)]] | None = None
+    structured: bool = False
     schema_version: Literal[1] = 1
 
     @field_validator("prompt", "completion", "sampling")
@@ -93,6 +95,12 @@ class QueryRow(BaseModel):
                 f"drafted_ids has steps of {[len(s) for s in self.drafted_ids]} tokens, drafted: {drafted}"
             )
         return self
+
+    def counted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return drafted and accepted tokens of the steps that count, as models/evaluation/acceptance.py says."""
+        steps = zip(self.drafted or (), self.accepted or (), self.matches or [0] * len(self.drafted or ()), strict=True)
+        kept = [(drafted, accepted) for drafted, accepted, match in steps if match != UNDRAFTED]
+        return tuple(drafted for drafted, _ in kept), tuple(accepted for _, accepted in kept)
 
 
 def row_of(name: str) -> str:

@@ -137,8 +137,10 @@ class ServiceStatus(_Told):
     events: EventCounts = Field(description="events for the orchestrator")
     tokens: int = Field(description="completion tokens served since the start")
     accepted: dict[str, int] = Field(
-        description="those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`"
+        description="those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; "
+        "either way in answers that a grammar constrained, `structured`"
     )
+    seeded: int = Field(description="answers to a seed and a temperature that were begun without drafts")
     requests: dict[str, int] = Field(description="answers since the start, by HTTP status")
     in_flight: int = Field(description="requests that are being answered")
     target_version: int = Field(description="the target's number in the registry, 0 if it has none")

@@ -152,6 +152,8 @@ class Serving(Frozen):
             Serve's own proxy, which doesn't; "auto" is HAProxy where it runs.
         merge_streams: answers that run at once for each further token that an event of a stream waits for, 4 at most:
             of fewer than so many each step's tokens are sent as they come; 0 never waits.
+        seeded: how a request with a seed and a temperature is decoded: "plain", without drafts, which change what the
+            seed draws, or "draft", like any other.
         tool_parser: how the target writes tool calls, by the engine's name for it, such as "hermes"; "" refuses tools.
         limits: what clients can take.
         structured: whether clients can name the form of an answer.
@@ -168,6 +170,7 @@ class Serving(Frozen):
     drain_s: Positive = 30.0
     front: Literal["auto", "haproxy", "ray"] = "auto"
     merge_streams: int = Field(default=16, ge=0)
+    seeded: Literal["plain", "draft"] = "plain"
     tool_parser: str = ""
     limits: Limits = Limits()
     structured: Structured = Structured()

@@ -48,12 +48,16 @@ class StatusCollector(Collector):
         yield CounterMetricFamily("redraft_tokens", "Completion tokens served.", value=status.tokens)
         accepted = CounterMetricFamily(
             "redraft_accepted_tokens",
-            "Completion tokens that were drafted, by the draft itself or looked up in earlier text.",
+            "Completion tokens that were drafted, by the draft itself or looked up in earlier text; under a source of "
+            "their own where a grammar constrained the answer.",
             labels=["source"],
         )
         for source, number in status.accepted.items():
             accepted.add_metric([source], number)
         yield accepted
+        yield CounterMetricFamily(
+            "redraft_seeded_answers", "Answers to a seed and a temperature, begun without drafts.", value=status.seeded
+        )
         yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
         yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
         if status.pace is not None:

@@ -79,7 +79,13 @@ class Reasoned(Frozen):
 
 
 class Reasoning:
-    """Both engines, and the methods that are offered. Made by `start`, ended by `close`."""
+    """Both engines, and the methods that are offered. Made by `start`, ended by `close`.
+
+    Attributes:
+        seeded: see `Serving`.
+    """
+
+    seeded: Literal["plain", "draft"] = "plain"
 
     def __init__(
         self,
@@ -163,8 +169,13 @@ class Reasoning:
             message = f"the context length is {self._max_model_len}: {len(prompt_ids)} tokens and {wanted} to come"
             raise Refusal(400, message, "messages", "context_length_exceeded")
         # By the draft alone: what is looked up in recent answers is kept by key, and these engines' calls have none.
+        plain = self.seeded == "plain" and asked.seed is not None and asked.temperature > 0
         drawn = Sampling(
-            temperature=asked.temperature, top_p=asked.top_p, seed=asked.seed, priority=priority, drafting="head"
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            priority=priority,
+            drafting="off" if plain else "head",
         )
         # A name of its own: the recorder logs what bears the request's id.
         writers = Writers(

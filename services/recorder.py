@@ -6,7 +6,8 @@ requests for several choices (`n`) neither: the engine's tap follows one sequenc
 
 Acceptance is that of requests which the draft was drawn to draft alone (services/alone.py), and is kept by the draft
 that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts for its
-own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by.
+own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by, nor does
+one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped.
@@ -27,7 +28,7 @@ from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.chats import ChatEncoder
-from models.evaluation.acceptance import Tally
+from models.evaluation.acceptance import Tally, counted
 from models.params import Frozen
 from services.questions import Origin
 
@@ -70,7 +71,7 @@ class Speculated(Frozen):
         looked_up: those of them that were not drafted by the draft model, but stood in the request or in an earlier
             answer to its key.
         steps: verification steps.
-        mean_accepted_length: τ, 1 + accepted / steps; null without a step.
+        mean_accepted_length: τ, 1 + accepted / steps, of steps for which draft or look-up was run; null without one.
         drafted_per_step: tokens drafted in each step; left out unless an operator asks with `X-Redraft-Detail: steps`.
         accepted_per_step: tokens accepted in each step; likewise.
     """
@@ -93,7 +94,8 @@ class Recorder:
     Attributes:
         dropped: generations that found the queue full or could not be made into a row; the writer counts its own.
         tokens: completion tokens served.
-        accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`.
+        accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; of
+            answers that a grammar constrained, `structured`.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Recorder:
     ) -> None:
         self.dropped = 0
         self.tokens = 0
-        self.accepted = Counter(head=0, lookup=0)
+        self.accepted = Counter(head=0, lookup=0, structured=0)
         self._settle = settle
         self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
         self._running: dict[str, Origin] = {}
@@ -145,8 +147,11 @@ class Recorder:
         siblings = self._finished.setdefault(origin.request_id, []) if origin.request_id in self._running else []
         siblings.append(completion)
         self.tokens += len(completion.token_ids)
-        self.accepted["lookup"] += (looked_up := _looked_up(completion))
-        self.accepted["head"] += sum(completion.accepted) - looked_up
+        looked_up, accepted = _looked_up(completion), sum(completion.accepted)
+        if completion.structured:
+            self.accepted["structured"] += accepted
+        else:
+            self.accepted.update(lookup=looked_up, head=accepted - looked_up)
         if origin.speculation != "head":
             self._watch(completion, origin.domain)
         self._unlogged.append(origin.consent == "none")
@@ -168,13 +173,14 @@ class Recorder:
         drafted = sum(sum(completion.drafted) for completion in completions)
         accepted = sum(sum(completion.accepted) for completion in completions)
         steps = sum(len(completion.drafted) for completion in completions)
+        num_counted = sum(len(completion.trace("").drafted) for completion in completions)
         speculated = Speculated(
             draft_version=completions[-1].draft_version,
             drafted=drafted,
             accepted=accepted,
             looked_up=sum(map(_looked_up, completions)),
             steps=steps,
-            mean_accepted_length=round(1 + accepted / steps, 4) if steps else None,
+            mean_accepted_length=round(1 + accepted / num_counted, 4) if num_counted else None,
             drafted_per_step=[count for completion in completions for count in completion.drafted],
             accepted_per_step=[count for completion in completions for count in completion.accepted],
         )
@@ -224,7 +230,8 @@ class Recorder:
         self._writer.close(max(0.1, deadline_s - time.monotonic()))
 
     def _watch(self, completion: "Completion", domain: str) -> None:
-        if not completion.speculating or not completion.drafted or completion.drafting != "head":
+        drafted, accepted = counted(completion.drafted, completion.accepted, completion.matches)
+        if not completion.speculating or not drafted or completion.drafting != "head" or completion.structured:
             return
         if completion.draft_version not in self._rolling and len(self._rolling) >= MAX_DRAFTS:
             self._rolling.popitem(last=False)
@@ -235,9 +242,9 @@ class Recorder:
         tally = Tally(
             number=next(self._serial),
             domain=domain,
-            steps=len(completion.drafted),
-            drafted=sum(completion.drafted),
-            accepted=sum(completion.accepted),
+            steps=len(drafted),
+            drafted=sum(drafted),
+            accepted=sum(accepted),
         )
         windows.setdefault(domain, deque(maxlen=ROLLING)).append(tally)
 
@@ -281,6 +288,7 @@ class Recorder:
             speculating=completion.speculating,
             drafting=completion.drafting,
             matches=list(completion.matches) or None,
+            structured=completion.structured,
         )
         if origin.consent != "full":
             return redact(row, origin.consent)
@@ -304,4 +312,4 @@ class Recorder:
 
 def _looked_up(completion: "Completion") -> int:
     """Return how many accepted tokens the draft did not draft itself."""
-    return sum(kept for match, kept in zip(completion.matches, completion.accepted, strict=False) if match)
+    return sum(kept for match, kept in zip(completion.matches, completion.accepted, strict=False) if match > 0)

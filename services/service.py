@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from infra.busy import Busy
 from infra.captured import CapturedFiles
@@ -25,6 +26,7 @@ from models.engines.vllm import Params, VllmEngine
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
+from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.evaluation import watch
 from models.evaluation.golden import load_golden
 from models.targets import describe
@@ -78,6 +80,7 @@ class Service:
         engine.llm.merge_streams = config.serve.merge_streams
         engine.on_finish, engine.wishes_of = self.recorder.finished, self._wishes_of
         self._alone, self._doubted = Alone(), frozenset[str]()
+        self._num_seeded = 0
         self._started_s = time.monotonic()
         self._events = Emitter(config.orchestrator)
         self.background = BackgroundTasks()
@@ -166,6 +169,7 @@ class Service:
             log=self.recorder.counts(),
             captured={} if self._capture is None else self._capture.counts,
             events=self._events.counts(),
+            seeded=self._num_seeded,
             tokens=self.recorder.tokens,
             accepted=dict(self.recorder.accepted),
             requests={str(status): number for status, number in sorted(self.admission.responses.items())},
@@ -192,13 +196,18 @@ class Service:
             await self.reasoning.close()
         await self.engine.close()
 
-    def _wishes_of(self, generation_id: str) -> Wishes:
-        """Return how a generation is to be drafted; the engine asks in the event loop."""
+    def _wishes_of(self, generation_id: str, params: Any) -> Wishes:
+        """Return how a generation with vLLM's SamplingParams is to be drafted; the engine asks in the event loop."""
         origin = self.recorder.origin_of(generation_id)
-        if origin is None or origin.speculation == "off":
-            return Wishes("auto" if origin is None else "off")
+        if origin is None:
+            return Wishes("auto")
+        if self.config.serve.seeded == "plain" and is_seeded(params):
+            self._num_seeded += 1
+            return Wishes("off")
+        if origin.speculation == "off":
+            return Wishes("off")
         serving = None if self.reconciler is None else self.reconciler.state.serving
-        alone = origin.speculation == "head" or self._draws(origin.domain)
+        alone = origin.speculation == "head" or (tells_of_draft(params) and self._draws(origin.domain))
         return Wishes(
             drafting="head" if alone else "auto",
             domain=origin.domain,
@@ -290,9 +299,11 @@ async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handle
     if not config.serve.reasoning.model:
         return None
     length, tokenizer = config.engine_params().max_model_len, handlers.tokenizer
-    return await Reasoning.start(
+    reasoning = await Reasoning.start(
         engine, config.target_dir, length, config.served_name, tokenizer, config.serve.reasoning
     )
+    reasoning.seeded = config.serve.seeded
+    return reasoning
 
 
 async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | None) -> VllmEngine:

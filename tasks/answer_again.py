@@ -100,7 +100,7 @@ def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Again,
     def has_more(sample: Sample) -> bool:
         return rows[sample.id].finish_reason == CUT and len(sample.completion_ids) < again.max_tokens
 
-    own = [sample for sample in learnt if sample.id in rows]
+    own = [one for one in learnt if one.id in rows and not rows[one.id].structured]  # the grammar is not at hand
     return draw_per_domain(
         [sample for sample in own if again.temperature is not None or has_more(sample)], again.per_domain, seed
     )

@@ -130,7 +130,8 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     Training: one side of the window, what the window before held out and, so that nothing is forgotten, older rows of
     each domain and some of the first draft's samples. Held out: the window's other side. Probes: each domain's set, to
     which the window gives some of its rows before anything is trained on them. What judges stands for as many requests
-    as its cluster has in the window, see `counted`.
+    as its cluster has in the window, see `counted`. Answers that a grammar constrained are learnt and never judge: of
+    what the target would have said they tell too little.
     """
     refresh, settings = recipe.refresh, load_settings()
     log, traffic = QueryLog(settings.querylog), _read_traffic(pair, first_samples, window.last_seq)
@@ -142,9 +143,10 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
         older = list({row.seq: row for row in [*older, *log.rows_of(held_out)] if row.consent == "full"}.values())
     fresh = log.rows(window.first_seq, window.last_seq)
     samples = _samples(recipe, pair, [*older, *fresh], traffic)
+    structured = {row.id for row in fresh if row.structured}
 
     seqs = {row.id: row.seq for row in fresh if row.seq is not None}
-    usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs}
+    usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs and sample.id not in structured}
     sets, draw = ProbeSets(settings.querylog), drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
     members = sets.members()
@@ -180,6 +182,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
         [sample for sample in samples if sample.id in seqs],
         {sample.id for sample in samples if seqs.get(sample.id) in members},
         unlike,
+        structured,
     )
 
 
@@ -192,7 +195,7 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     """
     log = QueryLog(load_settings().querylog)
     cursor = log.cursor()
-    rows = log.rows(cursor + 1, cursor + recipe.refresh.max_rows)
+    rows = [row for row in log.rows(cursor + 1, cursor + recipe.refresh.max_rows) if not row.structured]
     traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
     probes, reserved = _probes(pair, log, ProbeSets(log.path).members(), traffic)
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
@@ -277,6 +280,7 @@ def _write_parts(
     traffic: Sequence[Sample],
     reserved: Collection[str],
     unlike: Mapping[str, Estimate],
+    structured: Collection[str] = (),
 ) -> Parts:
     def make(directory: Path, _: Path) -> None:
         for part, samples in parts.items():
@@ -298,10 +302,10 @@ def _write_parts(
     )
     artifact = produce(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
     _show(parts)
-    counts = Counter(sample.domain for sample in traffic)
+    counts = Counter(sample.domain for sample in traffic if sample.id not in structured)
     return Parts(
         samples=artifact,
-        shares={name: count / len(traffic) for name, count in sorted(counts.items())},
+        shares={name: count / counts.total() for name, count in sorted(counts.items())},
         fresh=tuple(sample.id for sample in traffic if sample.id in reserved),
         unlike=dict(unlike),
     )

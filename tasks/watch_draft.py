@@ -103,7 +103,8 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
 
 
 def _served(log: QueryLog, draft: Version, first_seq: int, last_seq: int, consent: Consent) -> list[QueryRow]:
-    return [row for row in log.rows(first_seq, last_seq, consent) if row.draft_version == draft.number]
+    rows = log.rows(first_seq, last_seq, consent)
+    return [row for row in rows if row.draft_version == draft.number and not row.structured]
 
 
 def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], target_dir: Path) -> list[QueryRow]:

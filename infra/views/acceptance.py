@@ -60,11 +60,12 @@ class Acceptance(NamedTuple):
 def from_log(rows: Iterable[QueryRow]) -> list[Served]:
     """Keep the rows that say what was accepted of the draft alone; their order stays."""
     return [
-        Served(row.seq, row.draft_version, row.domain, tuple(row.drafted), tuple(row.accepted or ()), row.per_token_ms)
+        Served(row.seq, row.draft_version, row.domain, *steps, row.per_token_ms)
         for row in rows
         if row.speculating
         and row.drafting == "head"
-        and row.drafted
+        and not row.structured
+        and (steps := row.counted())[0]
         and row.draft_version is not None
         and row.seq is not None
     ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
-from models.evaluation.acceptance import Trace
+from models.evaluation.acceptance import Trace, counted
 from models.params import BaseParams, Frozen
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ class Completion(Frozen):
     Attributes:
         drafted, accepted: tokens of each verification step; the prefill is no step, a step without a draft counts as 0.
         drafted_ids: the drafted tokens of each step; of a tree all of them, parents before children.
-        matches: of each step, the tokens of the match that its draft was looked up by; 0 where the draft model drafted.
+        matches: of each step, the tokens of the match that its draft was looked up by; 0 where the draft model drafted,
+            `acceptance.UNDRAFTED` where neither was run.
         gaps: log-probability of the best token minus that of the second, at each position; empty unless asked for.
         finish_reason: None when the client went away.
+        structured: a grammar constrained the answer, so that what was accepted says little of the draft.
     """
 
     request_id: str
@@ -116,15 +118,13 @@ class Completion(Frozen):
     gaps: tuple[float, ...] = ()
     matches: tuple[int, ...] = ()
     drafting: Way = "head"
+    structured: bool = False
 
     def trace(self, domain: str) -> Trace:
         """What acceptance is computed from."""
+        drafted, accepted = counted(self.drafted, self.accepted, self.matches)
         return Trace(
-            request_id=self.request_id,
-            token_ids=self.token_ids,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            domain=domain,
+            request_id=self.request_id, token_ids=self.token_ids, drafted=drafted, accepted=accepted, domain=domain
         )
 
 

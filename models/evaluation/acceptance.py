@@ -3,6 +3,10 @@
 Over a set of requests both figures are ratios of sums (every step counts once, so a long answer weighs more than a
 short one), because that is what sets the tokens a second. Intervals resample requests, not steps: the steps of one
 answer are alike. Compare only figures of equal K and equal sampling settings; nothing here can check that.
+
+A verification step counts if something was to draft for it: the draft, 0 tokens included, or look-up, also one that
+found nothing. A step for which neither was run says nothing of either, and does not count: speculation was off, the
+sequence had come to the end of the draft's context, or the draft rested. Tokens that a stop cuts off are not accepted.
 """
 
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ CONFIDENCE = 0.95
 MAX_LOOP_PERIOD = 64
 MIN_LOOP_REPEATS = 4
 MIN_LOOP_TOKENS = 32
+UNDRAFTED = -1  # the match of a step for which neither the draft nor look-up was run
 
 Floats = NDArray[np.float64]
 
@@ -28,7 +33,7 @@ class Trace(Frozen):
     Attributes:
         request_id: unique within a list of traces; equal ids in two lists mean the same prompt.
         token_ids: the completion.
-        drafted: tokens drafted in each verification step, prefill excluded, steps without a draft as 0.
+        drafted: tokens drafted in each verification step that counts, prefill excluded.
         accepted: tokens accepted in each step; those cut off by a stop are not accepted.
         domain: kind of traffic.
     """
@@ -88,6 +93,19 @@ class Summary(Frozen):
     rate_without_loops: Estimate | None
     tau_without_loops: Estimate | None
     per_position: tuple[Estimate, ...]
+
+
+def counted(
+    drafted: Sequence[int], accepted: Sequence[int], matches: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return drafted and accepted tokens of the steps that count.
+
+    Args:
+        drafted, accepted: tokens of each step.
+        matches: of each step, `UNDRAFTED` where it does not count; empty where all do.
+    """
+    kept = [place for place in range(len(drafted)) if not matches or matches[place] != UNDRAFTED]
+    return tuple(drafted[place] for place in kept), tuple(accepted[place] for place in kept)
 
 
 def acceptance_rate(traces: Sequence[Trace]) -> float:
@@ -209,7 +227,7 @@ def rejected_places(drafted: Sequence[int], accepted: Sequence[int], matches: Se
 
     Args:
         drafted, accepted: tokens of each step, as in `Trace`.
-        matches: of each step, above 0 where a look-up drafted and not the draft; empty where nothing was looked up.
+        matches: of each step, not 0 where the draft did not draft; empty where it always did.
         length: tokens of the completion.
 
     Raises:

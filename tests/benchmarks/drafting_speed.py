@@ -70,7 +70,7 @@ def figures(answers: Sequence[Completion], plain: Sequence[Completion], threshol
     golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in plain]
     verdicts = Counter(equal_output(g, one.token_ids, threshold) for g, one in zip(golden, answers, strict=True))
     steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
-    looked_up = [accepted for match, _, accepted in steps if match]
+    looked_up = [accepted for match, _, accepted in steps if match > 0]
     return {
         "tau": round(1 + sum(accepted for *_, accepted in steps) / max(len(steps), 1), 3),
         "share_looked_up": round(len(looked_up) / max(len(steps), 1), 3),

@@ -9,10 +9,12 @@ import pytest
 from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.status import DomainAcceptance, LogCounts
+from infra.views.acceptance import from_log
 from models.engines import Completion
+from models.evaluation.acceptance import UNDRAFTED
 from models.targets.random import byte_tokenizer
 from services.questions import Origin
-from services.recorder import MAX_DOMAINS, MAX_DRAFTS, Recorder
+from services.recorder import MAX_DOMAINS, MAX_DRAFTS, ROLLING, Recorder
 
 ID = "0123456789abcdef0123456789abcdef"
 TOKENIZER = byte_tokenizer()
@@ -263,7 +265,40 @@ def test_what_look_up_gained_is_told_apart(recorder: Recorder) -> None:
     usage = recorder.usage(ID)
     assert usage is not None
     assert (usage["accepted"], usage["looked_up"]) == (2, 2)
-    assert recorder.accepted == {"head": 0, "lookup": 2}
+    assert recorder.accepted == {"head": 0, "lookup": 2, "structured": 0}
     recorder.expect(origin())
     recorder.finished(completion(), Settings())  # of an engine that looks nothing up
-    assert recorder.accepted == {"head": 2, "lookup": 2}
+    assert recorder.accepted == {"head": 2, "lookup": 2, "structured": 0}
+
+
+def test_what_a_grammar_constrained_is_counted_for_itself_and_judges_no_draft(
+    recorder: Recorder, querylog: QueryLog
+) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(structured=True, matches=(4, 0, 0)), Settings())
+    assert recorder.accepted == {"head": 0, "lookup": 0, "structured": 2}
+    assert (recorder.acceptance("7"), recorder.recent("7")) == ({}, [])
+    recorder.close()
+    (row,) = querylog.rows(1, 9)
+    assert row.structured and from_log([row]) == []
+
+
+def test_steps_for_which_nothing_was_to_draft_lower_no_accepted_length(recorder: Recorder, querylog: QueryLog) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(matches=(0, 0, UNDRAFTED)), Settings())
+    usage = recorder.usage(ID)
+    assert usage is not None
+    assert (usage["steps"], usage["looked_up"], usage["mean_accepted_length"]) == (3, 0, 2.0)
+    assert recorder.acceptance("7")["chat"].mean_accepted_length == 2.0
+    recorder.close()
+    (served,) = from_log(querylog.rows(1, 9))
+    assert (served.drafted, served.accepted) == ((3, 3), (2, 0))
+
+
+def test_answers_without_a_step_and_without_a_draft_leave_the_window_to_others(recorder: Recorder) -> None:
+    recorder.expect(origin())
+    recorder.finished(completion(), Settings())
+    for _ in range(ROLLING):  # what asks whether the service lives
+        recorder.finished(completion(text="t", drafted=(), accepted=(), drafted_ids=()), Settings(max_tokens=1))
+        recorder.finished(completion(matches=(UNDRAFTED,) * 3, accepted=(0,) * 3), Settings())
+    assert [(one.steps, one.accepted) for one in recorder.recent("7")] == [(3, 2)]

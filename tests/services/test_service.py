@@ -198,6 +198,26 @@ def test_speculation_can_be_switched_off_and_on(world: World, client: openai.Ope
         assert (usage["redraft"]["drafted"] > 0) is on
 
 
+def test_a_request_with_a_seed_and_a_temperature_is_decoded_without_drafts_and_counted_apart(
+    world: World, client: openai.OpenAI
+) -> None:
+    before = world.status()["seeded"]
+    told = [ask(client, PROMPTS[1], seed=seed, temperature=t) for seed, t in ((1, 0.0), (None, 0.8), (1, 0.8))]
+    drafted = [one.usage.model_extra["redraft"]["drafted"] > 0 for one in told]
+    assert (drafted, world.status()["seeded"] - before) == ([True, True, False], 1)
+
+
+def test_whatever_asks_whether_the_service_lives_is_never_drawn_to_judge_the_draft(
+    world: World, client: openai.OpenAI
+) -> None:
+    domain = {"X-Redraft-Domain": "probed"}
+    for _ in range(40):
+        client.completions.create(model="target", prompt="hi", max_tokens=1, extra_headers=domain)
+    for prompt in PROMPTS[:4]:
+        ask(client, prompt, extra_headers=domain)
+    assert world.status()["acceptance"]["probed"]["requests"] == 4  # a domain's first four are drawn
+
+
 def test_off_acts_whatever_becomes_of_a_new_draft(world: World, client: openai.OpenAI) -> None:
     switch = f"{world.url}/redraft/speculation"
 

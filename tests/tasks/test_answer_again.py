@@ -157,6 +157,8 @@ def test_only_the_windows_own_prompts_are_asked_so_many_of_each_domain() -> None
     assert len(chosen) == 3 and {one.id for one in chosen} <= set(by_id)
     assert choose(learnt, by_id, Again(max_tokens=4, temperature=None), seed=0) == []  # all were cut there
     assert len(choose(learnt, by_id, Again(max_tokens=4, temperature=0.5), seed=0)) == 8
+    forms = {name: one.model_copy(update={"structured": True}) for name, one in by_id.items()}
+    assert choose(learnt, forms, Again(max_tokens=10, per_domain=3), seed=0) == []
     longer = learnt[0]._replace(completion_ids=[1, 2, 3])
     beside = learnt[1]._replace(id=f"row-1{AGAIN}")
     assert merge(learnt, [longer, beside]) == [longer, *learnt[1:], beside]

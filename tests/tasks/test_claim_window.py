@@ -209,6 +209,20 @@ def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window
     assert sum(read.values()) == len({one.id for samples in in_part.values() for one in samples} & seqs.keys())
 
 
+def test_what_a_grammar_constrained_is_learnt_and_never_judges(log, first_samples, pair):
+    log.append([row(n).model_copy(update={"structured": n % 2 == 1}) for n in range(99)])
+    log.append([row(99, domain="chat").model_copy(update={"structured": True})])
+    parts = hold_out.fn(recipe_of(NO_REPLAY), pair, claim_window.fn(NO_REPLAY), first_samples)
+    structured = {one.id for one in log.rows(1, 100) if one.structured}
+    train, *judge = ({one.id for one in read_samples(parts.samples, part)} for part in ("train", "held_out", "probe"))
+    assert structured <= train
+    assert not structured & set().union(*judge) and all(judge)
+    assert parts.shares == {"code": 1.0}
+    assert log.reads_of(range(1, 101))[parts.samples.path.name]["train"] > len(structured)
+    past = hold_out_past.fn(recipe_of(NO_REPLAY), pair, first_samples)
+    assert not structured & {one.id for one in read_samples(past.samples, "held_out")}
+
+
 def test_what_was_held_out_in_one_window_is_trained_on_in_the_next(log, first_samples, pair):
     first = held(log, pair, first_samples, [row(n) for n in range(100)], NO_REPLAY)
     second = held(log, pair, first_samples, [row(n) for n in range(100, 200)], NO_REPLAY)

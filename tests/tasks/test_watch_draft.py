@@ -55,6 +55,7 @@ class Scene(NamedTuple):
         consent: Consent = "full",
         domain: str = "chat",
         group: str | None = None,
+        structured: bool = False,
     ) -> None:
         content = {"prompt_ids", "completion_ids"} if consent == "full" else set()
         self.log.append(
@@ -63,6 +64,7 @@ class Scene(NamedTuple):
                     id=f"{consent}-{draft}-{number}",
                     time_ms=0,
                     group=group,
+                    structured=structured,
                     domain=domain,
                     consent=consent,
                     scrubber_revision=1,
@@ -188,6 +190,7 @@ def test_a_request_counts_once_and_only_with_the_draft_that_served_it(scene: Sce
     assert sorted(compared.seq for compared in first.compared) == list(range(21, 41))
     assert looked(per_look=30) == first
     scene.serve(40, 44)
+    scene.serve(44, 48, structured=True)  # a grammar took away what the drafts are compared by
     assert sorted(compared.seq for compared in looked(per_look=30).compared) == list(range(21, 45))
 
 

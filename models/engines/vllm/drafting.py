@@ -10,6 +10,8 @@ WISHES = "redraft"
 # A way of drafting that measures what rows and passes cost; the planner's `Turn` says how, step by step. The request's
 # domain says how many there are.
 MEASURE = "measure"
+# Kind of traffic of answers that a grammar constrains, behind a domain and a "/", which no domain's name has.
+STRUCTURED = "structured"
 
 
 class Wishes(NamedTuple):

@@ -108,6 +108,7 @@ class Asked:
 
     Attributes:
         num_read: tokens of its prompt that the step reads.
+        fits: it has not come to the end of the draft's context; else only look-up drafts for it.
     """
 
     wishes: Wishes
@@ -115,6 +116,7 @@ class Asked:
     choice: Choice = "greedy"
     name: str = ""
     num_read: int = 0
+    fits: bool = True
 
 
 class Planner:
@@ -171,7 +173,7 @@ class Planner:
         setup, wishes = self._setup, [one.wishes for one in asked]
         self._measuring = wishes[0].domain if wishes and all(wish.drafting == MEASURE for wish in wishes) else ""
         if self._measuring:
-            return self._measured_step(len(wishes))
+            return self._measured_step(len(wishes), all(one.fits for one in asked))
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
         self._promise(wishes)
@@ -180,11 +182,9 @@ class Planner:
         self._emitted += PROMPTS_RATE * (self._num_emitted - self._emitted)
         self._num_emitted = 0
         lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
-        running = [
-            Running(one.wishes.domain, lookups[one.wishes.domain], one.whole)
-            for one in asked
-            if one.wishes.drafting == "auto"
-        ]
+        planned = [one for one in asked if one.wishes.drafting == "auto"]
+        drafted = [one for one in planned if one.fits] or planned  # what is only looked up follows the others' plan
+        running = [Running(one.wishes.domain, lookups[one.wishes.domain], one.whole) for one in drafted]
         plan, num_looked_up = Plan(0, skip=True), 0
         if running:
             most = setup.num_draft_tokens
@@ -196,27 +196,28 @@ class Planner:
         self._drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
         return self._drafting
 
-    def _measured_step(self, num: int) -> Drafting:
+    def _measured_step(self, num: int, fits: bool) -> Drafting:
         kinds = turns(num, self._setup.lookup.num_tokens)
         turn = kinds[self._turn % len(kinds)]
         self._turn += 1
-        passes = (Passes(self._setup.num_draft_tokens),) if turn.passes else ()
+        passes = (Passes(self._setup.num_draft_tokens),) if turn.passes and fits else ()
         self._measured_rows = num + self._drafting.num_filled * self._drafting.num_looked_up
         self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
         return self._drafting
 
     def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:
         """Return which passes are made: over those that need them, or over all together where that takes no longer."""
-        limit = self._setup.num_draft_tokens
-        alone = frozenset(one.name for one in asked if one.wishes.drafting == "head")
-        others = [one for one in asked if one.name not in alone]
+        limit, fitting = self._setup.num_draft_tokens, [one for one in asked if one.fits]
+        alone = frozenset(one.name for one in fitting if one.wishes.drafting == "head")
+        others = [one for one in fitting if one.name not in alone]
         if plan.settled == 0 and plan.num_passes:  # it explores, and what lacks keys would teach too little
             others = [one for one in others if one.whole or plan.num_kept(one.wishes.domain, "head", whole=False)]
-        together = Passes(limit if alone else plan.num_passes)
+        over = None if len(fitting) == len(asked) else frozenset(one.name for one in fitting)
+        together = Passes(limit if alone else plan.num_passes, over)
         apart = [Passes(limit, alone)] if alone else []
         if others and not plan.skip:
             apart.append(Passes(plan.num_passes, frozenset(one.name for one in others)))
-        if not apart or any(len(passes.names or ()) == len(asked) for passes in apart):
+        if not apart or any(len(passes.names or ()) == len(fitting) for passes in apart):
             return (together,) if apart else ()
         together_ms, apart_ms = self._passes_ms(together, len(asked)), [self._passes_ms(one, 0) for one in apart]
         return (together,) if together_ms <= sum(apart_ms) else tuple(apart)

@@ -1,9 +1,10 @@
 """A scheduler that plans each step's drafting, and remembers what was drafted and who wrote which keys.
 
 vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was
-drafted. The ids are what a draft learns most from, so each request keeps a list of its verification steps, which leaves
-with its last output, as does what the planner expects. The only open field of that output is `kv_transfer_params`;
-`models.engines.vllm.engine` takes the list out again.
+drafted. The ids are what a draft learns most from, so each verification step leaves with the tokens that it emitted,
+since many answers end outside of the scheduler: at a stop string, or when the client goes away. What the planner
+expects leaves with a request's first and last output. The only open field of an output is `kv_transfer_params`;
+models/engines/vllm/tap.py takes all of it out again.
 
 How many tokens are drafted is decided here and not in the worker, so that all workers of an engine do the same; the
 plan (models/engines/vllm/proposer.py) goes to them with the step.
@@ -21,13 +22,17 @@ from models.engines.vllm.draft_keys import DraftKeys, Written
 from models.engines.vllm.drafting import NOTHING, Row, Wishes
 from models.engines.vllm.parent import end_with
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
+from models.evaluation.acceptance import UNDRAFTED
 from models.throughput.speeds import Part
 
-# What a request carries: its verification steps, what was drafted for it last, and whether a position lacks draft keys.
-STEPS = "redraft_steps"
+# What an output carries: the step that it comes from, and what the planner expects.
+STEP = "redraft_step"
 PACE = "redraft_pace"
 SPEED = "redraft_speed"
+# What a request carries: what was drafted for it last, whether anything drafted for it at all after its last step, and
+# whether a position lacks draft keys.
 ROW = "redraft_row"
+DRAFTED = "redraft_drafted"
 GAPS = "redraft_gaps"
 
 
@@ -46,8 +51,8 @@ class TracingScheduler(Scheduler):
             end_with(parent.pid)  # its workers follow it by themselves
         speculation: Any = self.vllm_config.speculative_config
         self.draft_keys: DraftKeys | None = None
-        self._drafted = False  # whether the runner handed over what it drafted after the last step
-        self._fits = True
+        self._came = False  # whether the runner handed over what it drafted after the last step
+        self._beyond: frozenset[str] = frozenset()  # of the last step, those at the end of the draft's context
         self._is_off = False  # speculation is switched off: a draft was planned after the last step, and did not run
         self._ran: tuple[Any, ...] = ()  # requests of the last step
         if speculation is not None and speculation.uses_draft_kv_cache():
@@ -62,9 +67,8 @@ class TracingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """See the base class."""
+        self._settle()  # before the look-ups in the cache
         if self.draft_keys is not None:
-            self._settle(self.draft_keys)  # before the look-ups in the cache
-            self._ran = ()
             starting = islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running)))
             if not self._is_off and any(Wishes.of(one.sampling_params).drafting == "head" for one in starting):
                 self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
@@ -78,24 +82,27 @@ class TracingScheduler(Scheduler):
             self.draft_keys.note(
                 Written(name, ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()
             )
-            # The runner drafts for no request of a step if one has come to the end of the draft's context.
-            self._fits = max(ends.values(), default=0) + self.num_spec_tokens <= self._longest
+            self._beyond = frozenset(name for name, end in ends.items() if end + self.num_spec_tokens > self._longest)
+        self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
         if self.planner is not None:
             self._note_time(self.planner, None)  # of a step after which nothing was drafted
-            self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
             output.num_spec_tokens_to_schedule = self.planner.next(
-                [_asked(request, output.num_scheduled_tokens[request.request_id]) for request in self._ran]
+                [self._asked(request, output.num_scheduled_tokens[request.request_id]) for request in self._ran]
             )
         self._scheduled_s = time.perf_counter()
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """See the base class; not called after a step whose draft was skipped."""
-        self._drafted = self.planner is None or not self.planner.drafting.rests
-        if self.planner is not None and not draft_token_ids.draft_token_ids:
+        self._came = True
+        if self.planner is None:
+            for place, name in enumerate(draft_token_ids.req_ids):
+                if self._beyond or ((request := self.requests.get(name)) is not None and _is_off(request)):
+                    draft_token_ids.draft_token_ids[place] = []  # vLLM itself drafts for all of a step or for none
+        elif not draft_token_ids.draft_token_ids:
             return  # it rested, and nothing was looked up
-        if self.planner is not None:
-            rows = [Row.unpacked(row) if self._fits else NOTHING for row in draft_token_ids.draft_token_ids]
+        else:
+            rows = [Row.unpacked(row) for row in draft_token_ids.draft_token_ids]
             self._note_time(self.planner, rows)
             for place, name in enumerate(draft_token_ids.req_ids):
                 request = self.requests.get(name)
@@ -114,24 +121,33 @@ class TracingScheduler(Scheduler):
         """Forget what is cached, at once; the base class refuses to while a request runs, unless that starts anew."""
         if self.draft_keys is None or reset_running_requests:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
-        self._settle(self.draft_keys)
+        self._settle()
+        for request in self.running:  # of what they have another draft wrote the keys
+            request.__dict__[GAPS] = True
         self.draft_keys.forget()
         return self.reset_connector_cache() if reset_connector else True
 
-    def _settle(self, draft_keys: DraftKeys) -> None:
-        """Say for whom the last step wrote the draft's keys; at rest, or with speculation off, for nobody."""
-        wrote, planner = self._drafted and self._fits, self.planner
+    def _settle(self) -> None:
+        """Say for whom the last step drafted, and wrote the draft's keys; at rest, or with speculation off, nobody."""
+        planner, came, beyond = self.planner, self._came, self._beyond
+        wrote = came and (planner is None or not planner.drafting.rests)
+        looked_up = came and planner is not None and planner.drafting.num_looked_up > 0
 
         def drafted(name: str) -> bool:
-            return wrote and (planner is None or planner.drafting.drafts(name))
+            if planner is None:
+                return wrote and not beyond
+            return wrote and name not in beyond and planner.drafting.drafts(name)
 
-        draft_keys.settle(drafted, goes_on=planner is None or not planner.drafting.plan.skip)
+        if self.draft_keys is not None:
+            self.draft_keys.settle(drafted, goes_on=planner is None or not planner.drafting.plan.skip)
         for request in self._ran:
-            if not drafted(request.request_id):
+            keys_are_whole, way = drafted(request.request_id), Wishes.of(request.sampling_params).drafting
+            request.__dict__[DRAFTED] = way != "off" and (keys_are_whole or (looked_up and way == "auto"))
+            if not keys_are_whole:
                 request.__dict__[GAPS] = True
         if self._ran and planner is not None:
-            self._is_off = not planner.drafting.rests and not self._drafted
-        self._drafted = False
+            self._is_off = not planner.drafting.rests and not wrote
+        self._came, self._ran = False, ()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See the base class."""
@@ -143,13 +159,15 @@ class TracingScheduler(Scheduler):
             if request is not None:
                 seen[request_id] = (request, request.num_output_tokens)
         results = super().update_from_output(scheduler_output, model_runner_output)
+        steps: dict[str, list[int]] = {}
         for request_id, (request, before) in seen.items():
             emitted = request.num_output_tokens - before
             if before > 0 and emitted > 0:  # the first token comes from the prefill
                 token_ids = [token for token in drafts.get(request_id, ()) if token >= 0]
                 row = request.__dict__.get(ROW, NOTHING)._replace(token_ids=token_ids)  # fewer may fit the step
                 match = row.match if row.looked_up and token_ids else 0
-                request.__dict__.setdefault(STEPS, []).append([match, emitted, *token_ids])
+                counts = bool(token_ids) or request.__dict__.get(DRAFTED, True)
+                steps[request_id] = [match if counts else UNDRAFTED, emitted, *token_ids]
                 if self.planner is not None:
                     whole = GAPS not in request.__dict__
                     self.planner.verified(Wishes.of(request.sampling_params), row, emitted - 1, whole)
@@ -157,17 +175,26 @@ class TracingScheduler(Scheduler):
             self._step = Step(len(seen), scheduler_output.total_num_scheduled_tokens, step_ms, _parts(seen.values()))
         for of_client in results.values():
             for output in of_client.outputs:
-                if output.finish_reason is not None and output.request_id in seen:
-                    request, _ = seen[output.request_id]
-                    output.kv_transfer_params = {
-                        **(output.kv_transfer_params or {}),
-                        STEPS: request.__dict__.get(STEPS, []),
-                        PACE: None if self.planner is None else self.planner.pace,
-                        SPEED: None
-                        if self.planner is None
-                        else self.planner.speeds.of(Wishes.of(request.sampling_params).domain),
-                    }
+                if (name := output.request_id) not in seen:
+                    continue
+                request, before = seen[name]
+                told: dict[str, Any] = {STEP: steps[name]} if name in steps else {}
+                if self.planner is not None and (before == 0 or output.finish_reason is not None):
+                    told[PACE] = self.planner.pace
+                    told[SPEED] = self.planner.speeds.of(Wishes.of(request.sampling_params).domain)
+                if told:
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
         return results
+
+    def _asked(self, request: Any, num_tokens: int) -> Asked:
+        """Return what the planner is told of a request that a step computes so many tokens of."""
+        params = request.sampling_params
+        choice: Choice = "sampled" if params.temperature > 0 else "greedy"
+        if params.logprobs is not None:
+            choice = "logprobs"
+        num_read = num_tokens if request.num_output_tokens == 0 else 0
+        fits = request.request_id not in self._beyond
+        return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits)
 
     def _note_time(self, planner: Planner, rows: Sequence[Row] | None) -> None:
         if self._step is not None:
@@ -175,12 +202,8 @@ class TracingScheduler(Scheduler):
             self._step = None
 
 
-def _asked(request: Any, num_tokens: int) -> Asked:
-    """Return what the planner is told of a request that a step computes so many tokens of."""
-    params = request.sampling_params
-    choice: Choice = "logprobs" if params.logprobs is not None else "sampled" if params.temperature > 0 else "greedy"
-    num_read = num_tokens if request.num_output_tokens == 0 else 0
-    return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read)
+def _is_off(request: Any) -> bool:
+    return Wishes.of(request.sampling_params).drafting == "off"
 
 
 def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:

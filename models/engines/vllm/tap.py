@@ -11,20 +11,24 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from models import catalog
 from models.engines import Completion, Way
-from models.engines.vllm.drafting import WISHES, Pace, Wishes
+from models.engines.vllm.drafting import STRUCTURED, WISHES, Pace, Wishes
 from models.engines.vllm.grammars import Grammars
-from models.engines.vllm.scheduler import PACE, SPEED, STEPS
+from models.engines.vllm.scheduler import PACE, SPEED, STEP
 from models.throughput.speeds import Speed
 from models.verify import Rules
 
+# What an output carries from `Steps` on: all that the scheduler told of its request so far, and its steps in that.
+TOLD = "redraft_told"
+STEPS = "redraft_steps"
 # Tokens that an event of a stream waits for, at most: it comes four steps late.
 MOST_MERGED = 4
 
 OnFinish = Callable[[Completion, SamplingParams], None]
-WishesOf = Callable[[str], Wishes]
+WishesOf = Callable[[str, SamplingParams], Wishes]
 
 
 class EngineEnded(GracefulHTTPError):
@@ -40,18 +44,38 @@ class EngineEnded(GracefulHTTPError):
         super().__init__("the engine has ended", self.STATUS)
 
 
+class Steps(OutputProcessor):
+    """vLLM's own, which also keeps what the scheduler tells of each request, step by step.
+
+    So an answer has it wherever it ends, and whichever of its outputs are handed on.
+    """
+
+    def process_outputs(self, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """See the base class, which ends an answer at a stop string."""
+        for output in engine_core_outputs:
+            if (state := self.request_states.get(output.request_id)) is not None:
+                came, told = output.kv_transfer_params or {}, state.__dict__.setdefault(TOLD, {STEPS: []})
+                if (step := came.pop(STEP, None)) is not None:
+                    told[STEPS].append(step)
+                told.update({name: came.pop(name) for name in (PACE, SPEED) if name in came})
+                output.kv_transfer_params = {**came, TOLD: told}
+        return super().process_outputs(engine_core_outputs, *args, **kwargs)
+
+
 class TappedLLM(AsyncLLM):
     """AsyncLLM that asks how a request is to be drafted, and tells of every answer that has ended, aborted ones too.
 
     Attributes:
         on_finish: is told; not of requests for several answers.
-        pace: what the planner expected when a request ended last; None without a planner.
+        pace: what the planner expected when a request ended last, or when one began that ended at a stop string; None
+            without a planner.
         grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
-        speeds: how fast requests are decoded, by domain, as it was when one of the domain ended last.
+        speeds: how fast requests are decoded, by domain, as of then. Structured answers of a domain are a kind of their
+            own, "DOMAIN/structured".
         merge_streams: requests that run for each further token that an event of a streamed answer waits for; 0 never
             waits.
         num_swaps: drafts that were swapped in.
-        wishes_of: is asked by a request's id; without it each request is drafted as the engine finds it fastest.
+        wishes_of: is asked by a request's id and parameters; without it each is drafted as the engine finds it fastest.
     """
 
     on_finish: OnFinish | None = None
@@ -69,6 +93,7 @@ class TappedLLM(AsyncLLM):
         self.speeds: dict[str, Speed] = {}
         self._num_running = 0
         super().__init__(*args, **options)
+        self.output_processor.__class__ = Steps  # vLLM has no hook
 
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""
@@ -104,7 +129,9 @@ class TappedLLM(AsyncLLM):
         if self.grammars is not None and sampling_params.structured_outputs is not None:
             await self.grammars.require(sampling_params.structured_outputs)
         if wishes is None:
-            wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id)
+            wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id, sampling_params)
+        if sampling_params.structured_outputs is not None:  # a grammar takes away what was drafted against it
+            wishes = wishes._replace(domain=f"{wishes.domain}/{STRUCTURED}", promised=0.0)
         wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
         sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
         self._merge(sampling_params)
@@ -147,6 +174,16 @@ class TappedLLM(AsyncLLM):
             self.on_finish(completion, sampling_params)
 
 
+def is_seeded(params: SamplingParams) -> bool:
+    """Whether a seed decides what a request is answered."""
+    return params.seed is not None and params.temperature > 0
+
+
+def tells_of_draft(params: SamplingParams) -> bool:
+    """Whether what is accepted in a request's answer says how good a draft is: one token has no step to be drafted."""
+    return params.max_tokens != 1 and params.structured_outputs is None
+
+
 def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) -> None:
     reasons = {answer.finish_reason for answer in output.outputs}
     if "abort" in reasons:
@@ -168,13 +205,15 @@ class _Tap:
         self.prompt_ids: tuple[int, ...] = ()
         self.token_ids: list[int] = []
         self.gaps: list[float] = []
-        self.steps: list[list[int]] = []
+        self.told: dict[str, Any] = {}
         self.finish_reason: str | None = None
         self.ended = False
 
     def see(self, output: RequestOutput) -> None:
         self.prompt_ids = tuple(output.prompt_token_ids or ())
-        answer = output.outputs[0]
+        answer, came = output.outputs[0], output.kv_transfer_params or {}
+        self.told = came.pop(TOLD, self.told)
+        output.kv_transfer_params = came or None  # the rest is for the client
         delta = self.sampling.output_kind == RequestOutputKind.DELTA
         self.token_ids = [*(self.token_ids if delta else ()), *answer.token_ids]
         if answer.logprobs and (self.sampling.logprobs or 0) >= 2:
@@ -187,24 +226,22 @@ class _Tap:
             if (stats := output.metrics) is not None:  # an answer that comes whole is seen when its last token is there
                 self.first_token = self.started + stats.first_token_latency
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
-            transfer = output.kv_transfer_params or {}
-            self.steps = transfer.pop(STEPS, [])
-            if pace := transfer.pop(PACE, None):
+            if pace := self.told.get(PACE):
                 self.llm.pace = Pace(*pace)
-            if speed := transfer.pop(SPEED, None):
+            if speed := self.told.get(SPEED):
                 self.llm.speeds[self.domain] = Speed(*speed)
-            output.kv_transfer_params = transfer or None
 
     def completion(self) -> Completion:
+        steps = [*self._until_the_end()]
         num_later = max(len(self.token_ids) - 1, 1)
         return Completion(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             token_ids=tuple(self.token_ids),
-            drafted=tuple(len(ids) for _, _, *ids in self.steps),
-            accepted=tuple(self._accepted()),
-            drafted_ids=tuple(tuple(ids) for _, _, *ids in self.steps),
-            matches=tuple(match for match, *_ in self.steps),
+            drafted=tuple(len(ids) for _, _, ids in steps),
+            accepted=tuple(self.count_accepted(ids, emitted) for _, emitted, ids in steps),
+            drafted_ids=tuple(tuple(ids) for _, _, ids in steps),
+            matches=tuple(match for match, _, _ in steps),
             finish_reason=self.finish_reason,
             first_token_ms=1000 * max(self.first_token - self.started, 0.0),
             per_token_ms=1000 * max(self.last_token - self.first_token, 0.0) / num_later,
@@ -212,13 +249,19 @@ class _Tap:
             speculating=self.speculating,
             drafting=self.drafting,
             gaps=tuple(self.gaps),
+            structured=self.sampling.structured_outputs is not None,
         )
 
-    def _accepted(self) -> Iterator[int]:
-        """Count each step's accepted tokens; the answer's first token is no step's."""
+    def _until_the_end(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield match, emitted and drafted tokens of the steps that the answer has tokens of; its first is no step's.
+
+        A stop string cuts the last of them off, and more may have been decoded than a client that went away was sent.
+        """
         position = 1
-        for _, num_emitted, *drafted in self.steps:
-            yield self.count_accepted(drafted, self.token_ids[position : position + num_emitted])
+        for match, num_emitted, *drafted in self.told.get(STEPS, ()):
+            if position >= len(self.token_ids):
+                return
+            yield match, self.token_ids[position : position + num_emitted], drafted
             position += num_emitted
 
 

@@ -28,6 +28,8 @@ from models.engines.vllm.derived import relative
 
 # What of vLLM's runner says how many tokens are drafted, and for which sequences.
 SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")
+# A context that no sequence comes to the end of: the runner drafts for none of a step in which one has.
+NO_END = 1 << 31
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = dict[str, tuple[str, ...]]
 
@@ -73,6 +75,8 @@ class DraftWorker:
         for attribute in SWITCH:
             if not hasattr(runner, attribute):
                 raise ValueError(f"vLLM's {name} has no {attribute}; another release of vLLM is installed than wanted")
+        if not self.vllm_config.speculative_config.uses_draft_kv_cache():  # so no sequence is too long for the draft
+            runner.effective_drafter_max_model_len = NO_END
         return name
 
     @answering
@@ -87,6 +91,7 @@ class DraftWorker:
             from models.engines.vllm import proposer
         except ImportError as error:
             raise ValueError(f"{error}; another release of vLLM is installed than wanted") from error
+        self.model_runner.effective_drafter_max_model_len = NO_END  # the scheduler says which sequences are at it
         lookup = self.vllm_config.additional_config.lookup
         proposer.install(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
 

@@ -23,7 +23,7 @@ from models.engines.vllm import Params
 from models.engines.vllm.draft_keys import DraftKeys, Written
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.scheduler import GAPS, TracingScheduler
+from models.engines.vllm.scheduler import DRAFTED, GAPS, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 
@@ -170,9 +170,10 @@ def test_a_request_of_a_step_without_the_draft_lacks_keys_from_then_on(
 ) -> None:
     """At rest, with speculation switched off, and beside a request at the end of the draft's context."""
     scheduler, one = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT)
-    scheduler._drafted, scheduler._fits, scheduler._ran, scheduler.planner = drafted, fits, (one,), None
-    scheduler._settle(cache.keys)
-    assert (GAPS in one.__dict__) == lacks
+    scheduler._came, scheduler._ran, scheduler.planner, scheduler.draft_keys = drafted, (one,), None, cache.keys
+    scheduler._beyond = frozenset() if fits else frozenset([one.request_id])
+    scheduler._settle()
+    assert (GAPS in one.__dict__, one.__dict__[DRAFTED]) == (lacks, not lacks)
 
 
 def test_many_swaps_leave_every_block_free(cache: Cache) -> None:
@@ -330,8 +331,8 @@ def test_an_answer_during_which_drafting_paused_is_no_start_for_the_next_turn(ru
     assert num_alike(next_turns, empty) >= 3
 
 
-def test_a_prompt_read_beside_one_at_its_contexts_end_is_read_again(running: Running, loop: Loop) -> None:
-    """The runner drafts for nobody in a step in which one sequence would not fit the draft's context."""
+def test_a_prompt_read_beside_one_at_its_contexts_end_has_its_keys(running: Running, loop: Loop) -> None:
+    """By itself the runner would draft for nobody in a step in which a sequence does not fit the draft's context."""
     engine, _ = running
     asked = prompts(5)
     full = [(prompts(seed)[0] * 4)[: CONTEXT - 1] for seed in (6, 7, 8)]
@@ -342,7 +343,8 @@ def test_a_prompt_read_beside_one_at_its_contexts_end_is_read_again(running: Run
             *(engine.generate(prompt, GREEDY, f"beside-{number}") for number, prompt in enumerate(together))
         )
         assert [len(answer.token_ids) for answer in answers] == [1, 1, GREEDY.max_tokens, 1]
-        after, _ = await answer_all(engine, asked[1:], "after-it")
+        after, hits = await answer_all(engine, asked[1:], "after-it")
+        assert min(hits) > 0
         return after, await from_an_empty_cache(engine, asked[1:], "without-it")
 
     after, empty = loop.run_until_complete(run())

@@ -1,9 +1,13 @@
 """Drafting by plan inside of vLLM: look-up joined to the head, K by step, and an output that stays the target's."""
 
 import asyncio
+import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from operator import eq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from models.engines.vllm.capture import Claim
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measure
+from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
 from models.evaluation.golden import Golden, equal_output
 from models.learning.captured import read
 from models.learning.hidden import HiddenStates, Sample
@@ -27,12 +32,19 @@ Loop = asyncio.AbstractEventLoop
 NUM_TOKENS = 48
 THRESHOLD = 0.05
 LOOKED_UP = 6
+SHORT = 160  # positions of the draft's context; the target's has 256
+GREEDY = Sampling(max_tokens=24, ignore_eos=True)
 LAYERS, HIDDEN = (1, 2), 128  # of the tiny target, which the head reads
 
 
 @pytest.fixture(scope="module")
-def planned(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[VllmEngine]:
-    """An engine that looks up whatever it can, two passes of the head else."""
+def planned(
+    tiny_target: Path, tiny_draft: Path, loop: Loop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmEngine]:
+    """An engine that looks up whatever it can, two passes of the head else; its draft has a shorter context."""
+    draft = shutil.copytree(tiny_draft, tmp_path_factory.mktemp("short") / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": SHORT}))
     params = Params(
         num_draft_tokens=2,
         max_model_len=256,
@@ -41,7 +53,7 @@ def planned(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[VllmEng
         lookup=LookUp(num_tokens=LOOKED_UP, shortest=2),
         extra={"block_size": 32},
     )
-    engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, draft_version="1"))
+    engine = loop.run_until_complete(VllmEngine.start(tiny_target, draft, params, draft_version="1"))
     yield engine
     loop.run_until_complete(engine.close())
 
@@ -76,8 +88,10 @@ def test_looked_up_and_drafted_rows_of_one_batch_leave_the_output_the_targets(
     golden = [Golden(prompt_ids=one.prompt_ids, token_ids=one.token_ids, gaps=one.gaps) for one in off]
     verdicts = Counter(equal_output(g, one.token_ids, THRESHOLD) for g, one in zip(golden, auto, strict=True))
     assert verdicts["different"] == 0, verdicts
-    assert all(set(one.drafted) == {0} and set(one.matches) == {0} for one in off)
-    looked_up = [step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0]]
+    assert all(set(one.drafted) == {0} and set(one.matches) == {UNDRAFTED} for one in off)
+    looked_up = [
+        step for one in auto for step in zip(one.matches, one.drafted, one.accepted, strict=True) if step[0] > 0
+    ]
     by_head = [drafted for one in auto for match, drafted in zip(one.matches, one.drafted, strict=True) if not match]
     assert looked_up
     assert max(drafted for _, drafted, _ in looked_up) == LOOKED_UP
@@ -106,9 +120,115 @@ def test_requests_of_every_way_share_a_batch(planned: VllmEngine, loop: Loop) ->
         )
 
     auto, head, off = (loop.run_until_complete(run())[place::3] for place in range(3))
-    assert any(any(one.matches) for one in auto)
+    assert any(max(one.matches) > 0 for one in auto)
     assert all(max(one.drafted) == 2 and not any(one.matches) for one in head)
     assert all(set(one.drafted) == {0} for one in off)
+
+
+def test_a_draft_of_short_context_drafts_for_those_that_fit_and_what_it_can_not_draft_lowers_no_length(
+    planned: VllmEngine, loop: Loop
+) -> None:
+    sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="head")
+    short, long = prompts(2, seed=3)
+
+    async def run() -> list[Completion]:
+        asked = [(short, "short"), ((3 * long)[: SHORT - 16], "long"), (4 * short, "longer")]
+        return list(await asyncio.gather(*(planned.generate(ids, sampling, name) for ids, name in asked)))
+
+    alone = loop.run_until_complete(planned.generate(short, sampling, "alone"))
+    one, leaves, beyond = loop.run_until_complete(run())
+    assert set(one.drafted[:-1]) == {2}
+    assert mean_accepted_length([one.trace("")]) == pytest.approx(mean_accepted_length([alone.trace("")]), abs=0.1)
+    assert UNDRAFTED not in one.matches and set(beyond.matches) == {UNDRAFTED}
+    assert leaves.matches[0] == 0 and set(leaves.matches[-20:]) == {UNDRAFTED}
+    assert set(leaves.trace("").drafted) == {2} and leaves.drafted.count(0) == leaves.matches.count(UNDRAFTED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "merged", "way"),
+    [
+        (RequestOutputKind.FINAL_ONLY, 1, "head"),
+        (RequestOutputKind.CUMULATIVE, 1, "auto"),
+        (RequestOutputKind.DELTA, 1, "auto"),
+        (RequestOutputKind.DELTA, 3, "head"),
+    ],
+)
+def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_up_to_there(
+    planned: VllmEngine, loop: Loop, kind: RequestOutputKind, merged: int, way: Way
+) -> None:
+    prompt, told = prompts(1, seed=5)[0], f"{kind}-{merged}"
+
+    def ask(tag: str, **further: Any) -> tuple[str, Completion]:
+        async def run() -> tuple[str, Completion]:
+            wanted = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, output_kind=kind, **further)
+            wanted.stream_interval, text = merged, ""
+            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, Wishes(way)):
+                assert output.kv_transfer_params is None  # it would go out to the client
+                text = (text if kind == RequestOutputKind.DELTA else "") + output.outputs[0].text
+                last: Any = output
+            return text, last.completion
+
+        return loop.run_until_complete(run())
+
+    text, whole = ask(f"whole-{told}")
+    num_cut = 0
+    for end in range(8, 20, 2):
+        _, stopped = ask(f"stop-{told}-{end}", stop=[text[:end]])
+        num = len(stopped.token_ids)
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[:num])
+        position, steps = 1, []
+        for ids, accepted in zip(whole.drafted_ids, whole.accepted, strict=True):
+            if position < num:
+                steps.append((ids, min(accepted, num - position)))
+                num_cut += num < position + accepted + 1
+            position += accepted + 1
+        assert [*zip(stopped.drafted_ids, stopped.accepted, strict=True)] == steps
+    assert num_cut > 0
+
+
+def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine, loop: Loop) -> None:
+    told: list[Completion] = []
+
+    async def run() -> None:
+        wanted = SamplingParams(max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        answers = planned.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, "leaves", Wishes("head"))
+        num = 0
+        async for output in answers:
+            num += len(output.outputs[0].token_ids)
+            if num >= 12:
+                break
+        await answers.aclose()
+
+    planned.on_finish = lambda completion, _: told.append(completion)
+    try:
+        loop.run_until_complete(run())
+    finally:
+        planned.on_finish = None
+    (one,) = told
+    assert one.finish_reason is None and len(one.token_ids) >= 12
+    num_emitted = sum(one.accepted) + len(one.drafted)  # the last step's may not all have been sent
+    assert num_emitted <= len(one.token_ids) <= 1 + num_emitted
+
+
+def test_without_drafts_a_seed_draws_the_same_beside_others_and_with_them_it_does_not(
+    planned: VllmEngine, loop: Loop
+) -> None:
+    def seeded(number: int, way: Way) -> Sampling:
+        return Sampling(max_tokens=16, ignore_eos=True, temperature=1.0, seed=number, drafting=way)
+
+    async def run(way: Way, beside: bool) -> list[tuple[int, ...]]:
+        told = []
+        for number, prompt in enumerate(asked := prompts(8, seed=7)):
+            name = f"seeded-{way}-{beside}-{number}"
+            others = [planned.generate(asked[at], GREEDY, f"{name}-{at}") for at in range(3 * beside)]
+            one = planned.generate(prompt, seeded(number, way), name)
+            told.append((await asyncio.gather(one, *others))[0].token_ids)
+        return told
+
+    alone, beside = (loop.run_until_complete(run("off", beside)) for beside in (False, True))
+    drafted = loop.run_until_complete(run("head", beside=False))
+    assert sum(map(eq, alone, beside)) >= 6  # a near tie may fall the other way
+    assert sum(map(eq, alone, drafted)) <= 4
 
 
 def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
@@ -117,7 +237,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     prompt = np.random.default_rng(5).integers(3, 67, size=24).tolist()
 
     def ask(key: str, tag: str) -> Completion:
-        planned.wishes_of = lambda _: Wishes("auto", "chat", key)
+        planned.wishes_of = lambda *_: Wishes("auto", "chat", key)
 
         async def run() -> Completion:
             from vllm import SamplingParams
@@ -148,7 +268,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     done: list[Completion] = []
     ways = {"0": "auto", "1": "head", "2": "off"}
 
-    def wishes_of(name: str) -> Wishes:
+    def wishes_of(name: str, _: SamplingParams) -> Wishes:
         number = name.split("-")[1]
         return Wishes(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
 
@@ -179,7 +299,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
         for one in done
         if "-3-" not in one.request_id
     ]
-    assert any(any(one.matches) for one in done) and any(sum(one.accepted) for one in done)
+    assert any(max(one.matches) > 0 for one in done) and any(sum(one.accepted) for one in done)
     states = HiddenStates(tmp_path / "hidden", samples, LAYERS, HIDDEN)
     states.extract(tiny_target)
     firsts = set()

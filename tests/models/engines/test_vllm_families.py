@@ -19,6 +19,7 @@ from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.kernels import norm_by_layer
+from models.evaluation.acceptance import UNDRAFTED
 from models.evaluation.golden import Golden, equal_output
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
@@ -111,6 +112,32 @@ def test_weights_are_swapped_proved_and_told_apart(
     after, alone = rest
     assert [one.drafted_ids for one in before] != [one.drafted_ids for one in after]
     assert sum(a.drafted_ids == b.drafted_ids for a, b in zip(after, alone, strict=True)) >= NUM_SAME
+
+
+def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_drafting_of_others(
+    running: Running, loop: asyncio.AbstractEventLoop
+) -> None:
+    engine, _, _ = running
+    full = (prompts()[0] * 3)[: 256 - 12]
+
+    async def run() -> list[Completion]:
+        asked = [(full, "head", 12), (prompts()[1], "off", 32), (prompts()[2], "head", 32), (full[::-1], "head", 12)]
+        return list(
+            await asyncio.gather(
+                *(
+                    engine.generate(prompt, GREEDY.model_copy(update={"drafting": way, "max_tokens": most}), f"at-{at}")
+                    for at, (prompt, way, most) in enumerate(asked)
+                )
+            )
+        )
+
+    at_end, off, other, again_at_end = loop.run_until_complete(run())
+    assert all(step > 0 for step in other.drafted[:-1]), other.drafted  # its length may cut the last one
+    assert not any(off.drafted)
+    assert off.trace("").drafted == ()
+    for one in (at_end, again_at_end):
+        assert len(one.token_ids) == 12
+        assert len(one.trace("").drafted) == sum(match != UNDRAFTED for match in one.matches)
 
 
 def test_a_draft_of_another_family_is_refused_and_nothing_changes(

@@ -88,7 +88,7 @@ def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
 def ask(
     loop: Loop, engine: VllmEngine, wishes: Wishes, asked: Sequence[list[int]], num_tokens: int, concurrency: int
 ) -> list[Completion]:
-    engine.wishes_of = lambda _: wishes
+    engine.wishes_of = lambda *_: wishes
 
     async def run() -> list[Completion]:
         gate = asyncio.Semaphore(concurrency)
@@ -130,7 +130,7 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
         assert least <= engine.pace.num_draft_tokens <= most
         planned = [max(one.drafted) for one in answers]
         assert least <= min(planned) <= max(planned) <= most
-        assert not any(match for one in answers for match in one.matches)
+        assert not any(match > 0 for one in answers for match in one.matches)
         assert differ(answers, plain) == 0
         compared += [(num, one) for num, one in zip(planned, answers, strict=True) if num]
     same = []
@@ -208,7 +208,7 @@ def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_
     answers = ask(loop, running.engine, Wishes("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
     assert differ(answers, plain) == 0
     steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
-    looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match]
+    looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match > 0]
     by_head = [drafted for match, drafted, _ in steps if not match]
     assert max(drafted for drafted, _ in looked_up) == LOOKED_UP
     assert sum(accepted for _, accepted in looked_up) > 0

@@ -138,6 +138,20 @@ def test_where_fewer_tokens_pay_the_others_get_their_own_passes_if_that_is_faste
         assert all(map(step.drafts, "0123"))
 
 
+def test_what_has_come_to_the_end_of_the_drafts_context_is_in_no_pass_and_stops_none() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.01, pass_ms=0.1)
+    seen: list[int] = []
+    planner._policy = SimpleNamespace(plan=lambda *of: seen.append(len(of[2])) or Plan(2, settled=2))
+    for others in ([AUTO, AUTO], [HEAD, HEAD], [AUTO, HEAD]):
+        running = asked(*others, AUTO, HEAD, Wishes("off"))
+        step = planner.next([one if number < 2 else replace(one, fits=False) for number, one in enumerate(running)])
+        assert [step.drafts(name) for name in "01234"] == [True, True, False, False, False]
+        assert step.num_passes == (K if HEAD in others else 2)
+    step = planner.next([replace(one, fits=False) for one in asked(AUTO, HEAD)])  # look-up may go on
+    assert (step.rests, step.num_looked_up > 0, seen) == (True, True, [2, 1, 1, 1])
+
+
 def test_what_is_tried_at_rest_is_tried_on_sequences_with_whole_keys() -> None:
     planner = Planner(setup())
     measure(planner, row_ms=0.2, pass_ms=0.5, sequence_ms=0.3)

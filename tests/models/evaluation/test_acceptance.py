@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from models.evaluation.acceptance import (
+    UNDRAFTED,
     Estimate,
     Trace,
     acceptance_rate,
+    counted,
     difference,
     is_looping,
     mean_accepted_length,
@@ -40,6 +42,12 @@ def test_the_rate_is_accepted_over_drafted_tokens() -> None:
 def test_tau_counts_steps_without_a_draft() -> None:
     assert mean_accepted_length(HAND) == pytest.approx(1 + 4 / 4)
     assert mean_accepted_length([HAND[0]]) == pytest.approx(1 + 4 / 3)
+
+
+def test_steps_for_which_nothing_was_to_draft_do_not_count() -> None:
+    drafted, accepted = (3, 0, 0, 5), (2, 0, 0, 1)
+    assert counted(drafted, accepted, (0, UNDRAFTED, 0, 4)) == ((3, 0, 5), (2, 0, 1))
+    assert counted(drafted, accepted, ()) == (drafted, accepted)
 
 
 def test_tau_is_one_when_nothing_is_accepted() -> None:

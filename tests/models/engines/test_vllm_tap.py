@@ -1,0 +1,89 @@
+"""What an answer tells of its steps, by the outputs that a scheduler would send, and vLLM's own detokenizer."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from models.engines import Completion
+from models.engines.vllm import Params
+from models.engines.vllm.drafting import Pace, Wishes
+from models.engines.vllm.scheduler import PACE, STEP
+from models.engines.vllm.tap import Steps, _Tap, is_seeded, tells_of_draft
+from models.evaluation.acceptance import UNDRAFTED
+from models.targets.random import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+IDS = TOKENIZER.encode("abcdefghijkl", add_special_tokens=False)
+# Tokens of each step, and what the scheduler tells of it; the first ones are the prefill's.
+OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
+    (IDS[:1], {PACE: [1, "pays", 2.0, 1.0, []]}),
+    (IDS[1:4], {STEP: [0, 3, *IDS[1:3], 99]}),
+    (IDS[4:5], {STEP: [UNDRAFTED, 1]}),
+    (IDS[5:9], {STEP: [4, 4, *IDS[5:8]]}),
+]
+
+
+def told(kind: RequestOutputKind, merged: int, stop: list[str], num_outputs: int) -> tuple[Completion, Pace | None]:
+    """Return the completion of an answer of which so many outputs have come."""
+    sampling = SamplingParams(max_tokens=40, stop=stop, output_kind=kind)
+    sampling.stream_interval = merged
+    processor, queue = OutputProcessor(TOKENIZER, log_stats=False), RequestOutputCollector(kind, "one")
+    processor.__class__ = Steps
+    asked: dict[str, Any] = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt"))
+    request = EngineCoreRequest(
+        **asked,
+        request_id="one",
+        external_req_id="one",
+        prompt_token_ids=[5],
+        sampling_params=sampling,
+        arrival_time=0.0,
+        data_parallel_rank=None,
+    )
+    processor.add_request(request, "", None, 0, queue)
+    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
+    tap = _Tap("one", sampling, Wishes("head"), engine)
+    for token_ids, params in OUTPUTS[:num_outputs]:
+        output = EngineCoreOutput(request_id="one", new_token_ids=[*token_ids], kv_transfer_params={**params})
+        processor.process_outputs([output], 0.0, None)
+        if (seen := queue.get_nowait()) is not None:
+            tap.see(seen)
+            assert seen.kv_transfer_params is None  # it would go out to the client
+    return tap.completion(), engine.pace
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+@pytest.mark.parametrize("merged", [1, 3])
+def test_an_answer_cut_by_a_stop_string_tells_its_steps_and_no_token_behind_it_is_accepted(
+    kind: RequestOutputKind, merged: int
+) -> None:
+    one, pace = told(kind, merged, ["fg"], len(OUTPUTS))
+    assert (one.finish_reason, list(one.token_ids)) == ("stop", IDS[:7])
+    assert (one.drafted, one.accepted, one.matches) == ((3, 0, 3), (2, 0, 2), (0, UNDRAFTED, 4))
+    assert one.drafted_ids == ((*IDS[1:3], 99), (), (*IDS[5:8],))
+    assert pace == Pace(1, "pays", 2.0, 1.0, [])
+    assert one.trace("").drafted == (3, 3)
+
+
+@pytest.mark.parametrize(("merged", "num_tokens", "num_steps"), [(1, 5, 2), (3, 4, 1)])
+def test_a_client_that_went_away_is_told_of_with_the_steps_of_the_tokens_that_it_was_sent(
+    merged: int, num_tokens: int, num_steps: int
+) -> None:
+    one, _ = told(RequestOutputKind.DELTA, merged, [], 3)
+    assert (one.finish_reason, len(one.token_ids)) == (None, num_tokens)
+    assert one.drafted == (3, 0)[:num_steps]
+
+
+def test_a_seed_decides_where_tokens_are_drawn_and_one_token_or_a_grammar_tells_of_no_draft() -> None:
+    assert [is_seeded(SamplingParams(seed=seed, temperature=t)) for seed, t in ((1, 0.5), (1, 0), (None, 1))] == [
+        True,
+        False,
+        False,
+    ]
+    free, probe = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)
+    form = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
+    assert [tells_of_draft(one) for one in (free, probe, form)] == [True, False, False]
