@@ -160,7 +160,7 @@ class VllmEngine:
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
             if num_rows := await engine._call("few_rows"):
-                why = f"{mode.why}; products of up to {num_rows} rows read the few bits of the target's file"
+                why = f"{mode.why}; products of up to {num_rows} generated rows read the few bits of the target's file"
                 engine.mode = mode._replace(why=why)
         except BaseException:
             await engine.close()

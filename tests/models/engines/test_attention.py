@@ -177,3 +177,56 @@ def test_without_a_compiler_layers_stay_vllms_and_it_is_said(
     finally:
         attention._is_built.cache_clear()
     assert "attention is called from Python" in caplog.text
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("num_keys", [100, 1000, 5000])
+def test_a_row_attends_to_the_same_bits_alone_as_beside_those_verified_with_it(num_keys: int) -> None:
+    from vllm import _custom_ops as ops
+    from vllm import envs
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    threads, isa = torch.get_num_threads(), _get_attn_isa(torch.bfloat16, BLOCK, WIDTH)
+    num_blocks, draw = -(-num_keys // BLOCK), torch.Generator().manual_seed(0)
+    cache = torch.zeros(num_blocks, KV_HEADS, 2 * BLOCK, WIDTH).bfloat16()
+    keys, values = cache.chunk(2, dim=2)
+    query, key, value = (
+        torch.randn(num_keys, n, WIDTH, generator=draw).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, torch.arange(num_keys), isa)
+    blocks = torch.arange(num_blocks, dtype=torch.int32)[None]
+
+    def attend(first: int, end: int) -> Tensor:
+        """Return the outputs [rows, heads, width] of a sequence's last rows."""
+        borders, length = torch.tensor([0, end - first], dtype=torch.int32), torch.tensor([end], dtype=torch.int32)
+        split, outputs = envs.VLLM_CPU_ATTN_SPLIT_KV, torch.empty_like(query[first:end])
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            1, HEADS, KV_HEADS, WIDTH, length, torch.bfloat16, borders, True, -1, isa, split
+        )
+        ops.cpu_attention_with_kv_cache(
+            query[first:end],
+            keys,
+            values,
+            outputs,
+            borders,
+            length,
+            WIDTH**-0.5,
+            True,
+            None,
+            -1,
+            blocks,
+            0.0,
+            plan,
+            None,
+        )
+        return outputs
+
+    if isa == "amx":
+        torch.cpu._init_amx()
+    torch.set_num_threads(2)
+    try:
+        together = attend(num_keys - 9, num_keys)
+        alone = [attend(at, at + 1)[0] for at in range(num_keys - 9, num_keys)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together, torch.stack(alone))
