@@ -89,12 +89,6 @@ class Params(EngineParams):
         return rule
 
     @model_validator(mode="after")
-    def _rules_judge_the_trees_siblings(self) -> Self:
-        if catalog.load("trees", self.trees.name).BRANCHES:
-            _require_siblings(f"tree {self.trees.name}", self)
-        return self
-
-    @model_validator(mode="after")
     def _one_of_them_ends_a_step(self) -> Self:
         tree, lengths = catalog.load("trees", self.trees.name), catalog.load("lengths", self.lengths.name)
         if tree.BRANCHES and hasattr(lengths, "go_on"):
@@ -115,6 +109,12 @@ class Params(EngineParams):
         if self.lookup.num_tokens and (tree.BRANCHES or not hasattr(lengths, "plan")):
             at_fault = f"tree {self.trees.name}" if tree.BRANCHES else f"length policy {self.lengths.name}"
             raise ValueError(f"look-up is joined to chains that a policy plans; {at_fault} does otherwise")
+        return self
+
+    @model_validator(mode="after")
+    def _rules_judge_the_trees_siblings(self) -> Self:
+        if catalog.load("trees", self.trees.name).BRANCHES:
+            _require_siblings(f"tree {self.trees.name}", self)
         return self
 
 
@@ -343,6 +343,10 @@ def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
         )
 
 
+def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
+    return catalog.load(family, params.name), params
+
+
 def _require_siblings(proposer: str, params: Params) -> None:
     """Raise ValueError if a rule can't judge siblings that are the likeliest tokens, as those of `proposer` are."""
     for key, rule in (("verify", params.verify), ("verify_greedy", params.verify_greedy)):
@@ -351,7 +355,3 @@ def _require_siblings(proposer: str, params: Params) -> None:
             raise ValueError(
                 f"{proposer} proposes siblings that are certain; {key} rule {rule.name} wants {' or '.join(drawn)} ones"
             )
-
-
-def _method(family: str, params: BaseParams) -> tuple[ModuleType, BaseParams]:
-    return catalog.load(family, params.name), params

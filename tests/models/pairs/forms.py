@@ -2,15 +2,18 @@
 
 import os
 import random
+import tomllib
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from models import catalog
 from models.params import BaseParams
+from models.recipe import shipped_recipes
 
 PairT = TypeVar("PairT", bound=Sequence[Hashable])
+TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 30, "num_held_out": 10}
 ALL = os.environ.get("PAIRS") == "all"
 
 
@@ -58,3 +61,10 @@ def chosen(pairs: Sequence[PairT], always: Callable[[PairT], bool]) -> list[Pair
 def named(pair: Sequence[object]) -> str:
     """Return a test's id."""
     return "+".join(one.name if isinstance(one, Form) else str(one) for one in pair)
+
+
+def recipe_tables() -> dict[str, Any]:
+    """Return the tables of a recipe without stages, whose engine is read without vLLM."""
+    tiny = tomllib.loads(shipped_recipes()["tiny"].read_text())
+    served = {name: table for name, table in tiny.items() if name not in ("serve", "demo")}
+    return {**served, "name": "r", "text": {"chat": TEXT}, "engine": {"name": "torch", "num_draft_tokens": 2}}

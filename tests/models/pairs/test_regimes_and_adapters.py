@@ -1,6 +1,5 @@
 """Each training regime with each adapter: refused when the recipe is read, or the four laws hold after training."""
 
-import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -15,16 +14,15 @@ from models.checkpoints.loading import load_floats, save_model
 from models.checkpoints.sparsity import Pattern
 from models.learning.training import train_by_name
 from models.prune import magnitude, prune_model
-from models.recipe import parse_recipe, shipped_recipes
+from models.recipe import parse_recipe
 from models.regimes import Regime
-from tests.models.pairs.forms import Form, chosen, forms, named
+from tests.models.pairs.forms import Form, chosen, forms, named, recipe_tables
 from tests.models.pairs.laws import DOCUMENTS, TRAINING, logits, require_close, require_same, require_zeroes, zeroes
 
 pytestmark = pytest.mark.slow
 
 MERGED = [name for name in catalog.names("adapters") if hasattr(catalog.load("adapters", name), "fold")]
 ADAPTERS, REGIMES = forms("adapters", *MERGED), forms("regimes")
-TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 30, "num_held_out": 10}
 WRITING = {"early_bird", "iterative_magnitude", "layer_skip_gate"}  # weights that an adapter leaves as they are
 
 
@@ -44,8 +42,7 @@ TRIED = chosen([pair for pair in PAIRS if not is_refused(*pair)], lambda pair: i
 
 
 def test_each_pair_is_refused_by_both_names_or_read() -> None:
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    tables |= {"name": "r", "text": {"chat": TEXT}}
+    tables = recipe_tables()
     for regime, adapter in PAIRS:
         table = {"method": adapter.params.model_dump(), "regimes": [regime.params.model_dump()], "domain": "chat"}
         if not is_refused(regime, adapter):

@@ -1,6 +1,5 @@
 """Each method of a stage before each of a later one: refused when the recipe is read, or the laws hold afterwards."""
 
-import tomllib
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -13,16 +12,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from models import adapters, catalog
 from models.checkpoints.invariants import noted, require
 from models.checkpoints.loading import load_floats, load_model
-from models.recipe import parse_recipe, shipped_recipes
+from models.recipe import parse_recipe
 from models.stages import TABLES
 from tasks.measure import chain
 from tasks.stages.change_target import Start, store
-from tests.models.pairs.forms import Form, chosen, forms, named
+from tests.models.pairs.forms import Form, chosen, forms, named, recipe_tables
 from tests.models.pairs.laws import DOCUMENTS, TRAINING, require_same, require_zeroes, zeroes
 
 pytestmark = pytest.mark.slow
 
-TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 30, "num_held_out": 10}
 SETTINGS = TRAINING.model_dump()
 CALIBRATION = {"num_documents": 8, "max_length": TRAINING.max_length}
 STAGES: dict[str, list[Form]] = {
@@ -77,8 +75,7 @@ TRIED = chosen([pair for pair in PAIRS if not is_refused(*pair)], is_always_trie
 
 
 def test_each_pair_is_refused_by_both_names_or_read() -> None:
-    tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
-    tables |= {"name": "r", "text": {"chat": TEXT}, "engine": {"name": "torch", "num_draft_tokens": 2}}
+    tables = recipe_tables()
     for first, second in PAIRS:
         pair = {STAGE_OF[form.family]: table(form) for form in (first, second)}
         if not is_refused(first, second):
