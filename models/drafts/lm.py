@@ -276,9 +276,7 @@ def check(directory: Path, like: Path | None, target: TargetCard) -> None:
 def require_served(params: Params, num_draft_tokens: int) -> None:
     """See `models.drafts.Limited`."""
     if params.nested:
-        raise ValueError(
-            f"vLLM drafts with all layers alone; got nested {list(params.nested)}: set nested = [] in [draft]"
-        )
+        raise ValueError(f"vLLM drafts with all layers; got nested {list(params.nested)}: set nested = [] in [draft]")
 
 
 def vllm_config(directory: Path) -> dict[str, Any]:

@@ -35,11 +35,6 @@ class Measured(BaseParams):
 
     num_documents: int = Field(64, ge=1)
 
-    @property
-    def measures(self) -> bool:
-        """Whether documents are read at all."""
-        return True
-
 
 class Widths(BaseParams):
     """The widths that are asked for; None keeps the model's.

@@ -39,7 +39,7 @@ class Params(Measured):
 
     @property
     def measures(self) -> bool:
-        """See the base."""
+        """Whether documents are read."""
         return self.keep == "influence"
 
     @model_validator(mode="after")

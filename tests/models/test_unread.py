@@ -77,7 +77,7 @@ def test_a_nested_draft_and_policies_that_read_their_keys_are_taken() -> None:
 @pytest.mark.parametrize(
     ("draft", "engine", "message"),
     [
-        ({"name": "lm", "nested": [1]}, {}, r"vLLM drafts with all layers alone; got nested \[1\]: set nested = \[\]"),
+        ({"name": "lm", "nested": [1]}, {}, r"vLLM drafts with all layers; got nested \[1\]: set nested = \[\]"),
         (
             {"name": "ngram"},
             {"lookup": {"shortest": 2}},
