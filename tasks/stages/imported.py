@@ -13,13 +13,13 @@ from infra.artifacts import Artifact, open_artifact
 from infra.consent import ELSEWHERE
 from infra.manifest import canonical_json
 from infra.settings import load_settings
+from models.chats import ChatEncoder
 from models.checkpoints.loading import load_model, stop_ids
 from models.evaluation import own_answers
 from models.evaluation.acceptance import Estimate
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe
-from models.tokens import rewrite
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import run_logger, table
@@ -105,7 +105,8 @@ def _differences(recipe: Recipe, target: Artifact, asked: Sequence[Sample]) -> d
 def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[Sample]:
     def make(directory: Path, _: Path) -> None:
         device, target_dir = load_settings().device, open_artifact(target)
-        tokenizer, model = AutoTokenizer.from_pretrained(target_dir), load_model(target_dir, fast_dtype(device), device)
+        tokenizer = AutoTokenizer.from_pretrained(target_dir)
+        encoder, model = ChatEncoder.of(tokenizer), load_model(target_dir, fast_dtype(device), device)
         lengths = [max(len(one.completion_ids), own_answers.MOST_TOKENS) for one in tests]
         rng = torch.Generator(device).manual_seed(recipe.seed)
         max_len = recipe.engine.max_model_len
@@ -117,7 +118,7 @@ def _answers(recipe: Recipe, target: Artifact, tests: Sequence[Sample]) -> list[
                 one
                 for one in own
                 if len(one.completion_ids) >= MIN_COMPLETION
-                and rewrite(tokenizer, one.completion_ids, scrub.scrub)[0] == one.completion_ids
+                and encoder.rewrite(one.completion_ids, scrub.scrub)[0] == one.completion_ids
             ],
         )
 
