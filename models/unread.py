@@ -1,33 +1,30 @@
 """What a recipe says and nothing would read: refused when the recipe is read, since tables decide it for each other.
 
-A key that another of its own table makes pointless is refused by that table (`models.params.require_unsaid`), a draft
-that the engine makes one of pointless by the engine (`require_draft`).
+A key that another of its own table makes pointless is refused by that table (`models.params.require_unsaid`), and one
+that an engine would not read with a family of drafts by the engine (`require_draft`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models import catalog
 from models.params import BaseParams, TrainingParams, require_unsaid
 from models.stages import Shrink
 
-if TYPE_CHECKING:
-    from models.recipe import Recipe
-
 _TRAINING = [key for key in TrainingParams.model_fields if key != "max_length"]  # that is read in calibrating, too
 
 
-def require_read(recipe: "Recipe") -> None:
-    """Raise ValueError if nothing reads a table or key of a recipe; names it."""
+def require_read(recipe: Any) -> None:
+    """Raise ValueError if nothing reads a table or key of a recipe, a `models.recipe.Recipe`; names it."""
     _require_read_stages(recipe)
     first, refresh = recipe.distill, recipe.refresh_distill()
     _require_learnt(recipe.draft, first, "[distill]", type(first).model_fields)
     _require_learnt(recipe.draft, refresh, "[refresh] distill", recipe.refresh.distill)
-    if not (first.validation or refresh.validation):  # type: ignore[attr-defined]  # as the recipe's fields say it
+    if not (first.validation or refresh.validation):
         require_unsaid(refresh, ["patience"], "[distill]", "validation is 0")
     _require_heads_read(recipe.engine, [first, refresh])
 
 
-def _require_read_stages(recipe: "Recipe") -> None:
+def _require_read_stages(recipe: Any) -> None:
     reads = recipe.pretrain is not None or recipe.finetune is not None
     for family in ("shrink", "prune", "quantize"):
         if (table := getattr(recipe, family)) is None:
