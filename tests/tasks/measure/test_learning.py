@@ -7,7 +7,7 @@ import pytest
 
 from models.evaluation.acceptance import Trace, summarise
 from models.learning.hidden import Sample
-from tasks.measure.learning import DRAFTED, Point, draw, make_report, points
+from tasks.measure.learning import DRAFTED, Point, _domain, draw, make_report, points
 
 SAMPLES = [Sample(str(number), "code", [1], [2, 3, 4]) for number in range(20)]
 
@@ -76,3 +76,8 @@ def test_code_has_an_aim_at_a_thousand_requests_and_other_domains_none(
     report = make_report(rows, {"refresh": "code"}, tmp_path / "l.png")
     assert f"at 1000 requests {verdict} the aim (2, K = 5)" in report.verdict
     assert "no size" in make_report(rows, {"refresh": "math"}, tmp_path / "l.png").verdict
+
+
+def test_a_domain_and_a_file_in_place_of_one_are_not_both_taken() -> None:
+    with pytest.raises(ValueError, match='--data math=prompts.jsonl is learnt in place of .*; got --domain "code" too'):
+        _domain(None, "code", "math=prompts.jsonl", 10, 4)  # type: ignore[arg-type]  # no benchmark is asked
