@@ -1,8 +1,8 @@
 """Draft on while the draft is sure: stop at the first token of which its highest probability is below a threshold.
 
 The token that the draft was unsure of is proposed all the same: it is there already, and a row of the target is cheap.
-Kangaroo exits its draft early in this way. A draft that looks up would never ask and is refused, as is a tree, which
-ends by its own rule.
+Kangaroo exits its draft early in this way. A draft that looks up does not ask, and drafts K tokens; a recipe with it is
+refused, and so is a tree, which ends by its own rule.
 """
 
 from typing import Literal

@@ -312,7 +312,10 @@ def require_draft(draft: BaseParams, params: Params) -> None:
         require_unsaid(method, getattr(module, "FITS", ()), method.name, "only fitting reads it; set it in [distill]")
         if not params.lookup.num_tokens:
             require_unsaid(method, getattr(module, "PLANS", ()), method.name, "steps without look-up go unplanned")
-    _require(class_of(family_named(draft.name)), bool(getattr(draft, "nested", ())), params)
+    kind, policy = class_of(family_named(draft.name)), params.lengths.name
+    _require(kind, bool(getattr(draft, "nested", ())), params)
+    if hasattr(catalog.load("lengths", policy), "go_on") and not kind.asks:
+        raise ValueError(f"{kind.__name__} drafts in one go; length policy {policy} would never be asked")
 
 
 def require_serving(serve: BaseModel, draft: BaseParams) -> None:
@@ -335,8 +338,6 @@ def _require(draft: type[Draft], has_nested: bool, params: Params) -> None:
             f"length policy {params.lengths.name} drafts while the target reads; {name} "
             + ("can't go on from tokens that are not certain" if not draft.expands else "runs layers of the target")
         )
-    if hasattr(lengths, "go_on") and not draft.asks:
-        raise ValueError(f"{name} drafts in one go; length policy {params.lengths.name} would never be asked")
     if params.lookup.num_tokens and draft.num_vectors is not Draft.num_vectors:
         raise ValueError(
             f"{name} has the target read vectors of its own beside what it proposes; look-up can't be joined to it"
