@@ -63,8 +63,8 @@ class Rest(TextDraft):
         store: the texts.
     """
 
-    params: Params
     branches = True
+    params: Params
 
     def __init__(self, params: Params, config: dict[str, Any]) -> None:
         super().__init__(params, config)

@@ -55,9 +55,9 @@ class TokenRecycling(TargetDraft):
         candidates: [V, k] int32, likeliest first; −1 where a token was not read yet.
     """
 
-    params: Params
     asks = False
     branches = True
+    params: Params
 
     def __init__(self, params: Params, config: dict[str, object]) -> None:
         super().__init__(params, config)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.drafting.draft_families import family_named
+from models import catalog
+from models.drafting.draft_families import class_of, family_named
 from models.drafting.proposal import Proposal
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
@@ -29,6 +30,7 @@ from tests.models.engines.sampled import P_VALUE, sampled_p_value
 
 pytestmark = pytest.mark.slow
 
+BRANCHING = [name for name in catalog.names("drafts") if class_of(family_named(name)).branches]
 T = TypeVar("T")
 Ask = Callable[[TorchEngine], Awaitable[T]]
 
@@ -384,7 +386,7 @@ def test_a_rule_for_independent_siblings_is_refused_beside_a_tree_of_certain_one
     Params(verify={"name": "spectr"}, trees={"name": "chain"})
 
 
-@pytest.mark.parametrize("family", ["retrieval", "token_recycling"])
+@pytest.mark.parametrize("family", BRANCHING)
 def test_a_rule_for_independent_siblings_is_refused_beside_a_draft_that_branches(
     tiny_target: Path, family: str
 ) -> None:

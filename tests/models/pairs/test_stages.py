@@ -22,7 +22,6 @@ from tests.models.pairs.laws import DOCUMENTS, TRAINING, require_same, require_z
 pytestmark = pytest.mark.slow
 
 SETTINGS = TRAINING.model_dump()
-CALIBRATION = {"num_documents": 8, "max_length": TRAINING.max_length}
 STAGES: dict[str, list[Form]] = {
     "pretrain": forms("regimes"),
     "shrink": forms("shrink", *(one for one in catalog.names("shrink") if catalog.load("shrink", one).KEEPS_TOKENS)),
@@ -38,17 +37,19 @@ MAKES_ZEROES = ("iterative_magnitude", "early_bird")
 
 
 def table(form: Form) -> dict[str, Any]:
-    """Return a stage's table with one method."""
+    """Return a stage's table with one method, and what that reads of the stage's keys."""
     method, stage = form.params.model_dump(mode="json"), STAGE_OF[form.family]
+    module = catalog.load(form.family, form.params.name)
     if stage == "pretrain":
         return {**SETTINGS, "regimes": [method]}
-    of_stage = {
-        "shrink": SETTINGS,
-        "prune": {**CALIBRATION, "pattern": "2:4"},
-        "finetune": {**SETTINGS, "domain": "chat"},
-        "quantize": {**SETTINGS, "num_documents": 8},
-    }
-    return {**of_stage[stage], "method": method}
+    trains = stage == "finetune" or hasattr(module, "regime") or form.params.name == "sheared"
+    read: dict[str, Any] = SETTINGS if trains else {}
+    if stage == "shrink" and getattr(form.params, "keep", "") != "spread":
+        read = {**read, "max_length": TRAINING.max_length}
+    if getattr(module, "CALIBRATED", False):
+        read = {**read, "num_documents": 8, "max_length": TRAINING.max_length}
+    needs = {"prune": {"pattern": "2:4"}, "finetune": {"domain": "chat"}}
+    return {**read, **needs.get(stage, {}), "method": method}
 
 
 def is_refused(first: Form, second: Form) -> bool:

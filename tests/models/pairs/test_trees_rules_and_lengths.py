@@ -37,9 +37,10 @@ def refusal(tree: str, rule: str, lengths: str) -> str:
     """Return what is said of what can't be combined, by hand; "" where it can."""
     if tree == "chain":
         return ""
-    if rule == "spectr":
-        return f"tree {tree} proposes siblings that are certain; verify rule spectr wants independent ones"
-    return f"length policy {lengths} .* tree {tree} is no chain" if lengths in CHAINS else ""
+    if lengths in CHAINS:
+        return f"length policy {lengths} .* tree {tree} is no chain"
+    siblings = f"tree {tree} proposes siblings that are certain; verify rule spectr wants independent ones"
+    return siblings if rule == "spectr" else ""
 
 
 TRIED = chosen([triple for triple in TRIPLES if not refusal(*triple)], lambda triple: triple[1] == "spectr")
