@@ -1,8 +1,8 @@
 """What a stage promises of a target's weights to all that come after it: where zeroes stand, and the rank of layers.
 
-A promise stands in the config, under "redraft", and so goes where the weights go. Training keeps the zeroes
-(`models.learning.training`), `Held` puts back what merging an adapter fills, and `require` reads off the weights what
-is left.
+Pruning promises zeroes, and so does a training regime that makes some. A promise stands in the config, under
+"redraft", and so goes where the weights go. Training keeps the zeroes (`models.learning.training`), `Held` puts back
+what merging an adapter fills, and `require` reads off the weights what is left.
 """
 
 from collections.abc import Iterator, Mapping

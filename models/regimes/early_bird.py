@@ -3,7 +3,8 @@
 Each MLP channel and each attention head gets a coefficient c, 1 at first, by which its output is multiplied; the loss
 gains `penalty` · Σ|c|. After each epoch a mask of the largest |c| is drawn. When the largest Hamming distance between
 the mask and those of the last `window` epochs, as a share of the mask, is under `epsilon`, the ticket is found:
-training stops, or goes on with the ticket alone. In the end the coefficients are multiplied into the weights.
+training stops, or goes on with the ticket alone. In the end the coefficients are multiplied into the weights, and
+the ticket's zeroes are noted as promised (`models.checkpoints.invariants`).
 
 The control comes as a setting: `ticket` "random" keeps as many channels and heads of each layer, from the same epoch
 on, and draws which.

@@ -4,6 +4,7 @@ One round trains the model, drops `pruned_share` of the weights that are left, t
 together, and sets the others back to their values at step i, `rewind` of the way through the first training; every
 later training starts at step i, with that step's batches and learning rate. After `num_rounds` rounds the ticket is
 trained once more, and that is the model that comes out, with (1 − pruned_share)^num_rounds of its weights not zero.
+Where zeroes stand is noted as promised (`models.checkpoints.invariants`).
 
 Two controls come as settings: "random" permutes each layer's last mask, "reinitialised" keeps the mask and draws new
 weights, trained from step 0.
