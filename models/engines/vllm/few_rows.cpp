@@ -15,7 +15,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -42,11 +41,10 @@ using Halves = uint16_t __attribute__((vector_size(32)));
 
 std::atomic<int64_t> limit{0};  // rows up to which these products are used; those of more read floats
 
-// The target's forward pass that comes next: how many rows it has, and which of them are of prompts and which are of
-// tokens that were generated; none where nothing was told.
+// The target's forward pass that comes next: how many rows it has, and whether some are of prompts.
 struct Step {
     int64_t rows = 0;
-    at::Tensor prompts, generated;
+    bool reads_prompts = false;
 };
 Step step;
 
@@ -277,12 +275,12 @@ void multiply_floats(const at::Tensor& x, const at::Tensor& handler, at::Tensor&
     product.call(output, x, std::nullopt, handler);
 }
 
-at::Tensor product(
+at::Tensor few_rows(
     const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& handler,
-    int64_t num_outputs, bool of_floats
+    int64_t num_outputs, bool in_step
 ) {
     at::Tensor output = at::empty({x.size(0), num_outputs}, x.options());
-    if (of_floats)
+    if (x.size(0) > limit || (in_step && step.reads_prompts && x.size(0) == step.rows))
         multiply_floats(x, handler, output);
     else if (x.scalar_type() == at::kBFloat16)
         multiply<OfBFloat16, at::BFloat16>(x, packed, scales, output);
@@ -291,30 +289,9 @@ at::Tensor product(
     return output;
 }
 
-// A row's bits follow from the kernel alone, whatever is multiplied beside it. Rows of prompts are always multiplied by
-// the floats, and the others of the step by what their number says, apart from them.
-at::Tensor few_rows(
-    const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& handler,
-    int64_t num_outputs, bool in_step
-) {
-    const auto multiplied = [&](const at::Tensor& rows, bool of_floats) {
-        return product(rows, packed, scales, handler, num_outputs, of_floats);
-    };
-    if (!in_step || x.size(0) != step.rows) return multiplied(x, x.size(0) > limit);
-    const int64_t num_prompts = step.prompts.size(0), num_generated = step.generated.size(0);
-    if (!num_generated || num_generated > limit) return multiplied(x, true);
-    if (!num_prompts) return multiplied(x, false);
-    at::Tensor output = at::empty({x.size(0), num_outputs}, x.options());
-    output.index_copy_(0, step.prompts, multiplied(x.index_select(0, step.prompts), true));
-    output.index_copy_(0, step.generated, multiplied(x.index_select(0, step.generated), false));
-    return output;
-}
-
 void set_limit(int64_t rows) { limit = rows; }
 
-void tell_step(const at::Tensor& prompts, const at::Tensor& generated) {
-    step = {prompts.size(0) + generated.size(0), prompts, generated};
-}
+void tell_step(int64_t rows, bool reads_prompts) { step = {rows, reads_prompts}; }
 
 }  // namespace
 
@@ -324,5 +301,5 @@ TORCH_LIBRARY_FRAGMENT(redraft, library) {
     );
     library.impl("few_rows", c10::DispatchKey::CPU, few_rows);
     library.def("limit_few_rows(int rows) -> ()", set_limit);
-    library.def("tell_step_of_few_rows(Tensor prompts, Tensor generated) -> ()", tell_step);
+    library.def("tell_step_of_few_rows(int rows, bool reads_prompts) -> ()", tell_step);
 }

