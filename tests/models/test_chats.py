@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, ByT5Tokenizer, GenerationConfig, LlamaConfig
 
-from models.chats import ChatEncoder
+from models.chat_templates import content_format
+from models.chats import ChatEncoder, _read
 from models.targets.random import byte_tokenizer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 
@@ -79,6 +80,19 @@ def test_the_control_ids_are_those_of_the_same_chat_with_letters_for_markers(kin
                 for turns, tools, arguments in (written, plain)
             )
             assert control(kind, ids) == control(kind, wanted), name
+
+
+@pytest.mark.parametrize("shape", TEMPLATES)
+def test_the_text_of_a_chat_with_markers_is_what_the_template_makes_of_it(shape: str) -> None:
+    tokenizer, template = tokenizer_of("byte level"), TEMPLATES[shape]
+    form = content_format(template)
+    for name, pieces in PIECES.items():
+        for turns, tools, arguments in chats(pieces):
+            read = [_read(turn, form) for turn in turns]
+            given = {**arguments, "add_generation_prompt": True}
+            ids = ChatEncoder.of(tokenizer).encode_conversation(read, tools, template, given)
+            text = tokenizer.apply_chat_template(read, tools=tools, chat_template=template, tokenize=False, **given)
+            assert tokenizer.decode(ids) == text, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
