@@ -196,10 +196,12 @@ def _read_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(message: Mapping[str, Any], form: Format) -> dict[str, Any]:
     """Return a message as a template is to see it."""
-    role = message.get("role")
+    role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         raise ValueError(f"a message has the role {role!r}, wanted a text")
     content = message.get("content")
+    if not isinstance(content, str | list | tuple | None):
+        raise ValueError(f"the content of a message is {content!r:.100}, wanted a text or parts of it")
     given = [] if content is None else [content] if isinstance(content, str) else content
     parts = [part for one in given if (part := _part(one, role)) is not None]
     texts = [part["text" if part["type"] == "text" else "name"] for part in parts]

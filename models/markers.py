@@ -88,8 +88,11 @@ class Markers:
         """Encode a text without any marker, as it is at the start or after the marker of an id."""
         if after is not None:
             return self.encode_plain(self.ids[after] + text)[1:]
-        # Not `encode`, which holds the interpreter's lock.
-        ids: list[int] = self._renamed.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            # Not `encode`, which holds the interpreter's lock.
+            ids: list[int] = self._renamed.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:
+            raise ValueError("a text has half of a surrogate pair, which is no character") from error
         return ids
 
     def _name(self, found: re.Match[str]) -> str:

@@ -157,6 +157,8 @@ def test_tokenizers_that_can_not_be_guarded_are_refused() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "the type 'image_url'"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "the type 'text'"),
         ({"role": "user", "content": [None]}, "the type None"),
+        ({"role": "user", "content": 5}, "the content of a message is 5"),
+        ({"role": "user", "content": "a\ud800"}, "half of a surrogate pair"),
         ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "wanted one of a function"),
     ],
 )
