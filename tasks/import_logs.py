@@ -194,7 +194,7 @@ class _Reader:
             temperature, names = said.temperature, said.names
             prompt_ids = self._prompt(said)
             completion_ids = self._completion(said, prompt_ids)
-            finish = said.answer.finish_reason if said.answer is not None else ""
+            finish = "length" if said.answer is not None and said.answer.finish_reason == "length" else "stop"
         prompt = self.scrubbed(prompt_ids)
         completion = None if completion_ids is None else self.scrubbed(completion_ids)
         if (length := len(prompt.ids) + (1 if completion is None else len(completion.ids))) > self._max_len:
@@ -230,9 +230,8 @@ class _Reader:
     def _completion(self, said: Conversation, prompt_ids: list[int]) -> list[int] | None:
         """Return the answer's tokens; None where the target is to answer."""
         answer = said.answer
-        if answer is not None and answer.token_ids is not None and said.prompt_ids is not None:
-            return self._ids("token_ids", answer.token_ids)
-        if answer is None or answer.unknown:
+        told = answer is not None and answer.token_ids is not None and said.prompt_ids == prompt_ids
+        if answer is None or (answer.unknown and not told):
             if self._answers:
                 return None
             if answer is None:
@@ -240,9 +239,12 @@ class _Reader:
             raise Unusable(
                 answer.unknown, "the answer's text doesn't tell its tokens; with token_ids it would be taken"
             )
-        ids = self._encoder.encode_answer("\n".join(answer.message.texts)) + self._ending(answer)
+        if told:
+            ids = self._ids("token_ids", answer.token_ids)
+        else:
+            ids = self._encoder.encode_answer("\n".join(answer.message.texts)) + self._ending(answer)
         if said.num_tokens is not None and said.num_tokens[1] != len(ids):
-            fault = f"the service counted {said.num_tokens[1]} tokens, the answer's text has {len(ids)}"
+            fault = f"the service counted {said.num_tokens[1]} tokens, the answer has {len(ids)}"
             raise Unusable("with an answer of other tokens", fault)
         return ids
 

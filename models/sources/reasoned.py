@@ -21,7 +21,7 @@ class Params(BaseParams):
     """Which file, and which of the two tasks.
 
     Attributes:
-        path: a file of rows, see `models.rowfiles`.
+        path: JSON Lines, JSON, CSV or Parquet, also in .gz or .zst.
         task: what the assistant says: "answer" what stands behind the separator, "rationale" what stands before it.
         column: holds the question: a text, or a chat whose last message is the user's.
         reference_column: holds working, separator and answer.
