@@ -1,18 +1,21 @@
 """Under which names answers are kept, which prompts become golden, and how reference prompts join each other."""
 
 import asyncio
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.artifacts import publish, staged
 from models.engines import Completion
 from models.engines.torch import Params, TorchEngine
 from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
-from tasks.generate_answers import _across_domains, _joining, _named
+from tasks.generate_answers import _across_domains, _joining, _named, generate_answers
+from tasks.stages.samples import read_samples
 
 
 def prompt(text: str, domain: str) -> Prompt:
@@ -85,3 +88,32 @@ def test_a_prompt_is_asked_when_the_one_before_has_its_first_token_and_at_most_s
 def test_a_prompt_that_fails_holds_no_other_up_and_its_error_is_raised(tiny_target: Path) -> None:
     with pytest.raises(ValueError, match="the prompt has 0 tokens; wanted 1 to 63"):
         join(tiny_target, {**PROMPTS, "none": [], "last": [5]}, 1)
+
+
+def test_a_prompt_that_the_target_cannot_read_is_left_out_and_the_others_are_answered(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    refused = "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    with staged(tmp_path / "target") as directory:
+        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
+        (directory / "chat_template.jinja").write_text(
+            f"{{% for m in messages %}}{refused}{{{{ m.content }}}}{{% endfor %}}"
+        )
+    tiny = load_recipe("tiny")
+    domain = tiny.first_domains[0]
+    tool = prompt("t", domain).model_copy(update={"messages": (Message(role="tool", content="t"),)})
+    asked = {
+        "train": [prompt("one", domain), tool, prompt("x" * 64, domain)],
+        "held_out": [tool, prompt("two", domain)],
+    }
+    with staged(tmp_path / "prompts") as directory:
+        for part, prompts in asked.items():
+            (directory / f"{part}.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in prompts))
+    few = tiny.generate.model_copy(update={"max_tokens": 4, "num_golden": 1})
+    recipe = tiny.model_copy(update={"engine": Params(max_model_len=64), "generate": few})
+    artifact = generate_answers.fn(
+        recipe, publish(tmp_path / "target", "target"), publish(tmp_path / "prompts", "prompts")
+    )
+    assert [sample.id for sample in read_samples(artifact, "train")] == [asked["train"][0].id]
+    assert [sample.id for sample in read_samples(artifact, "held_out")] == [asked["held_out"][1].id]
