@@ -50,10 +50,8 @@ def judge_by_own(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samp
     if not unlike:
         return parts, {}
     for domain, one in unlike.items():
-        told = (
-            "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than one of its own"
-        )
-        told += ", %.2f at least; a draft learns from them, and is judged by the target's own answers"
+        told = "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than in its own,"
+        told += " at least %.2f; a draft learns from them, and is judged by the target's own answers"
         run_logger().warning(told, domain, -one.value, -one.high)
     held_to: tuple[Part, Part] = ("held_out", "probe")
     tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
