@@ -1,4 +1,4 @@
-"""When flows run by themselves: by the clock, and `refresh` on an interval and when acceptance fell.
+"""When flows run by themselves: by the clock, and `refresh` on an interval and when acceptance fell or is low.
 
     python -m flows.deployments --recipe FILE
 
@@ -27,7 +27,7 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
 from models.recipe import Recipe, load_recipe
-from tasks.trigger.ask import Asker, of_registry, prefect_server
+from tasks.trigger.ask import Asker, champion_of_registry, of_registry, prefect_server
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
@@ -75,7 +75,8 @@ def main() -> None:
     open_home(settings)
     querylog = settings.querylog
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")
-    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), orchestrator, of_registry(recipe))
+    known, champion = of_registry(recipe), champion_of_registry
+    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), orchestrator, known, champion)
     if options.only_ask:
         asker.run(stop)
     else:

@@ -117,6 +117,20 @@ class QueryLog(Erasures):
             first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
         return counts, first_ms
 
+    def waiting_domains(self, max_rows: int) -> Counter[str]:
+        """Return domain to its rows among the first that wait and may be trained on; `max_rows` are looked at."""
+        query = """SELECT domain, count(*) FROM
+            (SELECT domain FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
+        return Counter(dict(self.connection().execute(query, (self.cursor(), max_rows)).fetchall()))
+
+    def served_tau(self, domain: str, num_rows: int = 64) -> float:
+        """Return τ over a domain's newest rows after the cursor that a draft drafted alone; 1 without any."""
+        query = """SELECT total(json_array_length(body, '$.accepted')),
+            total((SELECT sum(value) FROM json_each(body, '$.accepted'))) FROM (SELECT body FROM rows
+            WHERE seq > ? AND domain = ? AND json_extract(body, '$.drafting') = 'head' ORDER BY seq DESC LIMIT ?)"""
+        steps, accepted = self.connection().execute(query, (self.cursor(), domain, num_rows)).fetchone()
+        return 1 + accepted / steps if steps else 1.0
+
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""
         counts: dict[str, Counter[str | None]] = {}

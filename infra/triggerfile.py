@@ -59,7 +59,7 @@ class LastLook(Value):
     Attributes:
         at_ms: when, in Unix time.
         min_rows: rows of all domains that a refresh wants.
-        wanted: fallen domain to the rows of its own that a refresh wants.
+        wanted: fallen or low domain to the rows of its own that a refresh wants.
         interval_s: seconds between scheduled refreshes; None if there are none.
         interval_from_ms: since when these are counted, if no run was seen.
         short_of_memory: why no refresh is asked for that is wanted; "" if there is room.

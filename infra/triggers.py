@@ -3,8 +3,10 @@
     ok → fallen → due → running → ok, or fallen again with a longer wait
 
 Acceptance that fell is a state and no message: it stays until a draft was promoted or acceptance is back, whoever is
-down meanwhile. `infra.triggerfile` keeps it. Times are of the wall clock, since they must outlive processes; a clock
-that is set back makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
+down meanwhile. So is acceptance that was never there to lose, of a domain that is "low": no draft has learnt it, or
+none well. It stays until a draft promises enough of it; one that was promoted and does not counts as a run in vain.
+`infra.triggerfile` keeps both. Times are of the wall clock, since they must outlive processes; a clock that is set back
+makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
 """
 
 from typing import Annotated, Literal
@@ -12,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 Result = Literal["promoted", "progress", "outdated", "put off", "in vain"]
+Why = Literal["fell", "low"]
 
 
 class Value(BaseModel):
@@ -37,11 +40,12 @@ class Retry(Value):
 
 
 class Fall(Value):
-    """A domain whose served τ is short of what its draft was promoted for.
+    """A domain whose served τ is short of what its draft was promoted for or, if it is "low", of other domains' τ.
 
     Attributes:
         draft: the version that served.
-        promised, served: τ at the gate, and τ when the fall was seen.
+        promised: τ at the gate; if it is "low", what is usual in the other domains.
+        served: τ when that was seen.
         since_ms: when it was seen, in Unix time.
         attempts: runs that promoted nothing since.
         wait_from_ms, wait_s: when the present wait began, and how long it is; 0 if there is none.
@@ -54,6 +58,13 @@ class Fall(Value):
     attempts: int = 0
     wait_from_ms: int = 0
     wait_s: float = 0.0
+    why: Why = "fell"
+
+    def told(self, domain: str) -> str:
+        """Return in words why a refresh is wanted for a domain."""
+        if self.why == "low":
+            return f"{domain} has τ {self.served:.2f}, {self.promised:.2f} is usual"
+        return f"{domain} fell to τ {self.served:.2f}, {self.promised:.2f} was promised"
 
     def remaining_s(self, now_ms: int) -> float:
         """Return how much of the wait is left, at most all of it."""
@@ -92,16 +103,24 @@ STATE: TypeAdapter[State] = TypeAdapter(Annotated[State, Field(discriminator="st
 
 
 class Fell(Value):
-    """The service sees a domain below what its draft promised; told at every look, not once."""
+    """A domain is below what its draft promised, or "low"; told at every look, not once.
+
+    Attributes:
+        attempts: in vain, of other low domains: no name that a client makes up starts anew.
+    """
 
     draft: int
     promised: float
     served: float
     now_ms: int
+    why: Why = "fell"
+    attempts: int = 0
 
 
 class Recovered(Value):
-    """The service sees the domain where its draft promised it to be."""
+    """A domain is where its draft promised it to be, or is "low" no more."""
+
+    why: Why = "fell"
 
 
 class Looked(Value):
@@ -144,9 +163,14 @@ def step(state: State, event: Event) -> State:
     match state, event:
         case Ok(), Fell():
             return Fallen(fall=_fall(event))
-        case Fallen(fall=fall) | Due(fall=fall), Fell() if fall.draft != event.draft:
+        case Fallen(fall=fall) | Due(fall=fall), Fell(why="low") if (fall.why, fall.draft) != ("low", event.draft):
+            told = event.model_dump(include={"draft", "promised", "served", "why"})
+            return state.model_copy(update={"fall": fall.model_copy(update=told)})  # what was tried did not help it
+        case Fallen(fall=fall) | Due(fall=fall), Fell() if (
+            fall.why == event.why == "fell" and fall.draft != event.draft
+        ):
             return Fallen(fall=_fall(event))  # what was tried was tried against another draft
-        case Fallen() | Due(), Recovered():
+        case Fallen(fall=fall) | Due(fall=fall), Recovered() if fall.why == event.why:
             return Ok()
         case Fallen(fall=fall) | Due(fall=fall), Looked():
             fall = _with_true_clock(fall, event.now_ms)
@@ -162,12 +186,12 @@ def step(state: State, event: Event) -> State:
 
 
 def _fall(event: Fell) -> Fall:
-    return Fall(draft=event.draft, promised=event.promised, served=event.served, since_ms=event.now_ms)
+    return Fall(since_ms=event.now_ms, **event.model_dump(exclude={"now_ms"}))
 
 
 def _ended(fall: Fall, event: Ended) -> State:
     match event.result:
-        case "promoted":
+        case "promoted" if fall.why == "fell":
             return Ok()
         case "progress" | "outdated":
             return Fallen(fall=fall.model_copy(update={"wait_s": 0.0}))
@@ -176,7 +200,7 @@ def _ended(fall: Fall, event: Ended) -> State:
                 return Fallen(fall=fall)
             wait = {"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}
             return Fallen(fall=fall.model_copy(update=wait))
-        case "in vain":
+        case "in vain" | "promoted":  # a low domain is low no more once the new draft's promise says so
             return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
 from infra.triggerfile import LastLook, Snapshot, now_ms
-from infra.triggers import Due, Fall, Fallen, Value
+from infra.triggers import Due, Fall, Fallen, Running, Value
 from infra.versions import Version, is_usable
 
 What = Literal["build", "refresh", "approval", "orchestrator", "memory", "consent", "rows", "time"]
@@ -85,7 +85,9 @@ def waiting_for(
     last = trigger.last_run
     if trigger.running:
         since_ms = at_ms if last is None else last.started_ms
-        return Waiting(what="refresh", words="the refresh that is running", since_ms=since_ms)
+        whys = [state.fall.told(domain) for domain, state in trigger.domains.items() if isinstance(state, Running)]
+        words = f"the refresh that is running{f' ({whys[0]})' if whys else ''}"
+        return Waiting(what="refresh", words=words, since_ms=since_ms)
     if (candidate := wants_approval(champion, drafts)) is not None:
         number, returns = candidate.number, candidate.lineage.returns
         which = f"which passed its gate ({returns})" if returns else "which passed its gate"
@@ -149,8 +151,7 @@ def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, a
 
 
 def _because(what: What, words: str, domain: str, fall: Fall, since_ms: int | None = None) -> Waiting:
-    why = f"{domain} fell to τ {fall.served:.2f}, {fall.promised:.2f} was promised"
-    return Waiting(what=what, words=f"{words} ({why})", since_ms=since_ms or fall.since_ms)
+    return Waiting(what=what, words=f"{words} ({fall.told(domain)})", since_ms=since_ms or fall.since_ms)
 
 
 def _of_schedule(queue: Queue, look: LastLook, trigger: Snapshot, at_ms: int) -> Waiting:

@@ -148,10 +148,10 @@ class Schedule(Frozen):
 
     Attributes:
         build_cron: of flow `build`, None for never.
-        refresh_interval_s: of flow `refresh`, None for only when acceptance fell; with too few rows a refresh does
-            nothing.
-        retry_s: seconds that a domain whose acceptance fell waits for the next refresh after one that promoted
-            nothing; twice as long after each further one.
+        refresh_interval_s: of flow `refresh`, None for only when acceptance fell or is low; with too few rows a refresh
+            does nothing.
+        retry_s: seconds that a domain whose acceptance fell or is low waits for the next refresh after one that did not
+            help; twice as long after each further one.
         max_retry_s: the longest such wait.
         min_free_memory_gib: memory in GiB that a refresh wants at least, below the 90% of the machine's that may be
             used while it trains; one that took more wants as much the next time. With less it waits.

@@ -141,6 +141,7 @@ def _serving(found: Findings) -> Table:
         ("target", "none yet; run: redraft build" if found.target is None else _target(found.target)),
         ("champion draft", "none yet; run: redraft build" if champion is None else f"version {champion.version}"),
     ]
+    rows.append(("the loop", f"waits for {found.state.waiting.words}"))
     service = found.state.service
     if service is None:
         rows.append(("service", "not running; start it with redraft serve or redraft up"))

@@ -1,7 +1,8 @@
 """Whether served acceptance has fallen so far that a refresh should start, and how many rows that refresh wants.
 
-A domain is held against what its draft was promoted for: its own τ at the gate or, for a domain that the draft has
-never seen, the best of the others. Of a request with s steps and a accepted tokens, evidence of a fall is
+A domain is held against what its draft was promoted for: its own τ at the gate. A domain that the draft has never seen
+can't fall; `is_low` says whether it wants a refresh. Of a request with s steps and a accepted tokens, evidence of a
+fall is
 
     S ← min(h, max(0, S + (g₀ − g₁) / σ² × (s (g₀ + g₁) / 2 − a) / s̄))
 
@@ -25,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from statistics import median
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -46,6 +48,7 @@ MOST_ROWS = 1 << 24
 SHARE_BACK = 0.5
 LEAST_GAIN = 0.05
 
+LOW = 0.5
 LATELY = 64  # requests that figures go back over
 # What is known of the spread before anything is seen: as a share of the promised gain, and the requests that it counts
 # as. The demo's chat has 0.74, its code 0.42.
@@ -163,13 +166,12 @@ class Judge:
     def __init__(self, promised: Mapping[str, float], params: Params) -> None:
         """Take domain to τ at the gate, and the thresholds."""
         self._promised, self._params = promised, params
-        self._most = max(promised.values(), default=1.0)
         self._doubts: dict[str, Doubt] = {}
 
     def take(self, tallies: Iterable[Tally]) -> None:
         """Hear of requests that the draft drafted alone, the oldest first."""
         for one in tallies:
-            if (gain := self._of(one.domain) - 1) > 0:
+            if (gain := self._promised.get(one.domain, 1.0) - 1) > 0:
                 before, (steps, accepted) = self._doubts.get(one.domain, NO_DOUBT), np.array([one.steps, one.accepted])
                 self._doubts[one.domain] = doubt(before, steps, accepted, np.array(gain), self._params)
 
@@ -177,7 +179,7 @@ class Judge:
         """Return the domains that have fallen or are where they should be; of others nothing can be said."""
         params, seen = self._params, {}
         for domain, found in self._doubts.items():
-            promised, served = self._of(domain), float(1 + found.accepted / found.steps)
+            promised, served = self._promised[domain], float(1 + found.accepted / found.steps)
             fallen = bool(has_fallen(found, params))
             little = found.evidence <= _told(params) / 2 and found.requests >= params.min_requests
             if fallen or (little and 1 - (served - 1) / (promised - 1) <= params.recover):
@@ -188,8 +190,23 @@ class Judge:
         """Return the domains of which more requests should be judged; see `is_doubted`."""
         return frozenset(domain for domain, found in self._doubts.items() if is_doubted(found, self._params))
 
-    def _of(self, domain: str) -> float:
-        return self._promised.get(domain, self._most)
+
+def usual_tau(domain: str, promised: Mapping[str, float]) -> float | None:
+    """Return the median τ that a draft promises the domains but one; None where it promises nothing of them."""
+    others = [tau for name, tau in promised.items() if name != domain]
+    return median(others) if others else None
+
+
+def is_low(domain: str, promised: Mapping[str, float]) -> bool:
+    """Return whether a domain never had acceptance to lose.
+
+    That is so where its draft promises nothing of it, or less than the share `LOW` of the gain that is usual: the gate
+    measures a domain's τ on what was held out, whether the draft has learnt the domain or not.
+    """
+    if domain not in promised:
+        return True
+    usual = usual_tau(domain, promised)
+    return usual is not None and promised[domain] - 1 < LOW * (usual - 1)
 
 
 def enough_rows(

@@ -10,7 +10,7 @@ from infra.memory import Watchdog, gives_way
 from infra.service_process import is_served
 from infra.settings import load_settings
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
-from infra.triggers import Result, Retry
+from infra.triggers import Ok, Result, Retry
 from infra.versions import Version
 from models.recipe import Recipe
 from tasks.promote import Outcome
@@ -78,9 +78,10 @@ def acknowledged(refresh: Refresh) -> Refresh:
 
 
 def fallen_domains() -> tuple[str, ...]:
-    """Return the domains whose acceptance fell and is not back: what the refresh at hand is wanted for, if anything."""
+    """Return the domains whose acceptance fell and is not back, which the refresh at hand is wanted for, if any."""
     try:
-        return tuple(TriggerFile(load_settings().querylog).snapshot().domains)
+        domains = TriggerFile(load_settings().querylog).snapshot().domains.items()
+        return tuple(name for name, state in domains if not isinstance(state, Ok) and state.fall.why == "fell")
     except (sqlite3.Error, OSError) as error:
         run_logger().warning("the trigger's state can't be read: %s", error)
         return ()

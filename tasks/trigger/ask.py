@@ -9,6 +9,7 @@ import logging
 import math
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import httpx
@@ -20,11 +21,12 @@ from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.triggerfile import LastLook, Snapshot, TriggerFile, Wish
-from infra.triggers import Due, Fall, Fallen, Looked, Ok
+from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
+from infra.versions import Version
 from infra.waiting import Queue
 from models.evaluation.clusters import num_tests
 from models.evaluation.gate import Evidence
-from models.evaluation.watch import enough_rows
+from models.evaluation.watch import enough_rows, is_low, usual_tau
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others
@@ -39,13 +41,20 @@ log = logging.getLogger(__name__)
 
 Orchestrator = Callable[[Wish], bool]
 Known = Callable[[int], Evidence]
+Champion = Callable[[], Version | None]
 
 
 class Asker:
     """Looks now and then whether a refresh is due, and asks for it."""
 
     def __init__(
-        self, recipe: Recipe, log: QueryLog, trigger: TriggerFile, orchestrator: Orchestrator, known: Known
+        self,
+        recipe: Recipe,
+        log: QueryLog,
+        trigger: TriggerFile,
+        orchestrator: Orchestrator,
+        known: Known,
+        champion: Champion,
     ) -> None:
         """Take what a look needs.
 
@@ -57,9 +66,11 @@ class Asker:
                 ended. Raises OSError if it can't be asked.
             known: takes the first row of the next refresh and returns what the gate knows of the challenger that this
                 trains. Raises OSError if it can't say.
+            champion: returns the draft that is to be served. Raises OSError if it can't say.
         """
         self._recipe, self._log, self._trigger, self._orchestrator = recipe, log, trigger, orchestrator
         self._known, self._evidence = known, Evidence.start(recipe.num_draft_tokens)
+        self._champion, self._rows = champion, Counter[str]()
         self._known_at: object = None
         self._ends: object = None
         self._waits: ForOthers | None = None
@@ -78,7 +89,9 @@ class Asker:
     def look(self) -> None:
         """Look once, and ask if a refresh is due."""
         self._trigger.find_lost()
-        before, others = self._trigger.snapshot(), self._others()
+        others = self._others()
+        self._find_low()
+        before = self._trigger.snapshot()
         wanted = self._judge(before, others is not None)
         seen = self._trigger.snapshot()
         short, error = "", ""
@@ -91,13 +104,63 @@ class Asker:
     def _others(self) -> ForOthers | None:
         """Return what refreshes wait for from other keys; of rows that were looked at before only the time."""
         if (ends := (self._log.cursor(), self._log.last_seq())) != self._ends:
-            self._ends, self._waits = ends, rows_of_others(self._log, self._recipe.refresh, self._trigger.clock())
+            refresh = self._recipe.refresh
+            self._ends, self._waits = ends, rows_of_others(self._log, refresh, self._trigger.clock())
+            self._rows = self._log.waiting_domains(refresh.max_rows)
         if self._waits is not None and self._waits.until_ms <= self._trigger.clock():
             self._waits = None
         return self._waits
 
+    def _find_low(self) -> None:
+        """Tell which domains never had acceptance to lose and have rows to learn from, and which are low no more.
+
+        Names of domains come from clients. So they come one at a time, the largest first, and not while a refresh runs,
+        or another one is due or waits because a refresh did not help it. They go on with its attempts, and it is
+        remembered for as long as it may have to wait at most.
+        """
+        seen = self._trigger.snapshot()
+        states = seen.domains
+        low = {
+            name: one.fall for name, one in states.items() if isinstance(one, Fallen | Due) and one.fall.why == "low"
+        }
+        enough = [domain for domain, num in self._rows.most_common() if num >= self._recipe.refresh.min_rows]
+        new = [] if seen.running else [domain for domain in enough if domain not in low]
+        if not low and not new:
+            return
+        try:
+            champion = self._champion()
+        except OSError as error:
+            log.warning("nobody can say what the champion promises: %s", error)
+            return
+        if champion is None:
+            return
+        now_ms, promised, events = self._trigger.clock(), champion.lineage.tau, dict[str, Event]()
+        for domain, fall in low.items():
+            forgotten = now_ms - max(fall.since_ms, fall.wait_from_ms) > 1000 * self._recipe.schedule.max_retry_s
+            if not is_low(domain, promised) or (forgotten and not self._rows[domain]):
+                events[domain] = Recovered(why="low")
+            elif fall.draft != champion.number:
+                events[domain] = self._low(domain, champion)
+        found = next((domain for domain in new if is_low(domain, promised)), None)
+        busy = any(isinstance(states[name], Due) or fall.remaining_s(now_ms) for name, fall in low.items())
+        if found is not None and not busy:
+            attempts = max((fall.attempts for fall in low.values()), default=0)
+            events[found] = self._low(found, champion, attempts)
+        self._trigger.tell(events)
+
+    def _low(self, domain: str, champion: Version, attempts: int = 0) -> Fell:
+        served, usual = self._log.served_tau(domain), usual_tau(domain, champion.lineage.tau)
+        return Fell(
+            draft=champion.number,
+            promised=served if usual is None else usual,
+            served=served,
+            now_ms=self._trigger.clock(),
+            why="low",
+            attempts=attempts,
+        )
+
     def _judge(self, seen: Snapshot, waits: bool) -> dict[str, int]:
-        """Let fallen domains become due, and return how many rows of its own each of them wants."""
+        """Let fallen and low domains become due, and return how many rows of its own each of them wants."""
         queue, refresh = Queue(rows=self._log.waiting()[0] if seen.domains else {}), self._recipe.refresh
         groups = self._log.waiting_groups() if seen.domains else {}
         if seen.domains:
@@ -112,8 +175,13 @@ class Asker:
         return wanted
 
     def _wanted(self, domain: str, fall: Fall, num_rows: int, groups: Mapping[str, Mapping[str | None, int]]) -> int:
-        """Return how many rows of a domain can be expected to hold as many tests as the gate needs."""
+        """Return how many rows of a domain can be expected to hold as many tests as the gate needs.
+
+        Of a low domain nobody knows how much it will gain, but mostly it is much: the rows of any refresh will do.
+        """
         recipe, evidence = self._recipe, self._evidence
+        if fall.why == "low":
+            return recipe.refresh.min_rows
         of_domain = list(groups.values()) if domain == OTHER_DOMAINS else [groups.get(domain, {})]
         tests = enough_rows(
             fall.promised - fall.served,
@@ -177,12 +245,16 @@ class Asker:
             self._trigger.note(look)
 
 
+def champion_of_registry() -> Version | None:
+    """Return the registry's champion."""
+    return open_registry().champion("draft")
+
+
 def of_registry(recipe: Recipe) -> Known:
     """Return what the registry's champion is challenged with; nothing is known without a champion."""
 
     def known(first_seq: int) -> Evidence:
-        registry, num_draft_tokens = open_registry(), recipe.num_draft_tokens
-        champion = registry.champion("draft")
+        registry, num_draft_tokens, champion = open_registry(), recipe.num_draft_tokens, champion_of_registry()
         if champion is None:
             return Evidence.start(num_draft_tokens)
         return known_of_challenger(registry, champion.number, first_seq, num_draft_tokens)[1]
@@ -194,7 +266,7 @@ def is_enough(domain: str, queue: Queue, wanted: int, min_rows: int, max_rows: i
     """Return whether a refresh for a fallen domain is worth its while.
 
     Args:
-        domain: the fallen one.
+        domain: the fallen or low one.
         queue: the rows that wait.
         wanted: rows of the domain.
         min_rows: rows of all domains.

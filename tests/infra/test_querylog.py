@@ -395,3 +395,20 @@ def test_rows_that_wait_are_counted_by_domain_and_consent_from_the_cursor_on(log
     assert log.waiting() == ({}, None)
     log.append([row("a9"), row("a4", consent="metadata"), row("a5", domain="code"), row("a6", domain="code")])
     assert log.waiting() == ({"chat": {"full": 1, "metadata": 1}, "code": {"full": 2}}, 4)
+
+
+def test_the_first_rows_that_wait_and_may_be_trained_on_are_counted_by_domain(log: QueryLog) -> None:
+    log.append([row("a1", "chat"), row("a2", "code"), row("a3", "code", consent="metadata"), row("a4", "code")])
+    assert log.waiting_domains(10) == {"chat": 1, "code": 2}
+    assert log.waiting_domains(2) == {"chat": 1, "code": 1}
+    log.commit(log.claim("me", 2, 1))
+    assert log.waiting_domains(10) == {"code": 1}
+
+
+def test_served_tau_is_of_the_newest_rows_that_a_draft_drafted_alone(log: QueryLog) -> None:
+    head = {"drafting": "head", "drafted": [3, 3], "accepted": [3, 0]}
+    said = [head | {"accepted": [3, 3]}, head, head | {"drafting": "auto", "accepted": [0, 0]}, head]
+    log.append([row(f"a{number}", "code").model_copy(update=one) for number, one in enumerate(said, 1)])
+    assert log.served_tau("code") == 1 + 12 / 6
+    assert log.served_tau("code", num_rows=2) == 1 + 6 / 4
+    assert log.served_tau("chat") == 1.0

@@ -28,9 +28,14 @@ TWICE = FALL.model_copy(update={"attempts": 2, "wait_from_ms": 200_000, "wait_s"
 AGAIN = FALL.model_copy(update={"wait_from_ms": 200_000, "wait_s": 60.0})
 OTHER = Fall(draft=4, promised=1.8, served=1.2, since_ms=200_000)
 
+LOW = FALL.model_copy(update={"why": "low"})
+LOW_WAITING = WAITING.model_copy(update={"why": "low"})
+
 FELL = Fell(draft=3, promised=1.7, served=1.0, now_ms=200_000)
 FELL_WITH_ANOTHER = Fell(draft=4, promised=1.8, served=1.2, now_ms=200_000)
 ENOUGH, TOO_FEW = Looked(enough=True, now_ms=200_000), Looked(enough=False, now_ms=200_000)
+IS_LOW = Fell(draft=4, promised=1.6, served=1.2, now_ms=200_000, why="low", attempts=2)
+LOW_NO_MORE = Recovered(why="low")
 TOO_SOON = Looked(enough=True, now_ms=130_000)
 LOST = Lost(now_ms=200_000, retry=RETRY)
 
@@ -40,8 +45,20 @@ def ended(result: str) -> Ended:
 
 
 ENDS = [ended(result) for result in ("promoted", "progress", "outdated", "put off", "in vain")]
-EVENTS = [FELL, FELL_WITH_ANOTHER, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), Started(), LOST, *ENDS]
-STATES = [Ok(), Fallen(fall=FALL), Fallen(fall=WAITING), Due(fall=FALL), Running(fall=FALL), Running(fall=WAITING)]
+EVENTS = [FELL, FELL_WITH_ANOTHER, IS_LOW, LOW_NO_MORE, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), Started(), LOST, *ENDS]
+STATES: list[State] = [
+    Ok(),
+    Fallen(fall=LOW_WAITING),
+    Due(fall=LOW),
+    Running(fall=LOW),
+    Fallen(fall=FALL),
+    Fallen(fall=WAITING),
+    Due(fall=FALL),
+    Running(fall=FALL),
+    Running(fall=WAITING),
+]
+LOW_YET = {"draft": 4, "promised": 1.6, "served": 1.2}
+LOW_AGAIN = LOW.model_copy(update={"wait_from_ms": 200_000, "wait_s": 60.0})
 AT_ONCE = WAITING.model_copy(update={"wait_s": 0.0})
 # What is not here stays as it is.
 TABLE: list[tuple[State, Event, State]] = [
@@ -72,6 +89,26 @@ TABLE: list[tuple[State, Event, State]] = [
     (Running(fall=WAITING), ended("outdated"), Fallen(fall=AT_ONCE)),
     (Running(fall=WAITING), ended("put off"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=WAITING), ended("in vain"), Fallen(fall=TWICE)),
+    (Fallen(fall=FALL), IS_LOW, Fallen(fall=LOW.model_copy(update=LOW_YET))),
+    (Fallen(fall=WAITING), IS_LOW, Fallen(fall=LOW_WAITING.model_copy(update=LOW_YET))),
+    (Due(fall=FALL), IS_LOW, Due(fall=LOW.model_copy(update=LOW_YET))),
+    # What is low stays so with another draft, and no refresh but one that helped ends it.
+    (Ok(), IS_LOW, Fallen(fall=LOW.model_copy(update={**LOW_YET, "since_ms": 200_000, "attempts": 2}))),
+    (Fallen(fall=LOW_WAITING), IS_LOW, Fallen(fall=LOW_WAITING.model_copy(update=LOW_YET))),
+    (Fallen(fall=LOW_WAITING), LOW_NO_MORE, Ok()),
+    (Fallen(fall=LOW_WAITING), ENOUGH, Due(fall=LOW_WAITING)),
+    (Fallen(fall=LOW_WAITING), TOO_SOON, Fallen(fall=LOW_WAITING)),
+    (Fallen(fall=LOW_WAITING), Started(), Running(fall=LOW_WAITING)),
+    (Due(fall=LOW), IS_LOW, Due(fall=LOW.model_copy(update=LOW_YET))),
+    (Due(fall=LOW), LOW_NO_MORE, Ok()),
+    (Due(fall=LOW), TOO_FEW, Fallen(fall=LOW)),
+    (Due(fall=LOW), Started(), Running(fall=LOW)),
+    (Running(fall=LOW), LOST, Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=LOW), ended("promoted"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=LOW), ended("progress"), Fallen(fall=LOW)),
+    (Running(fall=LOW), ended("outdated"), Fallen(fall=LOW)),
+    (Running(fall=LOW), ended("put off"), Fallen(fall=LOW_AGAIN)),
+    (Running(fall=LOW), ended("in vain"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
 ]
 
 

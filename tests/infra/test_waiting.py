@@ -56,7 +56,18 @@ def test_without_a_draft_it_waits_for_one() -> None:
 
 
 def test_while_one_runs_it_waits_for_that() -> None:
-    assert line(rows(0), Running(fall=FALL), running=True) == "refresh | the refresh that is running; for 2 min"
+    assert line(rows(0), running=True) == "refresh | the refresh that is running; for 2 min"
+    told = line(rows(0), Running(fall=FALL), running=True)
+    assert told == f"refresh | the refresh that is running {FELL}; for 2 min"
+
+
+def test_of_a_domain_that_never_had_acceptance_it_says_what_is_usual() -> None:
+    low = FALL.model_copy(update={"why": "low"})
+    why = "(code has τ 1.05, 1.72 is usual)"
+    assert line(rows(500), Due(fall=low)).startswith(
+        f"orchestrator | the orchestrator, which was asked for a refresh {why}"
+    )
+    assert line(rows(500), Running(fall=low), running=True).startswith(f"refresh | the refresh that is running {why}")
 
 
 @pytest.mark.parametrize(("tags", "waits"), [({}, True), ({"previous": "1"}, False), ({"quarantined": "bad"}, False)])

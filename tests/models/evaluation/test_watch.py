@@ -5,7 +5,18 @@ from models.evaluation import gate
 from models.evaluation.acceptance import Tally
 from models.evaluation.gate import Evidence, allowed_error, decide
 from models.evaluation.paired import Score
-from models.evaluation.watch import FIRST_WEIGHT, NO_DOUBT, SHARE_BACK, SPREAD, Judge, Params, doubt, enough_rows
+from models.evaluation.watch import (
+    FIRST_WEIGHT,
+    NO_DOUBT,
+    SHARE_BACK,
+    SPREAD,
+    Judge,
+    Params,
+    doubt,
+    enough_rows,
+    is_low,
+    usual_tau,
+)
 
 K, ALPHA = 3, allowed_error(1, gate.Params().alpha_total)
 PARAMS = Params(fall=0.3, recover=0.1, min_requests=10)
@@ -27,7 +38,7 @@ def judged(tau: float, requests: int, domain: str = "chat", promised: dict[str, 
         ("chat", 1.4, 9, None),  # too few to say
         ("code", 1.2, 40, True),
         ("code", 1.4, 40, None),
-        ("sql", 1.5, 40, True),  # a domain that the draft never saw is held against the best one
+        ("sql", 1.5, 40, None),  # a domain that the draft never saw has nothing to lose
     ],
 )
 def test_a_domain_is_held_against_what_its_draft_was_promoted_for(
@@ -101,3 +112,25 @@ def test_the_gate_passes_a_planted_gain_with_enough_rows_in_most_refreshes_and_w
     print(f"{wanted} of {num_rows} rows: passed {shown[0]:.0%}, with a third {shown[1]:.0%}")
     assert shown[0] >= 0.7
     assert shown[1] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("domain", "promised", "low"),
+    [
+        ("sql", {}, True),
+        ("sql", {"chat": 1.8, "code": 1.6}, True),
+        ("sql", {"chat": 1.8, "code": 1.6, "sql": 1.34}, True),
+        ("sql", {"chat": 1.8, "code": 1.6, "sql": 1.36}, False),  # half of the others' 1.7
+        ("sql", {"sql": 1.05}, False),  # nothing says that more is usual
+        ("sql", {"chat": 1.0, "sql": 1.0}, False),
+    ],
+)
+def test_a_domain_is_low_where_its_draft_promises_nothing_or_less_than_half_of_what_is_usual(
+    domain: str, promised: dict[str, float], low: bool
+) -> None:
+    assert is_low(domain, promised) == low
+
+
+def test_what_is_usual_is_the_median_of_the_others() -> None:
+    assert usual_tau("sql", {"a": 1.1, "b": 1.5, "c": 1.9, "sql": 3.0}) == 1.5
+    assert usual_tau("sql", {"sql": 3.0}) is None

@@ -1,5 +1,6 @@
 """Six simulated hours of bad acceptance, and whoever starts refreshes being down, busy or forgetful."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from infra.querylog import QueryLog
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, Wish
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
+from infra.versions import Version
 from infra.waiting import Queue
 from models.evaluation.gate import Evidence
 from models.recipe import Recipe, load_recipe
 from tasks.trigger.ask import Asker, is_enough, prefect_server
 from tests.infra.rows import row
+from tests.tags import draft_tags
 
 MINUTE_MS = 60_000
 NOTHING, REFUSED, PROMOTED = ("put off", "nothing to do"), ("in vain", "refused"), ("promoted", "promoted")
@@ -43,8 +46,29 @@ class Home:
         self.trigger.note(Need(gib=0.01))
         self.evidence = Evidence.start(self.recipe.num_draft_tokens)
         self.firsts: list[int] = []
-        self.asker = Asker(self.recipe, self.log, self.trigger, self.orchestrate, self.known)
+        self.promised, self.draft = {"chat": 1.8, "code": 1.72}, 1
+        self.asker = self.ask_with(self.recipe)
         self.num_rows = 0
+
+    def ask_with(self, recipe: Recipe) -> Asker:
+        return Asker(recipe, self.log, self.trigger, self.orchestrate, self.known, self.champion)
+
+    def take_few_rows(self) -> None:
+        """Let refreshes want five rows, so that days of them are simulated in seconds."""
+        few = self.recipe.refresh.model_copy(update={"min_rows": 5})
+        self.recipe = self.recipe.model_copy(update={"refresh": few})
+        self.asker = self.ask_with(self.recipe)
+
+    def champion(self) -> Version:
+        tags = draft_tags(tau=json.dumps(self.promised))
+        return Version(kind="draft", number=self.draft, sha256="a" * 64, tags=tags, created_ms=self.now_ms)
+
+    def log_rows(self, number: int, domain: str, key: str | None = None) -> None:
+        """Log rows that no service saw fall: ten drafted tokens in five steps, of which one was accepted."""
+        names = (f"low-{self.num_rows + one}" for one in range(number))
+        said = {"key": key, "time_ms": self.now_ms, "drafting": "head", "drafted": [2] * 5, "accepted": [1, 0, 0, 0, 0]}
+        self.log.append([row(name, domain).model_copy(update=said) for name in names])
+        self.num_rows += number
 
     def orchestrate(self, wish: Wish) -> bool:
         if not self.up:
@@ -203,7 +227,7 @@ def test_progress_goes_on_with_the_next_rows_and_a_run_that_did_nothing_waits(ho
 def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home) -> None:
     schedule = home.recipe.schedule.model_copy(update={"min_free_memory_gib": 1e6})
     recipe = home.recipe.model_copy(update={"schedule": schedule})
-    home.asker = Asker(recipe, home.log, home.trigger, home.orchestrate, home.known)
+    home.asker = home.ask_with(recipe)
     home.serve(240)
     home.pass_minutes(1)
     seen = home.trigger.snapshot()
@@ -307,7 +331,7 @@ def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
     def unknown(first_seq: int) -> Evidence:
         raise ConnectionError("refused")
 
-    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, unknown)
+    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, unknown, home.champion)
     home.serve(240)
     home.pass_minutes(1)
     assert home.asked == 1
@@ -334,3 +358,108 @@ def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None
         listener.shutdown(socket.SHUT_RDWR)
         server.join()
     assert len(taken) == 1, taken
+
+
+def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -> None:
+    home.log_rows(home.recipe.refresh.min_rows - 1, "sql")
+    home.pass_minutes(30, each=10)
+    assert (home.asked, home.trigger.snapshot().domains) == (0, {})
+    home.log_rows(1, "sql")
+    home.pass_minutes(1)
+    assert home.asked == 1
+    state = home.trigger.snapshot().domains["sql"]
+    assert isinstance(state, Due)
+    assert state.fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
+    home.draft, home.promised = 2, {**home.promised, "sql": 1.5}
+    home.refresh(PROMOTED)
+    for _ in range(20):
+        home.log_rows(200, "sql")
+        home.pass_minutes(10, each=5)
+    assert (home.asked, home.trigger.snapshot().domains) == (1, {})
+
+
+def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: Home) -> None:
+    home.promised |= {"sql": 1.3, "math": 1.5}
+    home.log_rows(200, "math")
+    home.pass_minutes(1)
+    assert home.asked == 0
+    home.log_rows(200, "sql")
+    home.pass_minutes(1)
+    assert isinstance(home.trigger.snapshot().domains["sql"], Due)
+    assert home.asked == 1
+
+
+@pytest.mark.parametrize("end", [REFUSED, PROMOTED])
+def test_a_domain_that_no_refresh_helps_waits_twice_as_long_each_time(home: Home, end: tuple[Result, str]) -> None:
+    """A refresh may be promoted for what it brought elsewhere."""
+    home.take_few_rows()
+    for minute in range(0, 60 * 5, 3):
+        home.log_rows(5, "noise")
+        home.pass_minutes(3, each=3)
+        if len(home.runs) > len(home.minutes):
+            home.minutes.append(minute)
+            home.draft += end == PROMOTED
+            home.refresh(end)
+    waits = [after - before for before, after in pairwise(home.minutes)]
+    assert waits == pytest.approx([6, 10, 20, 40, 80], abs=3)
+
+
+def test_a_client_that_makes_up_names_starts_no_more_refreshes_than_with_one(home: Home) -> None:
+    """For two days the rows of a refresh come under a new name every ten minutes; none helps."""
+    home.take_few_rows()
+    for number in range(2 * 24 * 6):
+        home.log_rows(5, f"name-{number}")
+        home.pass_minutes(10, each=10)
+        if len(home.runs) > len(home.minutes):
+            home.minutes.append(10 * number)
+            home.refresh(REFUSED)
+    print(f"refreshes in two days: {home.asked}, minutes: {home.minutes}")
+    assert home.asked <= 15
+    assert home.minutes[-1] - home.minutes[-2] >= 360
+    assert len(home.trigger.snapshot().domains) <= 15
+    home.pass_minutes(60 * 6, each=60)
+    home.refresh(REFUSED)
+    home.pass_minutes(60 * 7, each=60)
+    assert home.trigger.snapshot().domains == {}  # they are forgotten with their rows
+
+
+def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_not_help(home: Home) -> None:
+    home.take_few_rows()
+    home.log_rows(5, "sql")
+    home.pass_minutes(1)
+    with home.trigger.run(home.retry) as tell:
+        home.log.commit(home.log.claim("run", 2000, 5))
+        home.log_rows(5, "math")
+        home.pass_minutes(1)
+        tell(*REFUSED)
+    home.pass_minutes(4)
+    assert home.asked == 1
+    home.pass_minutes(2)
+    assert home.asked == 2
+    state = home.trigger.snapshot().domains["math"]
+    assert isinstance(state, Due)
+    assert state.fall.attempts == 1
+
+
+def test_rows_of_one_key_make_no_domain_due_before_rows_of_others_come(home: Home) -> None:
+    home.log_rows(1, "chat", key="b" * 64)
+    home.log_rows(400, "sql", key="a" * 64)
+    home.pass_minutes(50, each=10)
+    assert home.asked == 0
+    home.log_rows(90, "chat", key="b" * 64)
+    home.pass_minutes(1)
+    assert home.asked == 1
+
+
+def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_asked_for(home: Home) -> None:
+    def unknown() -> Version:
+        raise ConnectionError("refused")
+
+    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
+    home.log_rows(240, "sql")
+    home.pass_minutes(1)
+    assert home.trigger.snapshot().domains == {}
+    home.serve(240)
+    home.pass_minutes(1)
+    assert home.asked == 1
+    assert "sql" not in home.trigger.snapshot().domains
