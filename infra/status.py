@@ -86,15 +86,22 @@ class Pace(_Told):
 
 
 class Speed(_Told):
-    """How fast one request of a domain is decoded, as measured from the times of steps that read no prompt."""
+    """How fast one request of a domain is answered, as measured from the times of steps; none before 192 of them."""
 
     tokens_per_s: float = Field(description="tokens a second of one request, as it is drafted")
     plain_tokens_per_s: float = Field(description="the same without any draft, by what plain steps take")
+    low: float = Field(description="lower end of a 95% interval of their quotient")
+    high: float = Field(description="its upper end")
+
+    @property
+    def gain(self) -> str:
+        """Return the quotient in words."""
+        return f"{self.tokens_per_s / self.plain_tokens_per_s:.2f}× ({self.low:.2f} to {self.high:.2f})"
 
     def told(self) -> str:
         """Return it in words."""
-        gain, plain = self.tokens_per_s / self.plain_tokens_per_s, f"{self.plain_tokens_per_s:.1f}"
-        return f"{self.tokens_per_s:.1f} tokens/s of one request, {gain:.2f}× the {plain} without a draft"
+        plain = f"{self.plain_tokens_per_s:.1f} without a draft"
+        return f"{self.tokens_per_s:.1f} tokens/s of one request, {self.gain} the {plain}"
 
 
 class ServiceStatus(_Told):

@@ -200,6 +200,14 @@ class Cost:
         moved = grown._moved(known * gain, covariance)
         return replace(moved, spread=self.spread + SPREAD_RATE * (usual - self.spread), num_steps=self.num_steps + 1)
 
+    def doubt(self, num_sequences: int) -> float:
+        """Return the relative standard error of `step_ms` of so many sequences, each of one row, without a pass."""
+        covariance = self._covariance()
+        parts = self._parts(Time(num_sequences, num_sequences, 0, 1.0), len(covariance)).clip(0.0)
+        shares = parts / parts.sum()
+        shares[0] = 1.0
+        return math.sqrt(max(float(shares @ covariance @ shares), 0.0))
+
     def _covariance(self) -> Floats:
         """Return the covariance, or what it is before any step."""
         if self.covariance is not None:

@@ -13,7 +13,7 @@ from models.params import Frozen
 from models.throughput.cost import Cost
 from models.throughput.curves import Curve, ascending
 
-FORMAT = 1
+FORMAT = 2  # since 2 a step lasts until the next one begins
 
 
 def save(cost: Cost, file: Path) -> None:

@@ -258,6 +258,7 @@ class VllmEngine:
             raise ValueError(f"draft {directory.name} is set otherwise than the served one; a swap can't change it")
         self.llm.draft_version, self.draft = version, directory
         self.llm.num_swaps += 1
+        self.llm.speeds.clear()  # of the draft before
         if weights is not None:
             swap = self._call("swap_draft", str(weights.file), weights.parameters)
             try:

@@ -33,6 +33,8 @@ from models.throughput.speeds import Part, Speeds
 SAVE_EVERY = 2000
 # How much of a step goes into the means of prompt tokens and emitted ones: they are of the last hundred steps or so.
 PROMPTS_RATE = 0.01
+# A step that took so many times as long as expected waited for something else, such as a swap.
+LONGEST = 3.0
 
 # How a request's tokens are chosen, as far as that takes time.
 Choice = Literal["greedy", "sampled", "logprobs"]
@@ -42,18 +44,22 @@ log = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
-    """A step that read no prompt.
+    """A step.
 
     Attributes:
         num_rows: of the target: each sequence's last token and what was verified after it.
-        ms: that it took.
-        parts: what it had of each domain whose requests are drafted.
+        ms: from when it began to be scheduled until the next one did: tokens wait for all of that.
+        parts: what it had of each domain whose requests are drafted as is fastest, and not to judge the draft.
+        num_read: tokens of prompts that it read, which are no rows.
+        num_reading: sequences whose prompts they are of.
     """
 
     num_sequences: int
     num_rows: int
     ms: float
     parts: dict[str, Part]
+    num_read: int = 0
+    num_reading: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,7 @@ class Planner:
             self._acceptance.see_lookup(wishes.domain, row.match, row.num_found)
 
     def took(self, step: Step, rows: Iterable[Row] | None) -> None:
-        """Take a step that read no prompt; `rows` were drafted after it, None where nothing was."""
+        """Take a step; `rows` were drafted after it, None where nothing was."""
         num_passes, num_drafted, made = 0, 0, self._drafting.passes
         if rows is not None and made:
             most = max((len(row.token_ids) for row in rows if not row.looked_up), default=0)
@@ -250,7 +256,8 @@ class Planner:
             num_drafted = min(len(made[0].names or ()), step.num_sequences)  # fewer where one was taken back meanwhile
         if self._measuring:
             # Not while the first come or the last have gone, nor the step after, which verifies what fewer were given.
-            if str(step.num_sequences) == self._measuring and step.num_rows == self._measured_rows:
+            whole = str(step.num_sequences) == self._measuring and not step.num_read
+            if whole and step.num_rows == self._measured_rows:
                 # No token need be kept of them.
                 num_passes = passes_made(self._drafting.num_passes, self._setup.one_pass)
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
@@ -259,14 +266,19 @@ class Planner:
         if any(one.num_passes == 0 for one in measured):  # else it broke off at once, and the steps served must tell
             self._take(measured)
         cost = self._cost
-        if len(made) < 2 or num_passes == 0:  # else two kinds of passes share the time
+        if not step.num_read and (len(made) < 2 or num_passes == 0):  # else two kinds of passes share the time
             cost = cost.after(Time(step.num_sequences, step.num_rows, num_passes, step.ms, num_drafted))
             self._costs[self._choice] = cost
             if cost.num_steps % SAVE_EVERY == 0:
                 self._save(self._choice)
         plain_ms = cost.step_ms(step.num_sequences, step.num_sequences, 0)
-        if plain_ms is not None and (rows is not None or self._drafting.rests):  # else speculation is off
-            self.speeds.see(step.parts, step.ms, plain_ms)
+        expected_ms = cost.step_ms(step.num_sequences, max(step.num_rows, step.num_sequences), num_passes)
+        if plain_ms is None or expected_ms is None or (rows is None and not self._drafting.rests):
+            return  # speculation is off, or nothing tells
+        doubt, ms, undrafted_ms = cost.doubt(step.num_sequences), min(step.ms, LONGEST * expected_ms), plain_ms
+        if step.num_read:
+            ms, undrafted_ms = step.ms, _undrafted_ms(cost, step, num_passes)
+        self.speeds.see(step.parts, ms, undrafted_ms, plain_ms, doubt)
 
     def _take(self, times: Sequence[Time]) -> None:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
@@ -284,6 +296,7 @@ class Planner:
             if wish.num_swaps > self._num_swaps:
                 self._num_swaps = wish.num_swaps
                 self._promised.clear()
+                self.speeds = Speeds()
                 self._judging.expire()
                 self._acceptance.start({})
             # A request that was asked before the swap tells of the draft before.
@@ -306,6 +319,17 @@ class Planner:
             costfile.save(cost, file)
         except OSError as error:  # in the engine's step: a full disk costs the next start its table, not this engine
             log.warning("the table of costs was not written: %s", error)
+
+
+def _undrafted_ms(cost: Cost, step: Step, num_passes: int) -> float:
+    """Return what a step that read prompts would have taken without a draft: prompts take their time in any case."""
+    num = step.num_sequences
+    line = replace(cost, num_read=step.num_read).line(num)
+    if line is None or line.pass_ms is None:
+        return step.ms
+    more = step.num_rows - (num - step.num_reading)
+    drafted_ms = line.target_ms(num + more) - line.target_ms(num) + line.passes_ms(num_passes)
+    return max(step.ms - drafted_ms - (line.read_ms if num_passes else 0.0), line.target_ms(num))
 
 
 def _chances(tau: float, num_tokens: int) -> list[float]:

@@ -62,11 +62,17 @@ class TracingScheduler(Scheduler):
         setup = self.vllm_config.additional_config
         self.planner = Planner(setup) if isinstance(setup, Setup) else None
         self._longest_piece = self.scheduler_config.long_prefill_token_threshold
-        self._scheduled_s = 0.0
-        self._step: Step | None = None
+        self._began_s = 0.0  # when the step at hand began to be scheduled
+        self._step: Step | None = None  # the last one, if another follows it at once; how long it took is known then
+        self._rows: Sequence[Row] | None = None  # that were drafted after it
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """See the base class."""
+        began_s = time.perf_counter()
+        if self.planner is not None and self._step is not None:
+            ms = 1000 * (began_s - self._began_s)
+            self.planner.took(self._step._replace(ms=ms), self._rows)
+        self._began_s, self._step, self._rows = began_s, None, None
         self._settle()  # before the look-ups in the cache
         if self.draft_keys is not None:
             starting = islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running)))
@@ -85,11 +91,9 @@ class TracingScheduler(Scheduler):
             self._beyond = frozenset(name for name, end in ends.items() if end + self.num_spec_tokens > self._longest)
         self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
         if self.planner is not None:
-            self._note_time(self.planner, None)  # of a step after which nothing was drafted
             output.num_spec_tokens_to_schedule = self.planner.next(
                 [self._asked(request, output.num_scheduled_tokens[request.request_id]) for request in self._ran]
             )
-        self._scheduled_s = time.perf_counter()
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
@@ -103,7 +107,7 @@ class TracingScheduler(Scheduler):
             return  # it rested, and nothing was looked up
         else:
             rows = [Row.unpacked(row) for row in draft_token_ids.draft_token_ids]
-            self._note_time(self.planner, rows)
+            self._rows = tuple(rows)
             for place, name in enumerate(draft_token_ids.req_ids):
                 request = self.requests.get(name)
                 if request is None or request.is_prefill_chunk:
@@ -151,7 +155,6 @@ class TracingScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """See the base class."""
-        step_ms = 1000 * (time.perf_counter() - self._scheduled_s)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         seen = {}
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -171,8 +174,11 @@ class TracingScheduler(Scheduler):
                 if self.planner is not None:
                     whole = GAPS not in request.__dict__
                     self.planner.verified(Wishes.of(request.sampling_params), row, emitted - 1, whole)
-        if self.planner is not None and seen and all(before > 0 for _, before in seen.values()):
-            self._step = Step(len(seen), scheduler_output.total_num_scheduled_tokens, step_ms, _parts(seen.values()))
+        if self.planner is not None and seen and self.has_unfinished_requests():
+            scheduled = scheduler_output.num_scheduled_tokens
+            read = [scheduled[name] for name, (_, before) in seen.items() if before == 0]
+            num_rows = scheduler_output.total_num_scheduled_tokens - sum(read)
+            self._step = Step(len(seen), num_rows, 0.0, _parts(seen.values()), sum(read), len(read))
         for of_client in results.values():
             for output in of_client.outputs:
                 if (name := output.request_id) not in seen:
@@ -196,11 +202,6 @@ class TracingScheduler(Scheduler):
         fits = request.request_id not in self._beyond
         return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits)
 
-    def _note_time(self, planner: Planner, rows: Sequence[Row] | None) -> None:
-        if self._step is not None:
-            planner.took(self._step, rows)
-            self._step = None
-
 
 def _is_off(request: Any) -> bool:
     return Wishes.of(request.sampling_params).drafting == "off"
@@ -210,7 +211,8 @@ def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:
     """Return what a step had of each domain, by its requests and how many tokens each had before."""
     parts: dict[str, Part] = {}
     for request, before in seen:
-        if (wishes := Wishes.of(request.sampling_params)).drafting != "off":
-            num, tokens = parts.get(wishes.domain, (0, 0))
-            parts[wishes.domain] = Part(num + 1, tokens + request.num_output_tokens - before)
+        if (wishes := Wishes.of(request.sampling_params)).drafting == "auto":  # others say nothing of what is fastest
+            num, tokens, spared = parts.get(wishes.domain, (0, 0, 0))
+            emitted = request.num_output_tokens - before
+            parts[wishes.domain] = Part(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
     return parts

@@ -168,7 +168,7 @@ def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
     assert shown(service=SERVICE)[-6:] == [
         "service: http://127.0.0.1:8000/v1, draft 2, speculation off (switched off by an operator)",
         "  engine compiled: compiled steps are faster",
-        "  chat: 75.0 tokens/s of one request, 1.50× the 50.0 without a draft",
+        "  chat: 75.0 tokens/s of one request, 1.50× (1.40 to 1.60) the 50.0 without a draft",
         "  answered with 200: 1,200; swaps: 2",
         "  draft 3-abc is refused: another output",
         "  chat: τ 1.75 over the last 9 requests that it drafted alone",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import eq
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -316,12 +317,18 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
 ) -> None:
     params = Params(num_draft_tokens=2, max_model_len=128, max_num_seqs=4)
 
+    undrafted: list[Completion] = []
+
     async def start_and_measure() -> tuple[VllmEngine, Completion]:
         engine = await VllmEngine.start(tiny_target, tiny_draft, params, costs=tmp_path / "costs")
         try:
             await measure(engine)
             assert await engine.forget_answers() == 0  # it is nobody's text, and nobody's drafts
             sampling = Sampling(max_tokens=64, ignore_eos=True, drafting="auto")
+            plain = Sampling(max_tokens=64, ignore_eos=True, drafting="off")
+            for number in range(24):  # else too few steps tell
+                await engine.generate(prompts(1)[0], sampling, f"drafted-{number}")
+                undrafted.append(await engine.generate(prompts(1)[0], plain, f"plain-{number}"))
             return engine, await engine.generate(prompts(1)[0], sampling, "after")
         finally:
             await engine.close()
@@ -343,6 +350,9 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
         }
     speed = engine.speeds[""]
     assert 0.2 < speed.tokens_per_s / speed.plain_tokens_per_s < 4
+    # What is between two steps takes more of the time than such a small target does.
+    assert 1000 / speed.plain_tokens_per_s > 0.7 * median(one.per_token_ms for one in undrafted)
+    assert speed.low < speed.tokens_per_s / speed.plain_tokens_per_s < speed.high
 
 
 def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(

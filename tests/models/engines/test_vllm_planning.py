@@ -11,6 +11,7 @@ import pytest
 from models.engines import LookUp
 from models.engines.vllm.drafting import MEASURE, NOTHING, WISHES, Drafting, Passes, Row, Wishes
 from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step, _chances, measured_for
+from models.engines.vllm.scheduler import _parts
 from models.engines.vllm.turns import turns
 from models.layers import grids
 from models.lengths import Plan, fixed, goodput
@@ -33,7 +34,7 @@ AUTO = Wishes("auto", "code", "alice")
 
 
 def step(num: int, num_rows: int, ms: float) -> Step:
-    return Step(num, num_rows, ms, {"code": Part(num, num)})
+    return Step(num, num_rows, ms, {"code": Part(num, num, 0)})
 
 
 def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0, sequence_ms: float = 0.0) -> None:
@@ -292,9 +293,10 @@ def test_a_measurement_during_which_the_machine_became_slower_is_kept(tmp_path: 
 def test_speeds_are_told_by_domain_as_measured() -> None:
     planner = Planner(setup())
     measure(planner, row_ms=0.2, pass_ms=0.5)
-    for _ in range(50):
+    for _ in range(300):
         planner.next(asked(AUTO, AUTO._replace(domain="chat")))
-        planner.took(Step(2, 8, 14.0, {"code": Part(1, 3), "chat": Part(1, 1)}), [Row(0, 0, False, [1] * K)] * 2)
+        parts = {"code": Part(1, 3, 2), "chat": Part(1, 1, 0)}
+        planner.took(Step(2, 8, 14.0, parts), [Row(0, 0, False, [1] * K)] * 2)
     code, chat = planner.speeds.of("code"), planner.speeds.of("chat")
     assert code is not None
     assert chat is not None
@@ -302,6 +304,77 @@ def test_speeds_are_told_by_domain_as_measured() -> None:
     assert code.tokens_per_s == pytest.approx(3000 / 14, rel=0.01)
     assert chat.plain_tokens_per_s == pytest.approx(100, rel=0.3)
     assert planner.speeds.of("math") is None
+    planner.next(asked(AUTO))
+    planner.took(Step(1, 4, 3000.0, {"code": Part(1, 1, 0)}), [Row(0, 0, False, [1] * K)])  # a draft was swapped in
+    after = planner.speeds.of("code")
+    assert after is not None
+    assert after.tokens_per_s == pytest.approx(code.tokens_per_s, rel=0.02)
+
+
+def test_what_a_draft_that_was_swapped_out_gave_is_told_no_more() -> None:
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    for num_swaps, tokens in ((0, 1), (1, 3)):
+        for _ in range(300):
+            planner.next(asked(AUTO._replace(num_swaps=num_swaps)))
+            planner.took(Step(1, 4, 12.1, {"code": Part(1, tokens, tokens - 1)}), [Row(0, 0, False, [1] * K)])
+        speed = planner.speeds.of("code")
+        assert speed is not None
+        assert speed.tokens_per_s == pytest.approx(1000 * tokens / 12.1, rel=0.02)
+
+
+def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None:
+    """Some requests, a domain's first too, are drafted by the head alone, K tokens a step, whether that pays or not."""
+
+    def request(drafting: str, emitted: int) -> SimpleNamespace:
+        params = SimpleNamespace(extra_args={WISHES: Wishes(drafting, "code")})
+        return SimpleNamespace(sampling_params=params, num_output_tokens=7 + emitted)
+
+    seen = [(request(*one), 7) for one in (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))]
+    assert _parts(seen) == {"code": Part(2, 4, 2)}
+
+
+def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() -> None:
+    """A prompt takes 100 ms and the draft 1.5 more; then 20 steps of 12.1 ms give 2 tokens each, plain ones take 10."""
+    planner = Planner(setup())
+    measure(planner, row_ms=0.2, pass_ms=0.5)
+    before = planner._costs["greedy"].step_ms(1, 1, 0)
+    planner._policy = SimpleNamespace(plan=lambda *_: Plan(K, settled=K))
+    drafted = [Row(0, 0, False, [1] * K)]
+    for _ in range(40):
+        planner.next([replace(one, num_read=50) for one in asked(AUTO)])
+        planner.took(Step(1, 0, 101.5, {"code": Part(1, 1, 0)}, num_read=50, num_reading=1), drafted)
+        for _ in range(20):
+            planner.next(asked(AUTO))
+            planner.took(Step(1, 4, 12.1, {"code": Part(1, 2, 1)}), drafted)
+    speed = planner.speeds.of("code")
+    assert speed is not None
+    assert before is not None
+    assert planner._costs["greedy"].step_ms(1, 1, 0) == pytest.approx(before, rel=0.02)
+    assert speed.tokens_per_s / speed.plain_tokens_per_s == pytest.approx((100 + 400) / (101.5 + 242), rel=0.02)
+
+
+@pytest.mark.parametrize(("pass_ms", "chance"), [(0.5, 0.0), (3.0, 0.3), (1.0, 0.5), (0.2, 0.8)])
+def test_where_it_says_that_drafting_costs_nothing_is_drafted(pass_ms: float, chance: float) -> None:
+    """A draft of which 2.5 was promised serves; a step takes 10 ms, 1.5 for each row more and so much a pass."""
+    rng, planner = np.random.default_rng(0), Planner(setup())
+    measure(planner, row_ms=1.5, pass_ms=pass_ms)
+    wishes, rows, told = AUTO._replace(promised=2.5, num_swaps=1), 1, []
+    for number in range(2500):
+        drafting = planner.next(asked(wishes))
+        drafted = drafting.plan.num_kept("code", "head") if drafting.num_passes else 0
+        row = Row(0, 0, False, [1] * drafted)
+        ms = (10 + 1.5 * (rows - 1) + pass_ms * drafting.num_passes) * np.exp(0.05 * rng.standard_normal())
+        accepted = int(np.cumprod(rng.random(rows - 1) < chance).sum())
+        planner.verified(wishes, Row(0, 0, False, [1] * (rows - 1)), accepted, whole=True)
+        planner.took(Step(1, rows, ms, {"code": Part(1, 1 + accepted, accepted)}), [row] if drafting.passes else None)
+        rows = 1 + drafted
+        if number >= 1000 and (speed := planner.speeds.of("code")) is not None and speed.high < 1:
+            told.append(drafting.plan.settled)
+    assert not any(told)
+    emitted = [1 + sum(chance**place for place in range(1, num + 1)) for num in range(K + 1)]
+    best = max(range(K + 1), key=lambda num: emitted[num] / (10 + (1.5 + pass_ms) * num))
+    assert (planner.plan is not None and planner.plan.settled > 0) == (best > 0)
 
 
 def test_a_step_with_speculation_off_is_no_speed_of_a_draft() -> None:

@@ -186,3 +186,26 @@ def test_where_noise_hides_what_a_pass_takes_the_other_numbers_of_sequences_tell
     assert 2 < drafted - plain < 3
     alone = Cost.measured([Time(1, 1, 0, 10.0), Time(1, 4, 3, 9.0)])
     assert alone.step_ms(1, 1, 1) == pytest.approx(10.2)
+
+
+@pytest.mark.parametrize("every", [4, 40, 10**9])
+def test_how_far_a_plain_step_may_be_off_is_known(every: int) -> None:
+    """Points are 10% off and a pass is 30%; one step in `every` is plain. Its error is within two of the doubt's."""
+    rng, within, doubts = np.random.default_rng(0), 0, []
+    for _ in range(60):
+        truth = [10.0, 13.0, 2.0]
+        off = np.exp(rng.standard_normal(3) * [0.1, 0.1, 0.3])
+        one, four, a_pass = (ms * by for ms, by in zip(truth, off, strict=True))
+        cost = Cost.measured([Time(1, 1, 0, one), Time(1, 4, 0, max(four, one)), Time(1, 1, 3, one + 3 * a_pass)])
+        for number in range(300):
+            plain = number % every == every - 1
+            ms = 10.0 if plain else 13 + 3 * 2.0
+            noise = np.exp(0.05 * rng.standard_normal())
+            cost = cost.after(Time(1, 1, 0, ms * noise) if plain else Time(1, 4, 3, ms * noise))
+        found = cost.step_ms(1, 1, 0)
+        assert found is not None
+        within += abs(math.log(found / 10)) < 2 * cost.doubt(1)
+        doubts.append(cost.doubt(1))
+    print(f"one plain step in {every}: within two of its doubt in {within} of 60, doubt {np.mean(doubts):.3f}")
+    assert within >= 54
+    assert np.mean(doubts) < {4: 0.03, 40: 0.06, 10**9: 0.3}[every]

@@ -31,7 +31,7 @@ def test_a_table_is_read_as_it_was_saved(tmp_path: Path) -> None:
         (lambda text: text[: len(text) // 2], "no table"),
         (lambda text: "", "no table"),
         (lambda text: text.replace("this machine", "another one"), "measured for another one, wanted this machine"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "no table"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), "no table"),
         (lambda text: text.replace("10.0", "-10.0"), "no table"),
         (lambda text: text.replace("10.0", "NaN"), "no table"),
         (lambda text: text.replace("[10.0, 13.0]", "[10.0]"), "no table"),
