@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.draft_keys import DraftKeys, Written
-from models.engines.vllm.drafting import Wishes
+from models.engines.vllm.drafting import WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.scheduler import DRAFTED, GAPS, TracingScheduler
 from models.targets import random
@@ -174,6 +176,20 @@ def test_a_request_of_a_step_without_the_draft_lacks_keys_from_then_on(
     scheduler._beyond = frozenset() if fits else frozenset([one.request_id])
     scheduler._settle()
     assert (GAPS in one.__dict__, one.__dict__[DRAFTED]) == (lacks, not lacks)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_without_plans_a_request_that_wants_no_drafts_gets_none_and_what_vllm_fills_a_step_with_is_not_verified(
+    cache: Cache, at_end: bool
+) -> None:
+    scheduler, one, off = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT), cache.request(OTHER)
+    assert off.sampling_params is not None
+    off.sampling_params.extra_args = {WISHES: Wishes("off")}
+    scheduler.planner, scheduler.requests = None, {each.request_id: each for each in (one, off)}
+    scheduler._beyond = frozenset([off.request_id]) if at_end else frozenset()
+    scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda _, token_ids: token_ids)
+    scheduler.update_draft_token_ids(DraftTokenIds([one.request_id, off.request_id], [[5, 6], [7, 8]]))
+    assert (one.spec_token_ids, off.spec_token_ids) == ([] if at_end else [5, 6], [])
 
 
 def test_many_swaps_leave_every_block_free(cache: Cache) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import Wishes
+from models.engines.vllm.drafting import WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
@@ -185,6 +185,24 @@ def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_u
             position += accepted + 1
         assert [*zip(stopped.drafted_ids, stopped.accepted, strict=True)] == steps
     assert num_cut > 0
+
+
+def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind_of_its_own(
+    planned: VllmEngine, loop: Loop
+) -> None:
+    form = StructuredOutputsParams(regex="[a-f]{30,40}")
+
+    async def run() -> tuple[Completion, str]:
+        wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
+        asked = {"prompt_token_ids": prompts(1)[0]}
+        async for output in planned.llm.generate(asked, wanted, "formed", Wishes("head", "chat", promised=2.0)):
+            last: Any = output
+        assert wanted.extra_args is not None
+        return last.completion, wanted.extra_args[WISHES].domain
+
+    one, domain = loop.run_until_complete(run())
+    assert (one.structured, domain) == (True, "chat/structured")
+    assert len(one.token_ids) == 24 and any(one.drafted)
 
 
 def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(planned: VllmEngine, loop: Loop) -> None:
