@@ -1,14 +1,17 @@
 """What is served is what the recipe is about: another recipe's target is refused, its own is not in any spelling."""
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from flows.up import start
 from infra.artifacts import Artifact, publish
 from infra.manifest import write_manifest
 from infra.registry import Registry, open_registry
-from models.recipe import Recipe, load_recipe
+from infra.settings import Settings
+from models.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from models.targets import pretrained, random
 from models.targets.random import Params
 from tasks.configure_service import configure_service
@@ -81,3 +84,17 @@ def test_a_target_of_an_older_release_is_served_as_before(registry: Registry, ta
     assert configure_service.fn(having(random.Params(seed=7)))["target_version"] == 1
     with pytest.raises(ValueError, match="the registry sets the tag sha256 itself"):
         registry.tag(registry.get("target", 1), "sha256", "0" * 64)
+
+
+def test_a_recipe_whose_engine_has_no_endpoint_starts_no_service(tmp_path: Path) -> None:
+    tables, _, _ = shipped_recipes()["tiny"].read_text().partition("[serve]")
+    file = tmp_path / "offline.toml"
+    file.write_text(
+        tables.replace('name = "vllm"', 'name = "torch"').replace("max_num_seqs = 16\nenforce_eager = true", "")
+    )
+    recipe = parse_recipe({"name": "offline", **tomllib.loads(file.read_text())}, "offline")
+    with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
+        configure_service.fn(recipe)
+    with pytest.raises(ValueError, match='engine "torch" has no endpoint'):
+        start(str(file), Settings(home=tmp_path / "home"))
+    assert not (tmp_path / "home").exists()
