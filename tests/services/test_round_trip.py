@@ -1,0 +1,180 @@
+"""What a client saw of an exchange, imported: the ids of the served row's log, or a counted reason."""
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.artifacts import staged
+from infra.querylog import QueryLog
+from infra.registry import Registry
+from infra.settings import load_settings
+from models.targets import describe
+from models.targets.random import byte_tokenizer
+from tasks.import_logs import import_logs
+from tasks.register import identity
+from tests.world import World, make_target
+
+pytestmark = pytest.mark.engine
+
+TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.name %} ({{ m.name }}){% endif %}"
+    "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+TOKENS = {token: byte_tokenizer().convert_tokens_to_ids(token) for token in ("a", "<|im_end|>", "<|endoftext|>")}
+MAX_LEN = 1024  # a tool takes a token a letter
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, "name": "add"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+WROTE = '<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>'
+HISTORY = [
+    {"role": "system", "content": " "},
+    USER,
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}], "tool_call_id": "1"},
+]
+PARTS = [
+    {"role": "developer", "content": "d"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
+]
+
+
+def says(text: str, *messages: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """A request whose answer is fixed by a grammar, because the target has random weights."""
+    return {"messages": list(messages) or [USER], "structured_outputs": {"choice": [text]}, **options}
+
+
+def ends_by(token: str) -> dict[str, Any]:
+    return {
+        "messages": [USER],
+        "allowed_token_ids": [TOKENS["a"], TOKENS[token]],
+        "min_tokens": 3,
+        "temperature": 1,
+        "seed": 0,
+    }
+
+
+# Name of an exchange to its request, and to the reason that it is counted under; "" where it is imported.
+EXCHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": (says("hello there"), ""),
+    "parts": (says("hello", *PARTS), ""),
+    "tools": (says("hello", tools=[TOOL]), ""),
+    "no_tool": (says("hello", tools=[TOOL], tool_choice="none"), ""),
+    "history": (says("it is 12", *HISTORY, tools=[TOOL]), ""),
+    "thoughts": (says("<think>so</think>yes"), ""),
+    "arguments": (says("hello", chat_template_kwargs={"enable_thinking": False}), ""),
+    "effort": (says("hello", reasoning_effort="none"), ""),
+    "goes_on": (
+        says(
+            "llo",
+            USER,
+            {"role": "assistant", "content": "he"},
+            add_generation_prompt=False,
+            continue_final_message=True,
+        ),
+        "",
+    ),
+    "cut": (says("hello there", max_tokens=4), ""),
+    "not_stopped": (says("hello", stop=["zzz"]), ""),
+    "im_end": (ends_by("<|im_end|>"), ""),
+    "endoftext": (ends_by("<|endoftext|>"), ""),
+    "calls": (says(WROTE, tools=[TOOL]), "with tool calls in the answer"),
+    "calls_ids": (says(WROTE, tools=[TOOL], return_token_ids=True), ""),
+    "stopped": (says("hello there", stop=["lo t"]), "ended by a stop string"),
+    "stopped_ids": (says("hello there", stop=["lo t"], return_token_ids=True), ""),
+    "noise": (
+        {"messages": [USER], "max_tokens": 40, "temperature": 1, "seed": 1},
+        "with bytes that are no text in the answer",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a template that shows all of a chat, and a second token that ends an answer."""
+    directory = tmp_path_factory.mktemp("shown") / "target"
+    shutil.copytree(tiny_target, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    settings = directory / "generation_config.json"
+    ends = {"eos_token_id": [TOKENS["<|im_end|>"], TOKENS["<|endoftext|>"]]}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **ends}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def shown(
+    target: Path, engine: Any, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    """A service of that target that parses tool calls."""
+    home = tmp_path_factory.mktemp("world")
+    make_target(target, home / "target", engine, loop)
+    serve = {"tool_parser": "hermes", "structured": {"enabled": True}}
+    engine_table = {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_LEN, "enforce_eager": True}
+    world = World(home, home / "target", serve=serve, engine=engine_table)
+    with world.start():
+        yield world
+
+
+def exchange(world: World, name: str, asked: dict[str, Any], stream: bool) -> dict[str, Any]:
+    """Ask, and return what a client has of it; the name is in the prompt, so that no two are the same."""
+    named = [{"role": "system", "content": f"{name} {stream}"}, *asked["messages"]]
+    request = {"model": "target", "max_tokens": 100, "temperature": 0, **asked, "messages": named}
+    if stream:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {**world.headers, "X-Redraft-Log": "full", "X-Redraft-Domain": "trip"}
+    url = f"{world.url}/v1/chat/completions"
+    answer = httpx.post(url, json=request, headers=headers, timeout=60, trust_env=False)
+    assert answer.status_code == 200, (name, answer.text)
+    return {"request": request, "response": answer.text if stream else answer.json()}
+
+
+def test_an_imported_exchange_has_the_ids_of_the_served_row_or_a_counted_reason(
+    shown: World, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [(name, stream) for name in EXCHANGES for stream in (False, True)]
+    rows = [exchange(shown, name, EXCHANGES[name][0], stream) for name, stream in asked]
+    served = dict(zip(asked, shown.wait_for_rows("trip", len(rows)), strict=True))
+
+    shutil.copy(store, tmp_path)
+    registry = Registry(f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "artifacts" / "mlflow")
+    with staged(tmp_path / "target") as directory:
+        shutil.copytree(shown.target, directory, dirs_exist_ok=True)
+    version = registry.register("target", tmp_path / "target", identity(describe(shown.target)).to_tags())
+    registry.promote("target", version.number)
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
+    monkeypatch.setenv("REDRAFT_QUERYLOG", str(tmp_path / "imported.db"))
+    file = tmp_path / "seen.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = import_logs.fn([file], max_len=MAX_LEN)
+
+    reasons = Counter(EXCHANGES[name][1] for name, _ in asked)
+    wanted = reasons.pop("")
+    assert (report.num_added, report.skipped) == (wanted, dict(reasons)), report.first
+    imported = {tuple(row.prompt_ids or ()): row for row in QueryLog(load_settings().querylog).rows(0, 10**9)}
+    for (name, stream), own in served.items():
+        row = imported.get(tuple(own.prompt_ids))
+        assert (row is None) == bool(EXCHANGES[name][1]), (name, stream)
+        if row is not None:
+            assert row.completion_ids == own.completion_ids, (name, stream)
+            texts = (row.prompt, row.completion, row.finish_reason)
+            assert texts == (own.prompt, own.completion, own.finish_reason), (name, stream)
+    ends = {name: served[name, True].completion_ids[-1] for name in ("im_end", "endoftext", "cut")}
+    assert ends == {"im_end": TOKENS["<|im_end|>"], "endoftext": TOKENS["<|endoftext|>"], "cut": own_id("l")}
+
+
+def own_id(letter: str) -> int:
+    """The token of a letter."""
+    (token,) = byte_tokenizer().encode(letter, add_special_tokens=False)
+    return token
