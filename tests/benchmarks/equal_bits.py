@@ -1,0 +1,161 @@
+"""Whether one stream says the same with a draft and without: greedy answers to chats, token by token.
+
+    python -m tests.benchmarks.equal_bits [--target DIR] [--draft DIR]
+
+Two engines of one mode follow each other, one that drafts by the head alone and one that looks up as well. Each answers
+first without speculation and then with it, one prompt at a time; the answers without it of the one are held against
+those of the other, too. Both begin with a table of costs by which drafting pays, so that as much is drafted as can be.
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` masks AMX. Chats are the first of files of `../shared/data`; other files of such
+rows can be named. Without directories SmolLM2 out of its wheel is the target, and an untrained EAGLE-3 head the draft.
+Ends with one JSON line, and with 1 where an answer differs.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import vllm
+from transformers import AutoTokenizer
+
+from infra.doctor import openmp_preload
+from models.drafting.draft_families import family_named
+from models.engines import Completion, LookUp, Sampling, Way
+from models.engines import vllm as served
+from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.planning import measured_for
+from models.evaluation.golden import first_difference
+from models.lengths import goodput
+from models.precision import fast_dtype
+from models.targets import smollm2
+from models.throughput import costfile
+from models.throughput.cost import Cost, Time
+from models.tokens import encode_chat
+from tests.conftest import shake
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+SETS = ("gsm8k", "mbpp", "wikisql", "banking77")
+CHEAP = (
+    *(Time(num, num * rows, 0, 15.0 + 0.01 * num * rows) for num in (1, 8) for rows in (1, 4, 9)),
+    *(Time(num, num, 1, ms) for num, ms in ((1, 15.1), (8, 15.5))),
+)
+WAYS = {"head alone": LookUp(num_tokens=0), "with look-up": LookUp(shortest=2)}
+
+
+def read_prompts(files: Sequence[Path], count: int, target: Path) -> dict[str, list[int]]:
+    """Return the first `count` chats of each file; ValueError where there is no such file."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"there is no {file}; name files of rows with messages by --data")
+        for number, line in enumerate(file.read_text().splitlines()[:count]):
+            messages = [one for one in json.loads(line)["messages"] if one["role"] != "assistant"]
+            prompts[f"{file.stem}-{number}"] = encode_chat(tokenizer, messages)
+    return prompts
+
+
+async def answers(
+    engine: VllmEngine, prompts: dict[str, list[int]], max_tokens: int, side: str, drafting: Way
+) -> dict[str, Completion]:
+    """Ask one prompt at a time."""
+    sampling = Sampling(max_tokens=max_tokens, drafting=drafting)
+    return {name: await engine.generate(ids, sampling, f"{side}-{name}") for name, ids in prompts.items()}
+
+
+async def compare(
+    target: Path,
+    draft: Path,
+    prompts: dict[str, list[int]],
+    max_tokens: int,
+    eager: bool,
+    ways: Sequence[str],
+    costs: Path,
+) -> dict[str, dict[str, Any]]:
+    """Return what came of each way."""
+    figures: dict[str, dict[str, Any]] = {}
+    first: dict[str, Completion] = {}
+    for way in ways:
+        lengths = goodput.Params(explore=0.0)
+        params = served.Params(
+            max_model_len=2048, max_num_seqs=8, enforce_eager=eager, lookup=WAYS[way], lengths=lengths
+        )
+        write_costs(target, draft, params, costs)
+        engine = await VllmEngine.start(target, draft, params, costs=costs)
+        try:
+            drafting: Way = "auto" if WAYS[way].num_tokens else "head"
+            await engine.set_speculation(False)
+            off = await answers(engine, prompts, max_tokens, "off", drafting)
+            await engine.set_speculation(True)
+            on = await answers(engine, prompts, max_tokens, "on", drafting)
+            figures[way] = {"mode": str(engine.mode), **summarise(on, off)}
+            first = first or off
+            figures[way]["off_as_first"] = sum(off[name].token_ids == first[name].token_ids for name in prompts)
+        finally:
+            await engine.close()
+        print(way, figures[way], flush=True)
+    return figures
+
+
+def write_costs(target: Path, draft: Path, params: served.Params, folder: Path) -> None:
+    """Leave the table for the engine that starts next."""
+    dtype, most = str(fast_dtype("cpu")).removeprefix("torch."), max(params.num_draft_tokens, params.lookup.num_tokens)
+    facts = measured_for(target, draft, dtype, params.enforce_eager is True, vllm.__version__, 1 + most)
+    costfile.save(Cost.measured(CHEAP, facts), folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+
+
+def summarise(on: dict[str, Completion], off: dict[str, Completion]) -> dict[str, Any]:
+    """Return how many answers are equal, where others part, and how much was accepted."""
+    parts = {name: first_difference(off[name].token_ids, one.token_ids) for name, one in on.items()}
+    steps, accepted = (
+        sum(map(count, on.values())) for count in (lambda one: len(one.accepted), lambda one: sum(one.accepted))
+    )
+    return {
+        "equal": sum(at is None for at in parts.values()),
+        "of": len(parts),
+        "parts_at": {name: at for name, at in parts.items() if at is not None},
+        "tau": round(1 + accepted / max(steps, 1), 3),
+        "rows": sorted({1 + num for one in on.values() for num in one.drafted}),
+    }
+
+
+def make_draft(target: Path, directory: Path) -> Path:
+    """Save an untrained head."""
+    counts = np.zeros(json.loads((target / "config.json").read_text())["vocab_size"])
+    counts[:4096] = 1
+    family = family_named("eagle3")
+    head = family.create(family.Params(vocab_size=4096), target, counts)
+    shake(head, 0.02, seed=0)
+    family.save(head, directory)
+    return directory
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Hold answers with a draft against those without.")
+    parser.add_argument("--target", type=Path, help="a directory")
+    parser.add_argument("--draft", type=Path, help="a directory")
+    parser.add_argument("--data", type=Path, nargs="+", default=[DATA / f"{name}.jsonl" for name in SETS], help="files")
+    parser.add_argument("--prompts", type=int, default=12, help="of each file")
+    parser.add_argument("--tokens", type=int, default=100, help="of each answer")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="how to draft")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    given = parser.parse_args()
+    os.environ.update(served.child_environment() | openmp_preload())
+    with tempfile.TemporaryDirectory() as folder:
+        if (target := given.target) is None:
+            (target := Path(folder, "target")).mkdir()
+            smollm2.build(smollm2.Params(), target)
+        if (draft := given.draft) is None:
+            (draft := Path(folder, "draft")).mkdir()
+            make_draft(target, draft)
+        chats = read_prompts(given.data, given.prompts, target)
+        found = asyncio.run(compare(target, draft, chats, given.tokens, given.eager, given.ways, Path(folder)))
+    print(json.dumps(found))
+    sys.exit(any(one["equal"] < one["of"] or one["off_as_first"] < one["of"] for one in found.values()))
