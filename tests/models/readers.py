@@ -136,7 +136,7 @@ _KEYS: dict[str, dict[str, str]] = {
         "evaluation.canary": "period_s max_in_flight timeout_s",
     },
     "services/service.py": {
-        "serving.Serve": "drain_s merge_streams tool_parser limits structured watch capture reasoning",
+        "serving.Serve": "drain_s merge_streams tool_parser limits structured seeded watch capture reasoning",
         "evaluation.watch": "period_s",
     },
     "services/turns.py": {"serving.Limits": "max_share_per_key max_queued_requests max_queued_tokens_per_key"},
