@@ -267,6 +267,7 @@ async def _ask(
 
     started_s = time.monotonic()
     seen: dict[str, Any] = {"prompt_id": chat.id, "domain": chat.domain, "sent_s": started_s}
+    pieces: list[str] = []
     try:
         stream = await connection.chat.completions.create(
             model=SERVED_NAME,
@@ -286,7 +287,7 @@ async def _ask(
             **({"logprobs": True, "top_logprobs": 2} if gaps else {}),
         )
         async for chunk in stream:
-            _note(seen, chunk, started_s)
+            _note(seen, pieces, chunk, started_s)
     except openai.APIStatusError as error:
         status = f"http {error.status_code}"
     except openai.APIConnectionError as error:
@@ -297,22 +298,22 @@ async def _ask(
         status = type(error).__name__
     else:
         status = "ok" if seen.get("finish_reason") else "truncated"
-    return Answer(**seen, status=status, seconds=time.monotonic() - started_s)
+    return Answer(**seen, text="".join(pieces), status=status, seconds=time.monotonic() - started_s)
 
 
-def _note(seen: dict[str, Any], chunk: Any, started_s: float) -> None:
+def _note(seen: dict[str, Any], pieces: list[str], chunk: Any, started_s: float) -> None:
     for choice in chunk.choices:
         token_ids = (choice.model_extra or {}).get("token_ids") or ()
         if token_ids:  # its text may come later: a token can be part of a letter
             now_ms = 1000 * (time.monotonic() - started_s)
             seen.setdefault("first_token_ms", now_ms)
-            seen["token_ids"] = (*seen.get("token_ids", ()), *token_ids)
-            seen["arrival_ms"] = (*seen.get("arrival_ms", ()), *(now_ms for _ in token_ids))
+            seen.setdefault("token_ids", []).extend(token_ids)
+            seen.setdefault("arrival_ms", []).extend(now_ms for _ in token_ids)
         for position in choice.logprobs.content or () if choice.logprobs is not None else ():
             best, second = sorted((one.logprob for one in position.top_logprobs), reverse=True)[:2]
-            seen["gaps"] = (*seen.get("gaps", ()), best - second)
+            seen.setdefault("gaps", []).append(best - second)
         if choice.delta.content:
-            seen["text"] = seen.get("text", "") + choice.delta.content
+            pieces.append(choice.delta.content)
         if choice.finish_reason is not None:
             seen["finish_reason"] = choice.finish_reason
     if chunk.usage is not None:

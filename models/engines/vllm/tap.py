@@ -210,12 +210,14 @@ class _Tap:
         self.ended = False
 
     def see(self, output: RequestOutput) -> None:
-        self.prompt_ids = tuple(output.prompt_token_ids or ())
+        self.prompt_ids = self.prompt_ids or tuple(output.prompt_token_ids or ())
         answer, came = output.outputs[0], output.kv_transfer_params or {}
         self.told = came.pop(TOLD, self.told)
         output.kv_transfer_params = came or None  # the rest is for the client
         delta = self.sampling.output_kind == RequestOutputKind.DELTA
-        self.token_ids = [*(self.token_ids if delta else ()), *answer.token_ids]
+        if not delta:
+            self.token_ids.clear()
+        self.token_ids += answer.token_ids
         if answer.logprobs and (self.sampling.logprobs or 0) >= 2:
             self.gaps += [_gap(position) for position in answer.logprobs[0 if delta else len(self.gaps) :]]
         if self.token_ids:

@@ -1,5 +1,6 @@
 """What an answer tells of its steps, by the outputs that a scheduler would send, and vLLM's own detokenizer."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,22 @@ def test_a_seed_decides_where_tokens_are_drawn_and_one_token_or_a_grammar_tells_
     free, probe = SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)
     form = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
     assert [tells_of_draft(one) for one in (free, probe, form)] == [True, False, False]
+
+
+def test_a_stream_copies_neither_its_prompt_nor_its_answer_with_each_delta() -> None:
+    copied: list[int] = []
+
+    class Counted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            copied.append(len(self))
+            return super().__iter__()
+
+    sampling = SamplingParams(max_tokens=40, output_kind=RequestOutputKind.DELTA)
+    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
+    tap, prompt = _Tap("one", sampling, Wishes("head"), engine), Counted(range(100))
+    answer = tap.token_ids
+    for token in IDS:
+        seen = SimpleNamespace(token_ids=[token], logprobs=None, finish_reason=None)
+        tap.see(SimpleNamespace(prompt_token_ids=prompt, outputs=[seen], kv_transfer_params=None, metrics=None))  # type: ignore[arg-type]
+    assert (copied, tap.token_ids) == ([100], IDS)
+    assert tap.token_ids is answer
