@@ -201,8 +201,9 @@ def test_speculation_can_be_switched_off_and_on(world: World, client: openai.Ope
 def test_a_request_with_a_seed_and_a_temperature_is_decoded_without_drafts_and_counted_apart(
     world: World, client: openai.OpenAI
 ) -> None:
-    before = world.status()["seeded"]
-    told = [ask(client, PROMPTS[1], seed=seed, temperature=t) for seed, t in ((1, 0.0), (None, 0.8), (1, 0.8))]
+    before, head = world.status()["seeded"], {"X-Redraft-Speculation": "head"}
+    settings = ((1, 0.0), (None, 0.8), (1, 0.8))
+    told = [ask(client, PROMPTS[1], seed=seed, temperature=t, extra_headers=head) for seed, t in settings]
     drafted = [one.usage.model_extra["redraft"]["drafted"] > 0 for one in told]
     assert (drafted, world.status()["seeded"] - before) == ([True, True, False], 1)
 
