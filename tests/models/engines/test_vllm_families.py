@@ -117,7 +117,7 @@ def test_weights_are_swapped_proved_and_told_apart(
 def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_drafting_of_others(
     running: Running, loop: asyncio.AbstractEventLoop
 ) -> None:
-    engine, _, _ = running
+    engine, _, draft = running
     full = (prompts()[0] * 3)[: 256 - 12]
 
     async def run() -> list[Completion]:
@@ -132,7 +132,8 @@ def test_neither_a_request_at_its_contexts_end_nor_one_without_drafts_stops_the_
         )
 
     at_end, off, other, again_at_end = loop.run_until_complete(run())
-    assert all(step > 0 for step in other.drafted[:-1]), other.drafted  # its length may cut the last one
+    finds = all if family_of(draft).TRAINED else any  # a text may hold nothing that goes on from where it is looked up
+    assert finds(step > 0 for step in other.drafted[:-1]), other.drafted  # its length may cut the last one
     assert not any(off.drafted)
     assert off.trace("").drafted == ()
     for one in (at_end, again_at_end):
