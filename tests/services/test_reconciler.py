@@ -571,14 +571,16 @@ def test_a_boot_draft_that_can_not_be_judged_goes_on_serving_and_holds_up_no_oth
     allow(world, 0.5)
     world.tick(2)
     assert (world.serving(), world.engine.speculating, world.loop.state.proof) == (1, True, None)
-    assert world.loop.state.postponed[label(boot)].num_attempts == 1
+    waits = world.loop.state.postponed[label(boot)]
+    assert waits.num_attempts == 1
+    world.loop._state = replace(world.loop.state, postponed={label(boot): waits._replace(due_s=waits.due_s + 3600)})
+    allow(world, 60)
     champion = world.push(fault="crashes")
     with pytest.raises(RuntimeError, match="did not answer"):
         world.tick()
     world.tick()  # too early for either
     assert (world.serving(), set(world.loop.state.postponed)) == (1, {label(boot), label(champion)})
     world.faults.clear()
-    allow(world, 60)
     world.push()
     world.tick(2)
     assert (world.serving(), world.loop.state.postponed) == (3, {})
