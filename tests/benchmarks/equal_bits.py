@@ -26,6 +26,7 @@ import vllm
 from transformers import AutoTokenizer
 
 from infra.doctor import openmp_preload
+from models.chats import ChatEncoder
 from models.drafting.draft_families import family_named
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served
@@ -37,7 +38,6 @@ from models.precision import fast_dtype
 from models.targets import smollm2
 from models.throughput import costfile
 from models.throughput.cost import Cost, Time
-from models.tokens import encode_chat
 from tests.conftest import shake
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -58,7 +58,7 @@ def read_prompts(files: Sequence[Path], count: int, target: Path) -> dict[str, l
             raise ValueError(f"there is no {file}; name files of rows with messages by --data")
         for number, line in enumerate(file.read_text().splitlines()[:count]):
             messages = [one for one in json.loads(line)["messages"] if one["role"] != "assistant"]
-            prompts[f"{file.stem}-{number}"] = encode_chat(tokenizer, messages)
+            prompts[f"{file.stem}-{number}"] = ChatEncoder.of(tokenizer).encode(messages)
     return prompts
 
 

@@ -26,12 +26,12 @@ from vllm import SamplingParams
 
 from infra.doctor import openmp_preload
 from infra.machine import describe_machine
+from models.chats import ChatEncoder
 from models.engines import Completion
 from models.engines import vllm as served
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import measure as measure_steps
-from models.tokens import encode_chat
 from tasks.measure.latency import Decoded, compare_blocks
 
 DOMAINS = ("gsm8k", "mbpp", "wikisql")
@@ -44,7 +44,7 @@ def prompts_of(data: Path, target: Path, count: int) -> dict[str, list[list[int]
     found = {}
     for domain in DOMAINS:
         lines = (data / f"{domain}.jsonl").read_text().splitlines()[:count]
-        found[domain] = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in lines]
+        found[domain] = [ChatEncoder.of(tokenizer).encode(json.loads(line)["messages"]) for line in lines]
     return found
 
 
