@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.processes import Child, answers, free_port, wait_until
+from infra.processes import Child, answers, free_port, hold_port, wait_until
 from infra.settings import load_settings
 from tests.drills.load import Asker, Load, Wanted, quiet_answers
 from tests.drills.machine import Clock, Memory, seen_with
@@ -121,12 +121,16 @@ def running(home: Path) -> Iterator[Scene]:
     registry = MlflowServer(home)
     registry.start()
     try:
-        with small_disk(home / "log") as has_small_disk, pytest.MonkeyPatch.context() as environment:
+        with (
+            small_disk(home / "log") as has_small_disk,
+            pytest.MonkeyPatch.context() as environment,
+            hold_port("127.0.0.1", free_port()) as unheard,
+        ):
             world = World(
                 home,
                 home / "target",
                 registry.url,
-                orchestrator=f"http://127.0.0.1:{free_port()}/api",  # where nobody listens
+                orchestrator=f"http://127.0.0.1:{unheard.getsockname()[1]}/api",  # where nobody listens, or will
                 cache=str(home / "log" / "cache"),
                 serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from infra.events import ACCEPTANCE_FELL, Emitter
-from infra.processes import free_port
+from infra.processes import free_port, hold_port
 from tests.infra.collector import Collector, collecting
 
 
@@ -38,10 +38,11 @@ def test_an_event_that_is_refused_is_dropped_and_counted(collector: Collector, s
 
 
 def test_with_the_orchestrator_down_everything_is_counted() -> None:
-    emitter = Emitter(f"http://127.0.0.1:{free_port()}/api")
-    for _ in range(20):
-        assert emitter.emit(ACCEPTANCE_FELL, "code", {})
-    emitter.close(60)
+    with hold_port("127.0.0.1", free_port()) as unheard:
+        emitter = Emitter(f"http://127.0.0.1:{unheard.getsockname()[1]}/api")
+        for _ in range(20):
+            assert emitter.emit(ACCEPTANCE_FELL, "code", {})
+        emitter.close(60)
     assert (emitter.sent, emitter.dropped) == (0, 20)
 
 

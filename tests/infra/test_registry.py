@@ -9,7 +9,7 @@ import pytest
 
 from infra.artifacts import staged
 from infra.manifest import check_manifest
-from infra.processes import free_port
+from infra.processes import free_port, hold_port
 from infra.registry import CHAMPION, Outdated, Registry
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
@@ -282,8 +282,9 @@ def test_a_download_is_the_registered_bytes_and_later_comes_from_the_cache(
     assert path == tmp_path / "cache" / "draft" / f"1-{version.sha256[:12]}"
     assert check_manifest(path) == version.sha256
     assert (path / "nested" / "config.json").read_text() == "{}"
-    offline = Registry(f"http://127.0.0.1:{free_port()}", tmp_path / "artifacts")
-    assert offline.download(version, tmp_path / "cache") == path
+    with hold_port("127.0.0.1", free_port()) as unheard:
+        offline = Registry(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path / "artifacts")
+        assert offline.download(version, tmp_path / "cache") == path
     (path / "model.safetensors").write_text("DRAFT 1")
     assert registry.download(version, tmp_path / "cache") == path
     assert (path / "model.safetensors").read_text() == "draft 1"
@@ -315,9 +316,10 @@ def test_a_store_that_is_down_is_reported_as_such_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    registry = Registry(f"http://127.0.0.1:{free_port()}", tmp_path / "artifacts")
-    with pytest.raises(StoreUnavailable, match="looking up the champion of draft"):
-        registry.champion("draft")
+    with hold_port("127.0.0.1", free_port()) as unheard:
+        registry = Registry(f"http://127.0.0.1:{unheard.getsockname()[1]}", tmp_path / "artifacts")
+        with pytest.raises(StoreUnavailable, match="looking up the champion of draft"):
+            registry.champion("draft")
 
 
 def test_an_alias_that_was_set_to_something_foreign_is_refused_and_put_right_by_promoting(
