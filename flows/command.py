@@ -69,7 +69,7 @@ def open_settings() -> Settings:
     """Read the settings, put them into the environment before anything that reads it is imported, and open the home.
 
     Raises:
-        ValueError: a setting is wrong, or the home is of a newer format.
+        ValueError: a setting is wrong, or the home is of another format.
     """
     settings = load_settings()
     settings.prepare_environment()

@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infra.artifacts import LEFTOVER
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
-from infra.home import FORMAT_FILE, latest_format, open_home
+from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.lineage import SNAPSHOT_TAGS
-from infra.logfile import COPIES, SCHEMA_VERSION, TORN, copy_database
+from infra.logfile import SCHEMA_VERSION, TORN, copy_database
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
@@ -113,7 +113,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
                 shutil.copyfile(source, work / source.name)
                 small.append(source.name)
         contents = Contents(
-            home_format=latest_format(),
+            home_format=FORMAT,
             log_schema=SCHEMA_VERSION,
             made_ms=int(time.time() * 1000),
             home=str(settings.home),
@@ -148,7 +148,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
         What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
 
     Raises:
-        ValueError: it is no backup, it is damaged, a newer version took it, or the home is another one.
+        ValueError: it is no backup, it is damaged, another version took it, or the home is another one.
         TimeoutError: somebody still reads rows, or writes to a database.
     """
     home, copies, torn = settings.home, None, set[str]()
@@ -193,8 +193,8 @@ def _unpack(file: Path, work: Path) -> Contents:
         contents = Contents.model_validate_json((work / CONTENTS).read_bytes())
     except (tarfile.TarError, EOFError, FileNotFoundError, ValidationError) as error:
         raise ValueError(f"{file} is no backup of redraft's, or it is torn: {str(error).splitlines()[0]}") from error
-    if contents.home_format > latest_format() or contents.log_schema > SCHEMA_VERSION:
-        raise ValueError(f"{file} was taken by a newer version; upgrade redraft first")
+    if (contents.home_format, contents.log_schema) != (FORMAT, SCHEMA_VERSION):
+        raise ValueError(f"{file} was taken by another version of redraft, and only that one reads it")
     for name, sha256 in contents.files.items():
         if not (work / name).is_file() or _sha256(work / name) != sha256:
             raise ValueError(f"{file} is damaged: {name} is not what was backed up")

@@ -18,9 +18,9 @@ from urllib.parse import unquote, urlsplit
 
 from infra import history
 from infra.artifacts import LEFTOVER, discard, held
+from infra.home import COPIES
 from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
-from infra.logfile import COPIES
 from infra.manifest import MANIFEST_NAME, Manifest
 from infra.processes import process_identity
 from infra.querylog import QueryLog

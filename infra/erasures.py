@@ -111,10 +111,6 @@ class Erasures(Windows):
             found[snapshot][role] = number
         return dict(found)
 
-    def recorded_snapshots(self) -> set[str]:
-        """Return the snapshots whose reads were recorded; older ones have no record."""
-        return {name for (name,) in self.connection().execute("SELECT DISTINCT snapshot FROM reads")}
-
     def erase(self, subject: str) -> Certificate:
         """Delete every row of a hashed subject from the log alone, with its sketches and its places in probe sets."""
         return self._forgotten(self.begin_erasure(subjects=(subject,)))

@@ -26,7 +26,7 @@ from infra.settings import Settings
 Role = Literal["client", "operator", "scraper"]
 ROLES: tuple[Role, ...] = get_args(Role)
 FILE, LOCK, OWN_FILE = "keys.json", ".keys.lock", "operator.key"
-# Names of keys that nobody gave a name: the home's own one, and those that a variable or an older home brought.
+# Names of keys that nobody gave a name: the home's own one, and those that a variable brought.
 OWN, BROUGHT = "home", "brought-"
 NUM_BYTES = 32
 

@@ -1,7 +1,7 @@
 """What a draft was made from and how it was judged: the tags of its version, as one value.
 
 MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
-tag says "does not apply". What came with a later revision has a default, because older versions don't have it.
+tag says "does not apply". What only some drafts have has a default.
 """
 
 import json

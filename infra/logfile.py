@@ -16,10 +16,8 @@ from pathlib import Path
 BUSY_TIMEOUT_S = 5.0
 POLL_S = 0.2
 ENDED = "the process ended before it said why"
-# A version only adds to the one before, empty tables and empty columns: the schema brings any older log up to date. A
-# copy of it as it was is kept all the same.
 SCHEMA_VERSION = 5
-COPIES = "backups"
+OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS rows (
@@ -55,7 +53,6 @@ CREATE TABLE IF NOT EXISTS erasing (
     body TEXT NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('cursor', 0), ('dropped', 0), ('duplicates', 0)
 """
-ADDED_COLUMNS = {"rows": {"group_hash": "TEXT"}}  # to tables that older logs have
 
 
 class LogFile:
@@ -75,7 +72,7 @@ class LogFile:
         """Return the calling thread's connection.
 
         Raises:
-            ValueError: the file is of a newer schema.
+            ValueError: the file is of another schema.
             sqlite3.DatabaseError: it is torn, locked or can't be written.
         """
         if not hasattr(self._local, "db"):
@@ -87,12 +84,13 @@ class LogFile:
                 db.execute("PRAGMA secure_delete = ON")
                 db.execute("PRAGMA foreign_keys = ON")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > SCHEMA_VERSION:
+                if version not in (0, SCHEMA_VERSION):
                     raise ValueError(
-                        f"{self.path} has schema version {version}, wanted at most {SCHEMA_VERSION}: upgrade redraft"
+                        f"{self.path} has schema version {version}, and this version of redraft reads {SCHEMA_VERSION} "
+                        f"alone: {OTHER_FORMAT}"
                     )
-                if version < SCHEMA_VERSION:
-                    self._bring_up_to_date(db)
+                if version == 0:
+                    _create(db)
             except sqlite3.DatabaseError as error:
                 db.close()
                 if error.sqlite_errorcode in TORN:
@@ -106,16 +104,6 @@ class LogFile:
             self._local.db = db
         local: sqlite3.Connection = self._local.db
         return local
-
-    def _bring_up_to_date(self, db: sqlite3.Connection) -> None:
-        """Keep a copy of an older log, and upgrade it; whoever comes meanwhile waits, so that the copy is older."""
-        with self.path.with_name(f".{self.path.name}.upgrade").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if 0 < version < SCHEMA_VERSION:
-                copy_database(self.path, self.path.parent / COPIES / f"{self.path.stem}-schema-{version}.db")
-            if version < SCHEMA_VERSION:
-                _upgrade(db)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -165,15 +153,11 @@ class LogFile:
             yield
 
 
-def _upgrade(db: sqlite3.Connection) -> None:
-    """Bring an empty or older log up to date in one transaction."""
+def _create(db: sqlite3.Connection) -> None:
+    """Make the tables in one transaction; does nothing where another process made them just now."""
     db.execute("BEGIN IMMEDIATE")
     for statement in SCHEMA.split(";"):
         db.execute(statement)
-    for table, columns in ADDED_COLUMNS.items():
-        there = {name for (name,) in db.execute("SELECT name FROM pragma_table_info(?)", (table,))}
-        for name in columns.keys() - there:
-            db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {columns[name]}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     db.execute("COMMIT")
 

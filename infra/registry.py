@@ -262,7 +262,7 @@ class Registry:
             return previous
 
     def tag(self, version: Version, name: str, value: str) -> None:
-        """Set a tag of a version beside its own, such as one that a version of an older release lacks.
+        """Set a tag of a version beside its own.
 
         Raises:
             ValueError: the tag is one of OWN_TAGS.

@@ -58,17 +58,13 @@ def find_champions() -> Pair | None:
 
 
 def require_target(recipe: Recipe, target: Version) -> None:
-    """Raise ValueError if a registered target was made by other tables than a recipe has.
-
-    A version that an older release registered does not say what made it, until it is built again.
-    """
+    """Raise ValueError if a registered target was made by other tables than a recipe has."""
     known = json.loads(target.tags.get(MADE_BY, "[]"))
-    if not known:
-        run_logger().info("target %d does not say which recipe made it; the next build adds that", target.number)
-    elif recipe.target_tables not in known:
+    if recipe.target_tables not in known:
+        made_by = " and by ".join(map(json.dumps, known)) or "none that is known"
         raise ValueError(
             f"the recipe's target is {json.dumps(recipe.target_tables)}, but target {target.number}, the champion, was "
-            f"made by {' and by '.join(map(json.dumps, known))}; take its recipe, or run: redraft build"
+            f"made by {made_by}; take its recipe, or run: redraft build"
         )
 
 

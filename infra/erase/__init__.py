@@ -88,10 +88,7 @@ def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate
 
 
 def subjects_of(settings: Settings, subject: str) -> tuple[str, ...]:
-    """Return the hashes that a person's rows may stand under: without a key, and with each that was ever accepted.
-
-    Rows are logged under a key's own hash, those of older versions under the key itself.
-    """
+    """Return the hashes that a person's rows may stand under: without a key, and with each that was ever accepted."""
     known = (key.sha256 for key in read_keys(keys_path(settings)))
     hashed = [subject_of(key, subject) for key in (None, *settings.api_keys, *known)]
     itself = [subject] if HASHED.fullmatch(subject) else []  # which may be a name all the same: clients send hashes too

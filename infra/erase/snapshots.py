@@ -39,25 +39,16 @@ def rewrite_snapshots(job: Job) -> None:
 
 
 def name_drafts(job: Job) -> None:
-    """Name the drafts that saw the rows, by what was recorded when the rows were read, and those trained on from them.
-
-    Snapshots of older homes have no record; theirs follows from the rows that they held and from their windows.
-    """
+    """Name the drafts that saw the rows, as was recorded when the rows were read, and those trained on from them."""
     registry, seqs = open_registry(job.settings), [row.seq for row in job.rows if row.seq is not None]
     if job.rows:
         of_snapshot = job.log.reads_of(seqs)
-        recorded = job.log.recorded_snapshots()
         drafts: dict[int, Counter[str]] = {}
         versions = registry.versions("draft")
         for version in versions:
             seen = Counter[str]()
             for uri in {version.lineage.judged_on, version.lineage.window.uri if version.lineage.window else ""} - {""}:
                 seen += of_snapshot.get(snapshot_name(uri), Counter())
-            window = version.lineage.window
-            if window is not None and snapshot_name(window.uri) not in recorded:
-                of_window = [row for row in job.rows if row.consent == "full" and row.seq is not None]
-                inside = sum(window.first_seq <= (row.seq or 0) <= window.last_seq for row in of_window)
-                seen += Counter({"window": inside})
             if seen:
                 drafts[version.number] = seen
         named = {number: dict(sorted(seen.items())) for number, seen in sorted(drafts.items())}

@@ -1,7 +1,7 @@
 """Which family a draft is of, and what is done with drafts of whatever family: opened, checked, taken from others.
 
-Which family a directory is of stands in its config.json, `redraft.family`; one without it, made by others or before the
-key was written, is of the one family that has its architecture.
+Which family a directory is of stands in its config.json, `redraft.family`; one without it, made by others, is of
+the one family that has its architecture.
 """
 
 from pathlib import Path

@@ -4,7 +4,7 @@ Whoever floods the service must not write the next draft alone: an answer given 
 at most its share of what is kept (`tasks.stages.shares`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
-`probe.jsonl`: what drafts are held to and never trained on. Older ones have no probes, and no clusters.
+`probe.jsonl`: what drafts are held to and never trained on.
 """
 
 import hashlib

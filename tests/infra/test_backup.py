@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra import erase
+from infra.artifacts import staged
 from infra.backup import CONTENTS, back_up, restore
 from infra.home import open_home
 from infra.logwriter import BackgroundWriter
@@ -22,18 +23,29 @@ from infra.settings import Settings
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
 from models.targets import describe
-from tests.infra.homes.old import old_home
+from tests.conftest import make_draft
 from tests.infra.rows import row
+from tests.tags import draft_tags
 
 HIS = b"a long sentence that nobody else ever wrote to the service"
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    settings = old_home(tmp_path)
+def settings(tiny_target: Path, tmp_path: Path) -> Settings:
+    """A home of a hundred rows, a target and two drafts, of which the second is the champion."""
+    settings = Settings(home=tmp_path / "home")
     open_home(settings)
     home_secret(settings.home)
-    QueryLog(settings.querylog).stats()
+    QueryLog(settings.querylog).append([row(f"a{number}") for number in range(1, 101)])
+    registry, made = open_registry(settings), tmp_path / "made"
+    with staged(made / "target") as directory:
+        shutil.copytree(tiny_target, directory, dirs_exist_ok=True)
+    registry.promote("target", registry.register("target", made / "target", {}).number)
+    for seed in range(2):
+        (made / str(seed)).mkdir()
+        draft = registry.register("draft", make_draft(tiny_target, made / str(seed), seed), draft_tags())
+        registry.promote("draft", draft.number)
+    shutil.rmtree(made)
     return settings
 
 
@@ -149,13 +161,13 @@ def test_what_is_no_whole_backup_of_this_home_changes_nothing(settings: Settings
     file = tmp_path / "kept.tar"
     back_up(settings, file)
     whole = file.read_bytes()
-    torn, no_backup, newer = (tmp_path / name for name in ("torn.tar", "none.tar", "newer.tar"))
+    torn, no_backup, other = (tmp_path / name for name in ("torn.tar", "none.tar", "other.tar"))
     torn.write_bytes(whole[: len(whole) // 3])
     no_backup.write_bytes(b"x" * 4096)
     flipped = tmp_path / "flipped.tar"
     place = whole.index(b"SQLite format 3") + 5000
     flipped.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with tarfile.open(newer, "w") as archive:
+    with tarfile.open(other, "w") as archive:
         (tmp_path / CONTENTS).write_text(
             '{"home_format": 99, "log_schema": 4, "made_ms": 0, "home": "", "artifacts": "", "files": {}}'
         )
@@ -165,7 +177,7 @@ def test_what_is_no_whole_backup_of_this_home_changes_nothing(settings: Settings
         (torn, "is no backup of redraft's, or it is torn"),
         (no_backup, "is no backup of redraft's"),
         (flipped, "is damaged"),
-        (newer, "was taken by a newer version"),
+        (other, "was taken by another version"),
         (tmp_path / "absent.tar", "is no backup of redraft's"),
     ):
         with pytest.raises(ValueError, match=fault):

@@ -1,179 +1,29 @@
-"""A home that the release before formats were numbered made by `redraft demo --recipe tiny` goes on working.
+"""A home is closed to other users, and one of another format is refused as it is."""
 
-Of it are kept the registry with the champion pair, the query log, the service's files and its demonstration's figures.
-"""
-
-import asyncio
 import json
 import os
 import sqlite3
-import subprocess
-import sys
-from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from infra import home
-from infra.home import FORMAT_FILE, latest_format, open_home
-from infra.keys import read_keys, sha256_of
+from infra.home import FORMAT, FORMAT_FILE, open_home
 from infra.querylog import QueryLog
-from infra.registry import open_registry
-from infra.service_process import config_path
 from infra.settings import Settings
-from infra.status import Phase
-from models.drafting.draft_families import family_named, family_of, open_draft
-from models.engines.torch import Params, TorchEngine
-from models.evaluation.golden import load_golden
-from models.targets import describe
-from services.config import read_config
-from services.drafts import DraftSource, choose_boot_draft, read_memory
-from services.reconciler import Reconciler
-from tests.infra.homes.old import old_home
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    """The old home."""
-    return old_home(tmp_path)
 
 
 def contents(settings: Settings) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(settings.home.glob("*.json"))}
+    return {file.name: file.read_bytes() for file in sorted(settings.home.iterdir())}
 
 
-def format_of(settings: Settings) -> int:
-    return int(json.loads((settings.home / FORMAT_FILE).read_text())["format"])
-
-
-def redraft(settings: Settings, *arguments: str) -> str:
-    variables = {**os.environ, "REDRAFT_HOME": str(settings.home), "COLUMNS": "200"}
-    argv = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(argv, env=variables, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.slow
-def test_the_commands_show_what_an_old_home_holds(settings: Settings) -> None:
-    seen = json.loads(redraft(settings, "status", "--json"))
-    assert format_of(settings) == latest_format()
-    assert [(draft["version"], draft["champion"], draft["verdict"]) for draft in seen["drafts"]] == [
-        (2, True, "passed"),
-        (1, False, ""),
-    ]
-    assert (seen["last_refresh"]["rows"], seen["service"]) == ("1–100", None)
-    assert (seen["log"]["total"], seen["log"]["cursor"]) == (100, 100)
-    told = redraft(settings, "diff", "1", "2")
-    for difference in ("window_last_seq", "2.1111", "gate"):
-        assert difference in told
-    redraft(settings, "report")
-    page = (settings.home / "report.html").read_text()
-    assert "random-llama-0" in page
-    assert "tiny-0b07ba0528e4" in page
-
-
-def test_what_it_was_is_copied_before_it_is_upgraded(settings: Settings) -> None:
-    before = contents(settings)
-    with sqlite3.connect(settings.querylog) as log:
-        [schema] = log.execute("PRAGMA user_version").fetchone()
-        log.execute("PRAGMA journal_mode = DELETE")
-    log.close()
+def test_a_new_home_is_of_the_format_that_is_read_and_opening_it_again_changes_nothing(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "new" / "home")
     open_home(settings)
-    QueryLog(settings.querylog).stats()
-    copies = settings.home / "backups"
-    assert {file.name: file.read_bytes() for file in (copies / "format-1").iterdir()} == before
-    with sqlite3.connect(copies / f"queries-schema-{schema}.db") as kept:
-        assert kept.execute("SELECT count(*) FROM rows").fetchone() == (100,)
-        assert kept.execute("PRAGMA user_version").fetchone() == (schema,)
-    kept.close()
-    assert [path for path in copies.rglob("*") if path.stat().st_mode & 0o077] == []
-    open_home(settings)
-    assert {path.name for path in copies.iterdir()} == {"format-1", f"queries-schema-{schema}.db"}
-
-
-def test_its_query_log_and_its_champions_are_read(settings: Settings) -> None:
-    open_home(settings)
-    assert len(QueryLog(settings.querylog).rows(1, 100)) == 100
-    registry = open_registry(settings)
-    champions = registry.champion("draft"), registry.champion("target")
-    draft, target = (registry.download(one, settings.cache) for one in champions if one is not None)
-    assert family_of(draft) is family_named("eagle3")
-    assert open_draft(draft, target).taps
-
-
-@pytest.mark.slow
-def test_its_service_starts_with_what_it_remembers_and_serves(settings: Settings) -> None:
-    open_home(settings)
-    registry, target = open_registry(settings), open_registry(settings).champion("target")
-    assert target is not None
-    directory = registry.download(target, settings.cache)
-    config = read_config(config_path(settings))
-    assert (config.follow_drafts, config.serve.poll_s, config.serve.watch.fall) == (True, 1.0, 0.3)
-    assert (config.target_dir, config.state) == (directory, settings.home / "service-state.json")
-    memory, counts = read_memory(config.state), Counter[str]()
-    assert [version.number for version in memory.good] == [2, 1]
-    k = config.engine_params().num_draft_tokens
-    source = DraftSource(registry, settings.cache, describe(directory), k)
-    boot, memory = choose_boot_draft(source, memory, counts)
-    assert boot is not None
-    goldens, threshold = load_golden(directory)
-
-    async def serve() -> Phase:
-        params = Params(num_draft_tokens=source.served_k(boot.version))
-        engine = await TorchEngine.start(directory, boot.directory, params, draft_version=str(boot.version.number))
-        loop = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-        await loop.tick()
-        return loop.state.phase
-
-    assert (boot.version.number, asyncio.run(serve()), counts) == (2, Phase.SERVING, {})
-
-
-def test_keys_that_lay_open_in_the_services_file_are_kept_as_hashes_and_their_policies_stay(settings: Settings) -> None:
-    file = config_path(settings)
-    held = json.loads(file.read_text()) | {"api_keys": ["the-first-key", {"key": "the-second-key", "log": "none"}]}
-    file.write_text(json.dumps(held))
-    open_home(settings)
-    assert {key.sha256: key.log for key in read_keys(read_config(file).keys)} == {
-        sha256_of("the-first-key"): None,
-        sha256_of("the-second-key"): "none",
-    }
-    assert not [name for name, content in contents(settings).items() if b"the-first-key" in content]
-
-
-def test_opening_it_again_changes_nothing(settings: Settings) -> None:
-    open_home(settings)
+    assert json.loads((settings.home / FORMAT_FILE).read_text()) == {"format": FORMAT}
     once = contents(settings)
     open_home(settings)
     assert contents(settings) == once
-    assert config_path(settings).stat().st_mode & 0o777 == 0o600
-
-
-def test_a_kill_between_steps_does_no_harm(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-
-    def killed(_: Settings) -> None:
-        done.append("killed")
-        raise KeyboardInterrupt
-
-    first = home.STEPS[0]
-    first(settings)  # killed before the number moved
-    assert not (settings.home / FORMAT_FILE).exists()
-    others = home.STEPS[1:]
-    monkeypatch.setattr(home, "STEPS", (first, killed))
-    with pytest.raises(KeyboardInterrupt):
-        open_home(settings)
-    assert format_of(settings) == 2
-    monkeypatch.setattr(home, "STEPS", (killed, lambda _: done.append("second")))
-    open_home(settings)  # what was done is not done again
-    assert (format_of(settings), done) == (3, ["killed", "second"])
-    for step in others:
-        step(settings)
-    assert read_config(config_path(settings)).follow_drafts
-
-
-def test_a_new_home_is_of_the_latest_format(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path / "new" / "home")
-    open_home(settings)
-    assert format_of(settings) == latest_format()
 
 
 def test_a_home_is_closed_to_other_users_and_one_that_was_open_is_mended(tmp_path: Path) -> None:
@@ -182,7 +32,7 @@ def test_a_home_is_closed_to_other_users_and_one_that_was_open_is_mended(tmp_pat
     outside = tmp_path / "outside"
     outside.touch(mode=0o644)
     (settings.home / "logs").mkdir(parents=True, mode=0o777)
-    (settings.home / "queries.db").touch(mode=0o644)
+    (settings.home / "mlflow.db").touch(mode=0o644)
     (settings.home / "logs" / "run.sh").touch(mode=0o755)
     (settings.home / "link").symlink_to(outside)
     try:
@@ -197,17 +47,34 @@ def test_a_home_is_closed_to_other_users_and_one_that_was_open_is_mended(tmp_pat
     assert outside.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_newer_home_is_refused_and_left_as_it_is(settings: Settings) -> None:
-    (settings.home / FORMAT_FILE).write_text(json.dumps({"format": latest_format() + 1}))
+@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1, 0, "2"])
+def test_a_home_of_another_format_is_refused_in_one_line_that_says_how_to_begin_a_new_one(
+    tmp_path: Path, number: object
+) -> None:
+    settings = Settings(home=tmp_path / "home")
+    settings.home.mkdir()
+    (settings.home / FORMAT_FILE).write_text(json.dumps({"format": number}))
     before = contents(settings)
-    with pytest.raises(
-        ValueError, match=r"is of format \d+, and this version of redraft knows up to \d+: upgrade redraft"
-    ):
+    with pytest.raises(ValueError, match=r"^.*set REDRAFT_HOME to a new folder, run: redraft build$") as refused:
         open_home(settings)
+    assert str(settings.home) in str(refused.value)
+    assert repr(number) in str(refused.value)
     assert contents(settings) == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 0}', '{"format": "2"}'])
+def test_a_home_without_a_number_is_refused_by_its_log(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    log = QueryLog(settings.querylog)
+    log.cursor()
+    log.close()
+    with closing(sqlite3.connect(settings.querylog)) as db:
+        db.execute("PRAGMA user_version = 1")
+    with pytest.raises(ValueError, match=r"has schema version 1, .*run: redraft build$"):
+        open_home(settings)
+    assert not (settings.home / FORMAT_FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_damaged_number_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / FORMAT_FILE).write_text(content)
     with pytest.raises(ValueError, match=r"home\.json"):

@@ -102,7 +102,7 @@ def test_batches_that_a_locked_database_refuses_are_counted_and_told_of_once(
 @pytest.mark.parametrize(
     ("spoil", "fault"),
     [
-        (lambda path: run_sql(path, "PRAGMA user_version = 99"), "has schema version 99, wanted at most .: upgrade"),
+        (lambda path: run_sql(path, "PRAGMA user_version = 99"), "has schema version 99"),
         (lambda path: path.write_bytes(b"torn" * 4096), "is torn .*: redraft restore FILE"),
     ],
     ids=["newer", "torn"],

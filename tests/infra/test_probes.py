@@ -1,10 +1,8 @@
 """Probe sets: what is reserved, what leaves, and what one client can do to them."""
 
 import hashlib
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -221,13 +219,3 @@ def test_of_each_set_it_is_known_since_when_it_waits_for_its_next_conversation(l
 def test_members_are_never_replayed(log: QueryLog) -> None:
     ProbeSets(log.path).apply(Change([2, 3], []))
     assert [found.seq for found in log.replay(9, before_seq=9)] == [1, 4]
-
-
-def test_a_log_of_the_second_schema_gets_empty_sets_and_keeps_its_rows(log: QueryLog) -> None:
-    log.close()
-    with closing(sqlite3.connect(log.path, isolation_level=None)) as db:  # as the release before left it
-        db.executescript("DROP TABLE probes; DROP TABLE sketches; PRAGMA user_version = 2")
-    assert ProbeSets(log.path).members() == []
-    assert (log.stats().total, len(log.replay(9, before_seq=9))) == (4, 4)
-    ProbeSets(log.path).apply(Change([1], []))
-    assert log.erase("s0").probes == {"chat": 1}

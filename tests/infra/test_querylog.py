@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import sqlite3
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.erasures import ERASED
-from infra.logfile import ENDED
+from infra.logfile import ENDED, SCHEMA_VERSION
 from infra.probes import Change, ProbeSets
 from infra.querylog import QueryLog
 from infra.windows import Window, WindowBusy
@@ -253,21 +254,6 @@ def test_a_lease_that_was_lost_is_not_renewed(log: QueryLog) -> None:
         assert claimed(log, "run-3") == taken.model_copy(update={"owner": "run-3"})
 
 
-def test_a_log_of_the_first_schema_keeps_its_rows_and_its_open_window(log: QueryLog) -> None:
-    log.append([row("a1"), row("a2"), row("a3")])
-    window = claimed(log)
-    log.close()
-    with closing(sqlite3.connect(log.path, isolation_level=None)) as db:  # as the first release left it
-        db.executescript("DROP TABLE attempts; DROP TABLE set_aside; PRAGMA user_version = 1")
-    assert (log.stats().total, log.stats().attempt, log.stats().set_aside) == (3, None, ())
-    assert claimed(log) == window
-    attempt = log.stats().attempt
-    assert attempt is not None
-    assert attempt.number == 1
-    log.commit(window)
-    assert log.cursor() == 2
-
-
 @pytest.mark.slow
 def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(60)])
@@ -371,13 +357,16 @@ def test_stats_count_what_is_there(log: QueryLog) -> None:
     assert stats.bytes > 0
 
 
-def test_a_log_of_a_newer_schema_version_is_refused(log: QueryLog) -> None:
-    log.path.parent.mkdir()
-    with sqlite3.connect(log.path) as db:
-        db.execute("PRAGMA user_version = 7")
-    db.close()
-    with pytest.raises(ValueError, match="schema version 7, wanted at most 5"):
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_log_of_another_schema_is_refused_and_left_as_it_is(log: QueryLog, version: int) -> None:
+    log.append([row("a1")])
+    log.close()
+    with closing(sqlite3.connect(log.path)) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    before = log.path.read_bytes()
+    with pytest.raises(ValueError, match=rf"{re.escape(str(log.path))} has schema version {version}.*redraft build$"):
         log.cursor()
+    assert log.path.read_bytes() == before
 
 
 def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) -> None:

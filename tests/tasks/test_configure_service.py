@@ -79,9 +79,13 @@ def test_another_recipe_that_makes_the_same_files_is_served_once_it_was_built(
         assert configure_service.fn(recipe)["target_version"] == 1
 
 
-def test_a_target_of_an_older_release_is_served_as_before(registry: Registry, target: Artifact) -> None:
+def test_a_target_that_no_recipe_is_known_to_have_made_is_refused(registry: Registry, target: Artifact) -> None:
     registry.tag(registry.get("target", 1), "made_by", "[]")
-    assert configure_service.fn(having(random.Params(seed=7)))["target_version"] == 1
+    with pytest.raises(ValueError, match="run: redraft build"):
+        configure_service.fn(TINY)
+
+
+def test_a_tag_of_the_registrys_own_is_set_by_nobody_else(registry: Registry, target: Artifact) -> None:
     with pytest.raises(ValueError, match="the registry sets the tag sha256 itself"):
         registry.tag(registry.get("target", 1), "sha256", "0" * 64)
 
