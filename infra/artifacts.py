@@ -9,7 +9,6 @@ alive without process ids, which say nothing about the processes of another cont
 moments in which a directory is not locked yet or has no final name.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -22,7 +21,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infra.manifest import check_manifest, fsync_directory, write_manifest
+from infra.files import fsync_directory
+from infra.locks import lock_folder
+from infra.manifest import check_manifest, write_manifest
 
 ROWS_NAME = "rows.jsonl"
 LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
@@ -53,13 +54,13 @@ def renamed_when_complete(final: Path) -> Iterator[Path]:
     sweep_staging(final.parent)
     staging = _sibling(final, "staging")
     with ExitStack() as alive:
-        with held(final.parent):
+        with lock_folder(final.parent):
             staging.mkdir()
-            alive.enter_context(held(staging))
+            alive.enter_context(lock_folder(staging))
         try:
             yield staging
             _fsync_tree(staging)
-            with held(final.parent):
+            with lock_folder(final.parent):
                 _rename_over(staging, final)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -77,30 +78,10 @@ def staged(final: Path) -> Iterator[Path]:
         write_manifest(staging)
 
 
-@contextmanager
-def held(directory: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold a folder that lasts over several runs, so that nobody takes it for that of a dead one.
-
-    Args:
-        directory: exists.
-        wait: for whoever holds it; otherwise False is yielded at once.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))  # kill -9 lets go of it too
-            is_held = True
-        except BlockingIOError:
-            is_held = False
-        yield is_held
-    finally:
-        os.close(descriptor)
-
-
 def discard(directory: Path) -> None:
     """Remove a directory; if the process dies meanwhile, nothing stands under its name any more."""
     staging = _sibling(directory, "staging")
-    with held(directory, wait=False):  # the caller may hold it; either way no sweep takes it
+    with lock_folder(directory, wait_s=0):  # the caller may hold it; either way no sweep takes it
         directory.rename(staging)
         shutil.rmtree(staging)
 
@@ -112,12 +93,13 @@ def sweep_staging(parent: Path) -> list[Path]:
         The leftovers that were removed or put back. What a process holds stays.
     """
     swept = []
-    with held(parent):
+    with lock_folder(parent):
         for path in sorted(parent.iterdir()):
             match = LEFTOVER.fullmatch(path.name)
             if match is None:
                 continue
-            with suppress(FileNotFoundError), held(path, wait=False) as is_free:  # `discard` may remove it meanwhile
+            # `discard` may remove it meanwhile.
+            with suppress(FileNotFoundError), lock_folder(path, wait_s=0) as is_free:
                 if not is_free:
                     continue
                 final = parent / match["name"]
@@ -127,24 +109,6 @@ def sweep_staging(parent: Path) -> list[Path]:
                     shutil.rmtree(path, ignore_errors=True)
                 swept.append(path)
     return swept
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file in one rename, so that a reader finds the old text or the new one.
-
-    Raises:
-        ValueError: the folder does not exist, or `file` is a directory.
-    """
-    if not file.parent.is_dir():
-        raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
-    if file.is_dir():
-        raise ValueError(f"{file} is a folder, wanted the name of a file")
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def publish(directory: Path, kind: str) -> Artifact:

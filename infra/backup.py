@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infra.artifacts import LEFTOVER
 from infra.erase import FOLDER, finish_erasures
 from infra.erasures import Certificate
+from infra.files import replacing
 from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.lineage import SNAPSHOT_TAGS
@@ -120,8 +121,7 @@ def back_up(settings: Settings, file: Path) -> Contents:
             artifacts=str(settings.artifacts),
             files={name: _sha256(work / name) for name in small},
         )
-        temporary = work / "whole"
-        with tarfile.open(temporary, "w") as archive:
+        with replacing(file) as temporary, tarfile.open(temporary, "w") as archive:
             _add_text(archive, CONTENTS, contents.model_dump_json(indent=1))
             for name in small:
                 archive.add(work / name, name)
@@ -129,10 +129,6 @@ def back_up(settings: Settings, file: Path) -> Contents:
                 for path in _kept(root):
                     with suppress(FileNotFoundError):  # what was removed meanwhile is named by nothing
                         archive.add(path, f"{name}/{path.relative_to(root).as_posix()}", recursive=False)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.chmod(0o600)
-        temporary.replace(file)
     return contents
 
 
@@ -240,9 +236,8 @@ def _bring_files(settings: Settings, work: Path) -> None:
 
 def _place(source: Path, target: Path) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shutil.copyfile(source, temporary := target.with_name(f".{target.name}.{os.getpid()}"))
-    temporary.chmod(0o600)
-    temporary.replace(target)
+    with replacing(target) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 def _move(database: Path, contents: Contents, settings: Settings) -> None:

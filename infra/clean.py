@@ -17,10 +17,12 @@ from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from infra import history
-from infra.artifacts import LEFTOVER, discard, held
+from infra.artifacts import LEFTOVER, discard
+from infra.files import files_under
 from infra.home import COPIES
 from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
+from infra.locks import lock_folder
 from infra.manifest import MANIFEST_NAME, Manifest
 from infra.processes import process_identity
 from infra.querylog import QueryLog
@@ -30,7 +32,6 @@ from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile
 from infra.versions import CLEANED, Version, cached, is_usable
-from infra.walks import files_under
 from infra.watches import Watches
 from infra.windows import Window
 
@@ -167,7 +168,7 @@ def _going(settings: Settings, registry: Registry, limits: Limits, pool: int) ->
     yield from _of_caches(settings, staying)
     for folder in _folders(settings.artifacts / "work"):
         item = _item("work", folder)
-        with held(folder, wait=False) as is_free:
+        with lock_folder(folder, wait_s=0) as is_free:
             if is_free and item.age_days > YOUNG_DAYS:
                 yield item, "nobody works in it"
     for file in sorted((settings.home / "logs").glob("*.log")):

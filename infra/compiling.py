@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from infra.walks import files_under
+from infra.files import files_under
 
 # What vLLM's compiler leaves: a library for each kernel, and a file for each model whose graph is whole.
 KERNELS, MODELS = "*.so", "rank_*/model"

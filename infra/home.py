@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from infra.artifacts import write_whole
+from infra.files import write_atomic
 from infra.logfile import OTHER_FORMAT, LogFile
 from infra.settings import Settings
 
@@ -38,7 +38,7 @@ def open_home(settings: Settings) -> None:
         log = LogFile(settings.querylog)
         log.connection()
         log.close()
-    write_whole(file, json.dumps({"format": FORMAT}))
+    write_atomic(file, json.dumps({"format": FORMAT}))
 
 
 def close_to_others(folder: Path) -> None:

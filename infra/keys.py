@@ -5,11 +5,9 @@ that was revoked stays in the file: on loopback nobody needs a key only until a 
 one must not open the endpoint again. The home's own commands ask with an operator's key that only they can read.
 """
 
-import fcntl
 import hashlib
 import ipaddress
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,8 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.consent import Consent
+from infra.files import write_atomic
+from infra.locks import lock_file
 from infra.secret import home_secret
 from infra.settings import Settings
 
@@ -182,16 +182,7 @@ def _now_ms() -> int:
 def _changing(file: Path) -> Iterator[list[Key]]:
     """Hold the file, hand out its keys, and write them in one rename; whoever reads meanwhile sees old or new."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(file.with_name(LOCK), os.O_WRONLY | os.O_CREAT, 0o600), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, by kill -9 too
+    with lock_file(file.with_name(LOCK)):
         keys = list(read_keys(file))
         yield keys
-        temporary = file.with_name(f".{FILE}.{os.getpid()}")
-        try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-                json.dump({"keys": [one.model_dump() for one in keys]}, stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomic(file, json.dumps({"keys": [one.model_dump() for one in keys]}, indent=1))

@@ -4,17 +4,16 @@ Rows, windows and what stands beside them each have a module of their own over t
 full durability, and erased text is overwritten in the file (secure_delete).
 """
 
-import fcntl
-import os
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from infra.files import replacing
+from infra.locks import lock_file
+
 BUSY_TIMEOUT_S = 5.0
-POLL_S = 0.2
 ENDED = "the process ended before it said why"
 SCHEMA_VERSION = 5
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
@@ -121,7 +120,7 @@ class LogFile:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Keep erasures from cleaning up files while rows are turned into files; waits while one does."""
-        with self._locked(fcntl.LOCK_SH, wait_s=None):
+        with lock_file(self._readers(), shared=True):
             yield
 
     @contextmanager
@@ -131,26 +130,14 @@ class LogFile:
         Raises:
             TimeoutError: somebody still does after `wait_s` seconds.
         """
-        with self._locked(fcntl.LOCK_EX, wait_s):
+        with lock_file(self._readers(), wait_s=wait_s) as is_held:
+            if not is_held:
+                raise TimeoutError(f"{self.path}: a refresh, an adoption or the watch is at its rows")
             yield
 
-    @contextmanager
-    def _locked(self, kind: int, wait_s: float | None) -> Iterator[None]:
+    def _readers(self) -> Path:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        until_s = None if wait_s is None else time.monotonic() + wait_s
-        with self.path.with_name(f".{self.path.name}.readers").open("a") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, kind | (0 if until_s is None else fcntl.LOCK_NB))  # kill -9 lets go of it too
-                except BlockingIOError as error:
-                    if until_s is not None and time.monotonic() >= until_s:
-                        raise TimeoutError(
-                            f"{self.path}: a refresh, an adoption or the watch is at its rows"
-                        ) from error
-                    time.sleep(POLL_S)
-                else:
-                    break
-            yield
+        return self.path.with_name(f".{self.path.name}.readers")
 
 
 def _create(db: sqlite3.Connection) -> None:
@@ -165,14 +152,12 @@ def _create(db: sqlite3.Connection) -> None:
 def copy_database(file: Path, copy: Path) -> None:
     """Copy a database as it is at this moment, whoever writes to it meanwhile; an older copy is replaced."""
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = copy.with_name(f".{copy.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600))
-        with closing(sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)) as read, closing(sqlite3.connect(temporary)) as db:
-            read.backup(db)
-        temporary.replace(copy)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        replacing(copy) as temporary,
+        closing(sqlite3.connect(file, timeout=BUSY_TIMEOUT_S)) as read,
+        closing(sqlite3.connect(temporary)) as db,
+    ):
+        read.backup(db)
 
 
 def counter(db: sqlite3.Connection, name: str) -> int:

@@ -6,11 +6,12 @@ names have the same digest wherever they lie. Symbolic links are refused: their 
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra.files import fsync_directory, write_atomic
 
 MANIFEST_NAME = "manifest.json"
 CHUNK_BYTES = 1 << 20
@@ -66,15 +67,7 @@ def write_manifest(directory: Path) -> str:
         name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size) for name, path in _files(directory).items()
     }
     manifest = Manifest(files=entries)
-    temporary = directory / f".{MANIFEST_NAME}.{os.getpid()}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(json.dumps(manifest.model_dump(), indent=1, sort_keys=True).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / MANIFEST_NAME)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(directory / MANIFEST_NAME, json.dumps(manifest.model_dump(), indent=1, sort_keys=True))
     fsync_directory(directory)
     return manifest.digest()
 
@@ -107,15 +100,6 @@ def check_manifest(directory: Path) -> str:
         if sha256 != wanted.sha256:
             raise ValueError(f"{path} has sha256 {sha256}, the manifest says {wanted.sha256}")
     return manifest.digest()
-
-
-def fsync_directory(directory: Path) -> None:
-    """Flush a directory's entries, so that a rename in it outlives a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_manifest(directory: Path) -> Manifest:

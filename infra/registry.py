@@ -6,7 +6,6 @@ to. MLflow can't compare and swap, so whoever moves the alias holds a lock of th
 directories with a manifest; nothing here imports a model library, pickles, or sets MLflow's process-wide address.
 """
 
-import fcntl
 import shutil
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from infra.artifacts import renamed_when_complete
 from infra.lineage import Lineage
+from infra.locks import lock_file
 from infra.manifest import check_manifest
 from infra.settings import load_settings
 from infra.store import NotFound, Store, translated
@@ -66,7 +66,7 @@ class Registry:
         with self._threads, ExitStack() as held:
             if not self._depth:
                 root.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_locked(root.with_name(f".{root.name}.lock")))
+                held.enter_context(lock_file(root.with_name(f".{root.name}.lock")))
             self._depth += 1
             try:
                 yield
@@ -297,7 +297,7 @@ class Registry:
         """
         final = cached(version, cache)
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(final.parent / f".{final.name}.lock"):
+        with lock_file(final.parent / f".{final.name}.lock"):
             if final.exists():
                 try:
                     _require_digest(final, version)
@@ -382,10 +382,3 @@ def _require_digest(directory: Path, version: Version) -> None:
         raise ValueError(
             f"{directory} has digest {sha256}, {version.kind} {version.number} was registered with {version.sha256}"
         )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, by kill -9 too
-        yield

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.files import write_atomic
 from infra.processes import Child, answers, port_is_free, process_identity
 
 STATE = "up.json"
@@ -222,10 +223,7 @@ class Supervisor:
         identity = process_identity(pid)
         assert identity is not None
         state = UpState(pid=pid, identity=identity, recipe=self._recipe, programs=tuple(running), failure=self._failure)
-        file = self._home / STATE
-        temporary = file.with_name(f".{STATE}.{pid}")
-        temporary.write_text(json.dumps(state.model_dump(), indent=1) + "\n")
-        temporary.replace(file)
+        write_atomic(self._home / STATE, json.dumps(state.model_dump(), indent=1) + "\n")
 
 
 def _port_held(program: Program) -> bool:

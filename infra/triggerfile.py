@@ -4,21 +4,21 @@ A run holds a lock on a second file for as long as it lives, so that one which w
 process of the machine and without a clock. Nothing of a request's text is kept here.
 """
 
-import fcntl
 import os
 import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from infra.locks import lock_file
 from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, Value, step
 
 BUSY_TIMEOUT_S = 5.0
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-LOCK_TRIES, LOCK_PAUSE_S = 40, 0.05  # whoever looks holds the lock for milliseconds
+LOOK_S = 2.0  # whoever looks holds the lock for milliseconds
 NOTE_S = 15.0
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
 WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
@@ -134,7 +134,6 @@ class TriggerFile:
     def __init__(self, querylog: Path, clock: Callable[[], int] = now_ms) -> None:
         """Take the query log's file, and a clock in Unix milliseconds."""
         self.path, self.clock = trigger_path(querylog), clock
-        self._lock_path = self.path.with_suffix(".lock")
 
     def snapshot(self) -> Snapshot:
         """Return all that is known."""
@@ -158,7 +157,7 @@ class TriggerFile:
 
     def find_lost(self) -> None:
         """Let domains whose refresh is gone wait for the next one."""
-        with self._hold(fcntl.LOCK_SH) as held:
+        with self._lock(shared=True) as held:
             if held:
                 with self._open() as db:
                     last = _fact(db, LastRun)
@@ -173,7 +172,7 @@ class TriggerFile:
         The context gets what it calls with the result, and the outcome in the flow's words; without a call the run
         counts as lost. A second run at the same time acknowledges nothing, and its call does nothing.
         """
-        with self._hold(fcntl.LOCK_EX) as held:
+        with self._lock() as held:
             if not held:
                 yield lambda result, outcome: None
                 return
@@ -212,23 +211,13 @@ class TriggerFile:
             _keep(db, fact)
 
     def _is_held(self) -> bool:
-        with self._hold(fcntl.LOCK_SH) as held:
+        with self._lock(shared=True) as held:
             return not held
 
-    @contextmanager
-    def _hold(self, how: int) -> Iterator[bool]:
+    def _lock(self, shared: bool = False) -> AbstractContextManager[bool]:
         """Hold the lock of runs if nobody else does; whoever only looks shares it with others who look."""
-        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
-            for _ in range(LOCK_TRIES if how == fcntl.LOCK_EX else 1):
-                try:
-                    fcntl.flock(file, how | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    time.sleep(LOCK_PAUSE_S)
-                else:
-                    yield True
-                    return
-            yield False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return lock_file(self.path.with_suffix(".lock"), shared, wait_s=0 if shared else LOOK_S)
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

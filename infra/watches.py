@@ -5,10 +5,7 @@ last whole look and no request counts twice. There is no text in it: requests ar
 log.
 """
 
-import fcntl
-import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +13,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.files import write_atomic
+from infra.locks import lock_file
 from infra.settings import Settings
 
 WATCHING: Literal["watching"] = "watching"
@@ -24,7 +23,6 @@ TAKEN_BACK: Literal["taken back"] = "taken back"
 LEFT: Literal["left"] = "left"
 SETTLED: Literal["settled"] = "settled"
 WORK = "work"
-POLL_S = 0.1
 ALL = ""  # the finding on all domains together
 
 
@@ -159,13 +157,7 @@ class Watches:
     def save(self, watch: Watch) -> None:
         """Replace what is kept of a watch, in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = self._file(watch.draft, watch.previous)
-        temporary = file.with_name(f".{file.name}")
-        with temporary.open("w", encoding="utf-8") as opened:
-            opened.write(watch.model_dump_json() + "\n")
-            opened.flush()
-            os.fsync(opened.fileno())
-        temporary.replace(file)
+        write_atomic(self._file(watch.draft, watch.previous), watch.model_dump_json() + "\n")
 
     @contextmanager
     def alone(self, wait_s: float = 0.0) -> Iterator[None]:
@@ -178,17 +170,9 @@ class Watches:
             ValueError: another one watches it.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        until_s = time.monotonic() + wait_s
-        with (self.folder / ".lock").open("w") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed, by kill -9 too
-                except BlockingIOError as error:
-                    if time.monotonic() >= until_s:
-                        raise ValueError(f"another process watches the drafts of {self.folder.parent}") from error
-                    time.sleep(POLL_S)
-                else:
-                    break
+        with lock_file(self.folder / ".lock", wait_s=wait_s) as is_held:
+            if not is_held:
+                raise ValueError(f"another process watches the drafts of {self.folder.parent}")
             yield
 
     def _file(self, draft: int, previous: int) -> Path:

@@ -8,13 +8,13 @@ own.
 
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from infra.files import write_atomic
 from infra.memory import free_memory_gib
 from infra.registry import Registry
 from infra.store import StoreUnavailable
@@ -55,15 +55,7 @@ def read_memory(path: Path) -> Memory:
 def write_memory(path: Path, memory: Memory) -> None:
     """Write it in one rename, flushed to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            json.dump(memory.model_dump(mode="json"), file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, json.dumps(memory.model_dump(mode="json"), indent=1, sort_keys=True))
 
 
 def remember(path: Path, memory: Memory, counts: Counter[str]) -> None:

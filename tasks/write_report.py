@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from infra.artifacts import write_whole
+from infra.files import write_atomic
 from infra.machine import git_commit
 from infra.overview import overview
 from infra.querylog import QueryLog
@@ -38,7 +38,7 @@ def write_report(settings: Settings, output: Path | None = None) -> Path:
         ConnectionError: the registry can't be asked.
     """
     file = output or settings.home / REPORT
-    write_whole(file, page(collect(settings)))
+    write_atomic(file, page(collect(settings)))
     return file
 
 

@@ -9,20 +9,19 @@ alone, for the service to forget its recent answers.
 What can't be undone: weights that were trained on the rows. The certificate names them.
 """
 
-import os
 import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from infra.artifacts import write_whole
 from infra.consent import subject_of
 from infra.erase.job import Job
 from infra.erase.leftovers import remove_captured, remove_scores, remove_work, sweep_watch
 from infra.erase.residue import forget_text, redact_residue
 from infra.erase.snapshots import name_drafts, rewrite_snapshots
 from infra.erasures import DONE, Certificate
+from infra.files import write_atomic
 from infra.keys import keys_path, read_keys
 from infra.querylog import QueryLog
 from infra.settings import Settings
@@ -116,7 +115,6 @@ def _finish(settings: Settings, log: QueryLog, step: int, certificate: Certifica
     job.certificate = job.certificate.with_(ended_ms=int(time.time() * 1000))
     file = certificate_file(settings, certificate.number)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_whole(file, job.certificate.model_dump_json(indent=1) + "\n")
-    os.chmod(file, 0o600)
+    write_atomic(file, job.certificate.model_dump_json(indent=1) + "\n")
     log.enter(job.certificate, DONE)
     return job.certificate

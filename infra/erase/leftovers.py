@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from infra.artifacts import discard, held, sweep_staging
+from infra.artifacts import discard, sweep_staging
 from infra.captured import CapturedFiles
 from infra.erase.job import Job
-from infra.walks import files_under
+from infra.files import files_under
+from infra.locks import lock_folder
 from infra.watches import Watches
 
 STATES = "states.bin"
@@ -27,7 +28,7 @@ def remove_work(job: Job) -> None:
     """
     names = [name.encode() for name in job.ids]
     for folder in sorted(_swept(job.settings.artifacts / "work").glob("[!.]*")):
-        with held(folder, wait=False) as is_free:
+        with lock_folder(folder, wait_s=0) as is_free:
             if is_free and any(_is_of(file, names) for file in files_under(folder)):
                 _remove(job, folder)
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 
-from infra.artifacts import write_whole
 from infra.client import Answer, Client, LogLevel, Speculation
+from infra.files import write_atomic
 from infra.keys import operator_key
 from infra.machine import git_commit
 from infra.memory import free_memory_gib
@@ -245,7 +245,7 @@ class Demonstration:
             "stage_seconds": self._stages.seconds,
             "seconds": self._stages.total_s(),
         }
-        write_whole(self._folder / RESULT, json.dumps(result) + "\n")
+        write_atomic(self._folder / RESULT, json.dumps(result) + "\n")
         show_demonstration(result, out)
         out.print(f"plot: {plot}", soft_wrap=True)
         print(json.dumps(result))

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from infra.busy import BUSY_FILE
 from infra.environment import environment_of, settings_of
+from infra.files import files_under
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
 from infra.views.figures import draw_shares
 from infra.views.results import Grid, Report, interval
-from infra.walks import files_under
 from models.sources import Prompt
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served

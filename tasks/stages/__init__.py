@@ -17,7 +17,8 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from infra.artifacts import Artifact, held, publish, staged
+from infra.artifacts import Artifact, publish, staged
+from infra.locks import lock_folder
 from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
 from models import catalog
@@ -56,7 +57,7 @@ def produce(
     if (found := _made(final, kind)) is not None:
         return found
     work.mkdir(parents=True, exist_ok=True)
-    with held(work):
+    with lock_folder(work):
         if (found := _made(final, kind)) is None:  # another process may have made it while this one waited
             with staged(final) as directory:
                 make(directory, work)

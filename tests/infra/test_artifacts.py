@@ -13,7 +13,6 @@ from infra.artifacts import (
     snapshot_jsonl,
     staged,
     sweep_staging,
-    write_whole,
 )
 from infra.manifest import check_manifest
 
@@ -125,18 +124,3 @@ def test_a_snapshot_refuses_nan_and_lines_that_are_not_objects(tmp_path: Path) -
         (directory / "rows.jsonl").write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match=r"line 2: got '\[1\]"):
         read_jsonl(tmp_path / "list")
-
-
-def test_a_file_is_written_whole_or_left_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    write_whole(file, "τ")
-    write_whole(file, "τ and more")
-    assert file.read_text(encoding="utf-8") == "τ and more"
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(file, "\ud800")
-    assert file.read_text(encoding="utf-8") == "τ and more"
-    with pytest.raises(ValueError, match="there is no folder"):
-        write_whole(tmp_path / "none" / "page.html", "")
-    with pytest.raises(ValueError, match="is a folder"):
-        write_whole(tmp_path, "")
-    assert list(tmp_path.iterdir()) == [file]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from infra import history
-from infra.artifacts import held, staged
+from infra.artifacts import staged
 from infra.clean import DAY_S, clean_up
+from infra.locks import lock_folder
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.service_process import ray_folder
@@ -152,7 +153,7 @@ def test_caches_copies_work_and_logs_are_bounded(home: Home) -> None:
     log = settings.home / "logs" / "service.log"
     log.parent.mkdir()
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    with held(works):
+    with lock_folder(works):
         went = {(item.kind, item.name) for item, _ in clean_up(settings, LIMITS, pool=3)}
     assert went == {
         ("cache", "99-abc"),

@@ -10,10 +10,10 @@ import pytest
 
 from flows import privacy_commands
 from flows.command import complete_erasures
-from infra.artifacts import held
 from infra.consent import QueryRow, subject_of
 from infra.erase import certificate_file, erase_older_than, erase_subject, finish_erasures
 from infra.keys import add_key, keys_path, read_keys, revoke_key
+from infra.locks import lock_folder
 from infra.querylog import QueryLog
 from infra.settings import Settings
 from tests.infra.erase.planted import SUBJECT, WHO, check_erased, make_home, planted_in, planted_row
@@ -81,7 +81,7 @@ def test_a_reader_waits_until_an_erasure_is_done(settings: Settings) -> None:
 
 
 def test_the_work_folder_of_a_build_that_runs_stays(settings: Settings) -> None:
-    with held(settings.artifacts / "work" / "hidden"):
+    with lock_folder(settings.artifacts / "work" / "hidden"):
         erase_subject(settings, WHO)
     assert (settings.artifacts / "work" / "hidden" / "states.bin").is_file()
 

@@ -1,0 +1,53 @@
+"""Files that others read or write meanwhile."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomic(file: Path, content: str | bytes) -> None:
+    """Write a file in one rename, flushed to the disk, for its owner alone; a reader finds the old content or the new.
+
+    Raises:
+        ValueError: the folder does not exist, or `file` is a directory.
+    """
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} can't be written: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder, wanted the name of a file")
+    with replacing(file) as temporary:
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield an empty file beside `file` that replaces it when the block ends, and is removed when the block raises."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        yield temporary
+        os.fsync(descriptor)
+        temporary.replace(file)
+    finally:
+        os.close(descriptor)
+        temporary.unlink(missing_ok=True)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Flush a directory's entries, so that a rename in it outlives a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def files_under(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of those below it, links too; none where there is no such folder.
+
+    Unlike `Path.rglob`, which fails when a folder goes away while it is read, as a compiler's do, this leaves it out.
+    """
+    for inner, _, names in os.walk(folder):
+        yield from (Path(inner, name) for name in names)

@@ -1,0 +1,49 @@
+"""Files that others read meanwhile."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from infra.files import replacing, write_atomic
+
+
+def test_a_file_is_written_whole_or_left_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    write_atomic(file, "τ")
+    write_atomic(file, "τ and more")
+    assert file.read_text(encoding="utf-8") == "τ and more"
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(file, "\ud800")
+    assert file.read_text(encoding="utf-8") == "τ and more"
+    with pytest.raises(ValueError, match="there is no folder"):
+        write_atomic(tmp_path / "none" / "page.html", "")
+    with pytest.raises(ValueError, match="is a folder"):
+        write_atomic(tmp_path, "")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_written_file_is_its_owners_alone(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "secret", b"bytes")
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_block_that_raises_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(file) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_threads_that_write_the_same_file_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
+    file, contents = tmp_path / "file", [str(number) * 100_000 for number in range(8)]
+    threads = [threading.Thread(target=write_atomic, args=(file, content)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert file.read_text() in contents
+    assert list(tmp_path.iterdir()) == [file]
