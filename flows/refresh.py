@@ -50,7 +50,7 @@ def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
     if past is not None:
         judged = gate_draft(recipe, pair, start_test(recipe, pair), past.files, parts, learns=False)
         returned = register_returned(recipe, pair, past, judged)
-        if judged.gate == "passed":
+        if judged.report.verdict == "passed":
             return returned
     start = find_challenger(recipe, pair, window)
     learnt = answer_again(recipe, pair, window, parts.samples)

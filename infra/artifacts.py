@@ -19,20 +19,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from infra.files import fsync_directory
 from infra.locks import lock_folder
 from infra.manifest import check_manifest, write_manifest
+from models.types import Frozen
 
 ROWS_NAME = "rows.jsonl"
 LEFTOVER = re.compile(r"\.(?P<role>staging|aside)-(?P<name>.+)-[0-9a-f]{16}")
 
 
-class Artifact(BaseModel):
+class Artifact(Frozen):
     """A reference to a directory with a manifest: where it lies, its digest, and what it is ("target", "rows", ...)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     uri: str = Field(pattern=r"^file:///")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")

@@ -22,7 +22,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from infra.artifacts import LEFTOVER
 from infra.erase import FOLDER, finish_erasures
@@ -37,6 +37,7 @@ from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
 from infra.settings import Settings
 from infra.triggerfile import TriggerFile, trigger_path
+from models.types import Frozen
 
 CONTENTS = "backup.json"
 ARTIFACTS = "artifacts"
@@ -57,7 +58,7 @@ ADDRESSES = {
 ALL_ERASURES = "SELECT certificate FROM erasures WHERE certificate != '' ORDER BY number"
 
 
-class Contents(BaseModel):
+class Contents(Frozen):
     """What a backup says of itself.
 
     Attributes:
@@ -66,8 +67,6 @@ class Contents(BaseModel):
         home, artifacts: where they lay; the registry names its files by these.
         files: databases and small files to the sha256 of their content; directories have manifests of their own.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     home_format: int
     log_schema: int

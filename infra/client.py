@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
 import httpx
-from pydantic import BaseModel, ConfigDict
 
 from infra.status import RunningService, ServiceStatus, parse_status
+from models.types import Frozen
 
 SERVED_NAME = "target"
 TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ class Chat(NamedTuple):
     fields: Mapping[str, Any] = MappingProxyType({})
 
 
-class Answer(BaseModel):
+class Answer(Frozen):
     """One chat and its end.
 
     Attributes:
@@ -62,8 +62,6 @@ class Answer(BaseModel):
         arrival_ms: when each token came, from sending; those of one step come together.
         seconds: from sending to the end of the stream.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_id: str
     domain: str

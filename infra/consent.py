@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from infra.manifest import canonical_json
+from models.types import Frozen
 
 Consent = Literal["none", "metadata", "full"]
 CONSENT_LEVELS: tuple[Consent, ...] = ("none", "metadata", "full")  # strictest first
@@ -31,7 +32,7 @@ Count = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class QueryRow(BaseModel):
+class QueryRow(Frozen):
     """One served request, after scrubbing.
 
     `subject` and `key` are hashes, of who asked and of the API key that was asked with; one key may have many
@@ -44,7 +45,7 @@ class QueryRow(BaseModel):
     """
 
     # An error's message may end up in a service's log, which has nobody's consent.
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     seq: int | None = None
     id: str = Field(pattern=r"^[\x21-\x7e]{1,128}$")
@@ -65,7 +66,7 @@ class QueryRow(BaseModel):
     drafted: list[Count] | None = None
     accepted: list[Count] | None = None
     drafted_ids: list[list[Count]] | None = None
-    sampling: dict[str, JsonValue] = {}
+    sampling: dict[str, JsonValue] = Field(default_factory=dict)
     finish_reason: str = Field(pattern=r"^[a-z_]{1,32}$")
     first_token_ms: Milliseconds | None = None
     per_token_ms: Milliseconds | None = None

@@ -18,10 +18,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict
 
 from infra.peers import SUFFIX_PACKAGE, suffix_version
 from infra.settings import Settings, load_settings
+from models.types import Frozen
 
 ENGINE_VERSION = "0.32.0"
 WANTED_PYTHON = ">=3.11"
@@ -33,10 +33,8 @@ SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decodin
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
-class Check(BaseModel):
+class Check(Frozen):
     """One finding; `fix` is the command to run when it is not ok."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     ok: bool

@@ -15,11 +15,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from infra.consent import QueryRow
 from infra.logfile import ENDED
 from infra.windows import Window, Windows, shrink_claim
+from models.types import Frozen
 
 ERASED = "the error was erased with rows of the window"
 DONE = -1
@@ -31,11 +32,7 @@ BY_SUBJECT = """seq IN (
 Role = Literal["train", "replay", "held_out", "probe"]
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Rewritten(_Entry):
+class Rewritten(Frozen):
     """A snapshot that held erased rows; `became` is "" where nothing else was in it.
 
     Attributes:
@@ -51,7 +48,7 @@ class Rewritten(_Entry):
     rows: int
 
 
-class Certificate(_Entry):
+class Certificate(Frozen):
     """What an erasure did, without any text.
 
     Attributes:

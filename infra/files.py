@@ -24,7 +24,7 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """Yield an empty file beside `file` that replaces it when the block ends, and is removed when the block raises."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = file.with_name(f".{file.name}.{threading.get_native_id()}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         yield temporary

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from infra.consent import Consent
 from infra.files import write_atomic
 from infra.locks import lock_file
 from infra.secret import home_secret
 from infra.settings import Settings
+from models.types import Frozen
 
 Role = Literal["client", "operator", "scraper"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -31,7 +32,7 @@ OWN, BROUGHT = "home", "brought-"
 NUM_BYTES = 32
 
 
-class Key(BaseModel):
+class Key(Frozen):
     """What is kept of a key.
 
     Attributes:
@@ -39,8 +40,6 @@ class Key(BaseModel):
         sha256: of the key.
         log: what its owner agreed to have logged; None if nothing was agreed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     role: Role
@@ -55,9 +54,7 @@ class Key(BaseModel):
         return self.revoked_ms is None
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _File(Frozen):
     keys: tuple[Key, ...] = ()
 
 

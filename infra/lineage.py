@@ -6,11 +6,12 @@ tag says "does not apply". What only some drafts have has a default.
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-GateVerdict = Literal["passed", "undecided", "refused"]
+from models.types import Frozen, GateVerdict
+
 NESTED = ("target", "window")
 # Tags that hold the address of a directory.
 SNAPSHOT_TAGS = ("window_uri", "judged_on", "samples_uri", "state_uri")
@@ -38,10 +39,10 @@ Number = Annotated[int | None, BeforeValidator(_none_if_blank)]
 Tau = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
-class _Tags(BaseModel):
+class _Tags(Frozen):
     """A value that is kept as tags: a field's alias is its tag's name, if that is another than its own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     @classmethod
     def tag_names(cls) -> tuple[str, ...]:

@@ -9,27 +9,24 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from infra.files import fsync_directory, write_atomic
+from models.types import Frozen
 
 MANIFEST_NAME = "manifest.json"
 CHUNK_BYTES = 1 << 20
 
 
-class FileEntry(BaseModel):
+class FileEntry(Frozen):
     """One file: the sha256 of its content and its size in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
 
 
-class Manifest(BaseModel):
+class Manifest(Frozen):
     """The content of `manifest.json`; the keys of `files` are paths relative to the directory, with forward slashes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     files: dict[str, FileEntry]

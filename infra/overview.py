@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from infra.home import FORMAT_FILE
 from infra.probes import ProbeSet, ProbeSets
@@ -16,11 +16,12 @@ from infra.triggerfile import TriggerFile
 from infra.versions import Version
 from infra.waiting import Queue, Waiting, waiting_for
 from infra.watches import Watch, Watches
+from models.types import Frozen
 
 QUARANTINED = "quarantined"
 
 
-class DraftOverview(BaseModel):
+class DraftOverview(Frozen):
     """A draft in a line.
 
     Attributes:
@@ -31,8 +32,6 @@ class DraftOverview(BaseModel):
         returns: which past draft it is and what it was tried again for, or "".
         tau: domain to τ on held-out conversations.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int
     champion: bool
@@ -46,7 +45,7 @@ class DraftOverview(BaseModel):
     created_ms: int
 
 
-class Overview(BaseModel):
+class Overview(Frozen):
     """The state of a home folder.
 
     Attributes:
@@ -59,15 +58,13 @@ class Overview(BaseModel):
         watch: of the champion against the draft before it; None without one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     drafts: tuple[DraftOverview, ...]
     last_refresh: DraftOverview | None
     log: LogStats
     service: RunningService | None
     programs: tuple[Running, ...]
     waiting: Waiting
-    probe_sets: dict[str, ProbeSet] = {}
+    probe_sets: dict[str, ProbeSet] = Field(default_factory=dict)
     watch: Watch | None = None
 
 

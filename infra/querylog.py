@@ -10,15 +10,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pydantic import BaseModel, ConfigDict
-
 from infra.consent import Consent, QueryRow, require_loggable
 from infra.erasures import Erasures
 from infra.logfile import count, counter
 from infra.windows import Attempt, SetAside, attempt_at, windows_set_aside
+from models.types import Frozen
 
 
-class LogStats(BaseModel):
+class LogStats(Frozen):
     """What the log holds, for the dashboard.
 
     Attributes:
@@ -27,8 +26,6 @@ class LogStats(BaseModel):
         attempt: at the open window; None if none is open.
         set_aside: windows that no attempt got through, oldest first.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     depth: int
     total: int

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+
+from models.types import Frozen
 
 PREFIX = "REDRAFT_"
 KEY = r"[\x21-\x7e]{8,512}"
@@ -52,7 +54,7 @@ AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
 COSTS = "costs"
 
 
-class Settings(BaseModel):
+class Settings(Frozen):
     """What a process of redraft needs to know about the machine that it runs on.
 
     Attributes:
@@ -67,7 +69,7 @@ class Settings(BaseModel):
         hub: whether a Hugging Face hub may be asked; without it a look-up fails at once.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
     home: AbsolutePath = Path(".redraft")
     device: Literal["cpu", "cuda"] = "cpu"

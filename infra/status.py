@@ -6,11 +6,9 @@ The service sends `ServiceStatus` as JSON from /redraft/status. Each field descr
 import json
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-
-class _Told(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from models.types import Frozen
 
 
 class Phase(StrEnum):
@@ -37,7 +35,7 @@ class Phase(StrEnum):
     OFF = "off"
 
 
-class Proof(_Told):
+class Proof(Frozen):
     """What a draft showed on probation."""
 
     weight_error: float = Field(description="largest relative difference from the file's weights on fixed inputs")
@@ -48,7 +46,7 @@ class Proof(_Told):
     promised_tau: float = Field(description="the same, measured before the draft was registered")
 
 
-class DomainAcceptance(_Told):
+class DomainAcceptance(Frozen):
     """Acceptance of one domain's last requests."""
 
     requests: int = Field(description="number of requests that the figures are over, the last 64 at most")
@@ -56,7 +54,7 @@ class DomainAcceptance(_Told):
     mean_accepted_length: float = Field(description="tokens a verification step yields, 1.0 is no gain")
 
 
-class LogCounts(_Told):
+class LogCounts(Frozen):
     """What became of the rows that the service wanted logged."""
 
     written: int = Field(description="rows written to the query log since the start")
@@ -65,7 +63,7 @@ class LogCounts(_Told):
     last_error: str | None = Field(description="why the log refused rows last")
 
 
-class EventCounts(_Told):
+class EventCounts(Frozen):
     """What became of the events for the orchestrator."""
 
     sent: int = Field(description="events that the orchestrator took since the start")
@@ -73,7 +71,7 @@ class EventCounts(_Told):
     last_error: str | None = Field(description="why the last of them was dropped")
 
 
-class Pace(_Told):
+class Pace(Frozen):
     """How steps are drafted at the present load, and what that is expected to give."""
 
     num_draft_tokens: int = Field(description="tokens that the draft model drafts in a step, 0 where none pays")
@@ -85,7 +83,7 @@ class Pace(_Told):
     )
 
 
-class Speed(_Told):
+class Speed(Frozen):
     """How fast one request of a domain is answered, as measured from the times of steps; none before 192 of them."""
 
     tokens_per_s: float = Field(description="tokens a second of one request, as it is drafted")
@@ -104,7 +102,7 @@ class Speed(_Told):
         return f"{self.tokens_per_s:.1f} tokens/s of one request, {self.gain} the {plain}"
 
 
-class ServiceStatus(_Told):
+class ServiceStatus(Frozen):
     """What /redraft/status answers: one replica, its draft and its counts since its start.
 
     A draft's name is its number in the registry and the start of its digest, such as "3-0123456789ab".

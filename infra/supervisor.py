@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
-
 from infra.files import write_atomic
 from infra.processes import Child, answers, port_is_free, process_identity
+from models.types import Frozen
 
 STATE = "up.json"
 POLL_S = 0.5
@@ -56,10 +55,8 @@ class Program:
     after: tuple[str, ...] = ()
 
 
-class Running(BaseModel):
+class Running(Frozen):
     """One program as the state file tells it; `pid` is None while it is down."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     url: str
@@ -69,10 +66,8 @@ class Running(BaseModel):
     log: str
 
 
-class UpState(BaseModel):
+class UpState(Frozen):
     """The state file's content; `identity` tells the supervisor from a later process of the same number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pid: int
     identity: str

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from infra.locks import lock_file
-from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, Value, step
+from infra.triggers import STATE, Ended, Event, Lost, Ok, Result, Retry, Running, Started, State, step
+from models.types import Frozen
 
 BUSY_TIMEOUT_S = 5.0
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -30,10 +31,10 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, body TEXT NOT NULL);
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
-Fact = TypeVar("Fact", bound=Value)
+Fact = TypeVar("Fact", bound=Frozen)
 
 
-class LastRun(Value):
+class LastRun(Frozen):
     """The newest refresh that was started on this log.
 
     Attributes:
@@ -47,13 +48,13 @@ class LastRun(Value):
     retry: Retry
 
 
-class Need(Value):
+class Need(Frozen):
     """The memory that the last refresh took which learned something, at its peak."""
 
     gib: float
 
 
-class LastLook(Value):
+class LastLook(Frozen):
     """What the process that asks for refreshes saw when it looked last.
 
     Attributes:
@@ -86,7 +87,7 @@ class LastLook(Value):
         return same and 0 <= later.at_ms - self.at_ms < NOTE_S * 1000
 
 
-class Wish(Value):
+class Wish(Frozen):
     """The wish that the orchestrator is asked with; it makes one run of each.
 
     Attributes:
@@ -103,7 +104,7 @@ class Wish(Value):
         return f"redraft-{self.log}-{self.number}"
 
 
-class Snapshot(Value):
+class Snapshot(Frozen):
     """All that the file says; domains that are ok are left out."""
 
     domains: dict[str, State]
@@ -274,7 +275,7 @@ def _fact(db: sqlite3.Connection, kind: type[Fact]) -> Fact | None:
     return None if found is None else kind.model_validate_json(found[0])
 
 
-def _keep(db: sqlite3.Connection, fact: Value) -> None:
+def _keep(db: sqlite3.Connection, fact: Frozen) -> None:
     db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (type(fact).__name__, fact.model_dump_json()))
 
 

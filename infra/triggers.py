@@ -11,19 +11,15 @@ makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
+
+from models.types import Frozen
 
 Result = Literal["promoted", "progress", "outdated", "put off", "in vain"]
 Why = Literal["fell", "low"]
 
 
-class Value(BaseModel):
-    """Can't be changed, takes no unknown field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Retry(Value):
+class Retry(Frozen):
     """How long a domain waits after a run that promoted nothing: twice as long each time.
 
     Attributes:
@@ -39,7 +35,7 @@ class Retry(Value):
         return min(self.most_s, self.first_s * 2.0 ** min(attempts - 1, 62))
 
 
-class Fall(Value):
+class Fall(Frozen):
     """A domain whose served τ is short of what its draft was promoted for or, if it is "low", of other domains' τ.
 
     Attributes:
@@ -71,27 +67,27 @@ class Fall(Value):
         return min(self.wait_s, max(0.0, self.wait_s - (now_ms - self.wait_from_ms) / 1000))
 
 
-class Ok(Value):
+class Ok(Frozen):
     """Nothing is wanted."""
 
     state: Literal["ok"] = "ok"
 
 
-class Fallen(Value):
+class Fallen(Frozen):
     """A refresh is wanted, and too few rows are there or the wait is not over."""
 
     state: Literal["fallen"] = "fallen"
     fall: Fall
 
 
-class Due(Value):
+class Due(Frozen):
     """A refresh is asked for until one starts."""
 
     state: Literal["due"] = "due"
     fall: Fall
 
 
-class Running(Value):
+class Running(Frozen):
     """A refresh that was started after the fall is at work."""
 
     state: Literal["running"] = "running"
@@ -102,7 +98,7 @@ State = Ok | Fallen | Due | Running
 STATE: TypeAdapter[State] = TypeAdapter(Annotated[State, Field(discriminator="state")])
 
 
-class Fell(Value):
+class Fell(Frozen):
     """A domain is below what its draft promised, or "low"; told at every look, not once.
 
     Attributes:
@@ -117,24 +113,24 @@ class Fell(Value):
     attempts: int = 0
 
 
-class Recovered(Value):
+class Recovered(Frozen):
     """A domain is where its draft promised it to be, or is "low" no more."""
 
     why: Why = "fell"
 
 
-class Looked(Value):
+class Looked(Frozen):
     """Somebody looked whether a refresh is worth its while: whether enough rows wait."""
 
     enough: bool
     now_ms: int
 
 
-class Started(Value):
+class Started(Frozen):
     """A refresh acknowledged the wish, whoever started it."""
 
 
-class Ended(Value):
+class Ended(Frozen):
     """That refresh ended.
 
     Attributes:
@@ -148,7 +144,7 @@ class Ended(Value):
     retry: Retry
 
 
-class Lost(Value):
+class Lost(Frozen):
     """That refresh is gone without a word."""
 
     now_ms: int

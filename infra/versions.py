@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from infra.artifacts import Artifact
 from infra.lineage import Lineage, Target
+from models.types import Frozen
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -26,14 +27,12 @@ class ForeignVersion(ValueError):
     """A version that somebody made or changed by hand: what is known of it can't be trusted, so it is not served."""
 
 
-class Version(BaseModel):
+class Version(Frozen):
     """One registered directory; `sha256` is the digest of its manifest.
 
     What the tags say is parsed when it is asked for, so that a version that somebody damaged by hand can still be
     quarantined; ForeignVersion names the version and the tag.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     number: int = Field(ge=1)
@@ -93,10 +92,8 @@ class Version(BaseModel):
             raise ForeignVersion(f"{self.kind} {self.number}: {error}") from error
 
 
-class Pair(BaseModel):
+class Pair(Frozen):
     """A target and the draft that is served with it: registry entries and checked local files."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: Version
     draft: Version

@@ -9,15 +9,16 @@ from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
 from infra.triggerfile import LastLook, Snapshot, now_ms
-from infra.triggers import Due, Fall, Fallen, Running, Value
+from infra.triggers import Due, Fall, Fallen, Running
 from infra.versions import Version, is_usable
+from models.types import Frozen
 
 What = Literal["build", "refresh", "approval", "orchestrator", "memory", "consent", "rows", "time"]
 # Whoever looks does so every few seconds.
 STALE_S = 60.0
 
 
-class Waiting(Value):
+class Waiting(Frozen):
     """What the loop waits for.
 
     Attributes:
@@ -35,7 +36,7 @@ class Waiting(Value):
         return f"{self.words}; for {since(self.since_ms, at_ms)}"
 
 
-class Queue(Value):
+class Queue(Frozen):
     """The rows that wait for a refresh.
 
     Attributes:

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from infra.files import write_atomic
 from infra.locks import lock_file
 from infra.settings import Settings
+from models.types import ALL, Finding, Frozen
 
 WATCHING: Literal["watching"] = "watching"
 LOST: Literal["lost"] = "lost"
@@ -23,14 +24,9 @@ TAKEN_BACK: Literal["taken back"] = "taken back"
 LEFT: Literal["left"] = "left"
 SETTLED: Literal["settled"] = "settled"
 WORK = "work"
-ALL = ""  # the finding on all domains together
 
 
-class _Kept(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Compared(_Kept):
+class Compared(Frozen):
     """A request with both drafts' tokens per step on it."""
 
     seq: int = Field(ge=1)
@@ -39,29 +35,7 @@ class Compared(_Kept):
     previous_tau: float = Field(ge=1, allow_inf_nan=False)
 
 
-class Found(_Kept):
-    """What the requests of a domain, or all of them, say so far.
-
-    Attributes:
-        num_requests: how many.
-        tau, previous_tau: of the promoted draft and of the one before it.
-        allowed: share of τ that may be lost.
-        excess, excess_low: steps per token above what is allowed, and what they are at least.
-        alpha: chance that the bound is ever wrong.
-        lost: whether the bound says that more was lost.
-    """
-
-    num_requests: int
-    tau: float
-    previous_tau: float
-    allowed: float
-    excess: float
-    excess_low: float
-    alpha: float
-    lost: bool
-
-
-class Watch(_Kept):
+class Watch(Frozen):
     """A promoted draft and the one before it.
 
     Attributes:
@@ -85,7 +59,7 @@ class Watch(_Kept):
     num_readable: int = 0
     num_unreadable: int = 0
     compared: tuple[Compared, ...] = ()
-    found: dict[str, Found] = Field(default_factory=dict)
+    found: dict[str, Finding] = Field(default_factory=dict)
     evidence: str = ""
 
     @property
@@ -94,7 +68,7 @@ class Watch(_Kept):
         return self.outcome == WATCHING and not self.num_readable
 
     @property
-    def losses(self) -> dict[str, Found]:
+    def losses(self) -> dict[str, Finding]:
         """The domains that lost more than they may."""
         return {domain: found for domain, found in self.found.items() if found.lost}
 

@@ -20,10 +20,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from pydantic import BaseModel, ConfigDict
-
 from infra.logfile import LogFile, counter
 from infra.processes import process_identity, process_place
+from models.types import Frozen
 
 LEASE_S = 600.0
 RENEWALS_PER_LEASE = 10
@@ -35,10 +34,8 @@ class WindowBusy(ValueError):
     """Another owner holds the open window."""
 
 
-class Window(BaseModel):
+class Window(Frozen):
     """A claimed stretch of rows with full consent; `sha256` is over their content."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_seq: int
     last_seq: int
@@ -47,7 +44,7 @@ class Window(BaseModel):
     owner: str
 
 
-class Attempt(BaseModel):
+class Attempt(Frozen):
     """The attempt at the open window, and what became of the one before.
 
     Attributes:
@@ -56,8 +53,6 @@ class Attempt(BaseModel):
         error: why the last attempt that ended failed; "" while the first one runs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     first_seq: int
     last_seq: int
     number: int
@@ -65,7 +60,7 @@ class Attempt(BaseModel):
     error: str
 
 
-class SetAside(BaseModel):
+class SetAside(Frozen):
     """A window that no attempt got through.
 
     Attributes:
@@ -74,8 +69,6 @@ class SetAside(BaseModel):
         time_ms: when it was set aside, in Unix time.
         error: of the last attempt.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_seq: int
     last_seq: int

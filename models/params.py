@@ -9,16 +9,12 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_jsonable_python
 
+from models.types import Frozen
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class Frozen(BaseModel):
-    """A value: can't be changed, takes no unknown key."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class BaseParams(Frozen):

@@ -16,11 +16,11 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.engines import EngineParams
-from models.evaluation.gate import Params as GateParams
 from models.evaluation.lookback import Params as WatchParams
-from models.params import BaseParams, Frozen, ModelT, did_you_mean, table_of, validate, without_defaults
+from models.params import BaseParams, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
+from models.types import Frozen, GateParams
 from models.unread import require_read
 
 ParsedT = TypeVar("ParsedT")

@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 from models import catalog
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.watch import Params as WatchParams
-from models.params import BaseParams, Frozen, require_unsaid
+from models.params import BaseParams, require_unsaid
 from models.reasoning import spec_reason, speculative_thinking
+from models.types import Frozen
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -11,8 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from models import catalog
 from models.checkpoints.sparsity import Pattern
-from models.params import BaseParams, Frozen, TrainingParams, did_you_mean
+from models.params import BaseParams, TrainingParams, did_you_mean
 from models.together import Declared, declared, require_kept
+from models.types import Frozen
 
 
 class Text(Frozen):

@@ -8,8 +8,9 @@ from pydantic import Field, field_validator
 
 from models import catalog
 from models.engines.vllm import Params, require_tool_parser
-from models.params import Frozen, validate
+from models.params import validate
 from models.serving import Serving
+from models.types import Frozen
 
 OTHER_REQUESTS = 16  # for health, status and metrics
 

@@ -20,10 +20,11 @@ from models.chats import ChatEncoder
 from models.checkpoints.loading import stop_ids
 from models.engines import Engine, EngineParams, Sampling
 from models.engines.vllm.tap import EngineEnded
-from models.params import BaseParams, Frozen, did_you_mean
+from models.params import BaseParams, did_you_mean
 from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings
 from models.targets import describe
+from models.types import Frozen
 from services.access import Refusal
 from services.handlers import UNAVAILABLE
 from services.stream import DATA, DONE

@@ -29,7 +29,7 @@ from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.chats import ChatEncoder
 from models.evaluation.acceptance import Tally, counted
-from models.params import Frozen
+from models.types import Frozen
 from services.questions import Origin
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from infra.status import Phase, Proof
 from infra.versions import Version, is_quarantined
 from models.evaluation.canary import Answer
-from models.params import Frozen
+from models.types import Frozen
 
 KEPT_GOOD = 3
 MAX_FAILED_STARTS = 3

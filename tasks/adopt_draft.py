@@ -13,8 +13,8 @@ from infra.manifest import canonical_json, file_sha256
 from infra.settings import load_settings
 from models.drafting.draft_families import adopter_of, name_of, open_draft
 from models.evaluation.scoring import score
-from models.params import Frozen
 from models.recipe import Recipe
+from models.types import Frozen
 from tasks.measure_draft import tau_of
 from tasks.stages import produce
 from tasks.stages.beside import gently

@@ -26,10 +26,9 @@ from infra.triggerfile import now_ms
 from infra.versions import Pair
 from infra.waiting import since
 from infra.windows import Window
-from models.evaluation.acceptance import Estimate
 from models.learning.hidden import Sample
-from models.params import Frozen
 from models.recipe import Recipe, Refresh
+from models.types import Estimate, Frozen
 from tasks.stages import produce, stage_key
 from tasks.stages.imported import judge_by_own
 from tasks.stages.reporting import run_logger, table

@@ -21,9 +21,10 @@ from models.drafting.draft_families import family_named, family_of, name_of
 from models.drafts import Draft
 from models.learning import distill, fitted
 from models.learning.hidden import Sample
-from models.params import BaseParams, Frozen
+from models.params import BaseParams
 from models.recipe import Recipe
 from models.targets import describe
+from models.types import Frozen
 from tasks.find_challenger import Start
 from tasks.stages import produce, stage_key
 from tasks.stages.beside import gently

@@ -10,8 +10,8 @@ from infra.settings import load_settings
 from infra.versions import Pair, Version
 from infra.windows import Window
 from models.evaluation.gate import Evidence
-from models.params import Frozen
 from models.recipe import Recipe
+from models.types import Frozen
 from tasks.stages.reporting import run_logger
 
 EVIDENCE = "evidence.json"

@@ -19,14 +19,13 @@ from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined
-from infra.views.gate import PASSED
 from infra.windows import Window
 from models.drafting.draft_families import check_draft
 from models.evaluation.paired import clusters, gain
 from models.learning.hidden import Sample
-from models.params import Frozen
 from models.recipe import Recipe
 from models.targets import describe
+from models.types import PASSED, Frozen
 from tasks.claim_window import Parts
 from tasks.gate_draft import CHAMPION, Scorer
 from tasks.stages.reporting import run_logger, table

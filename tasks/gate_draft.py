@@ -12,26 +12,21 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact, publish
-from infra.lineage import GateVerdict
 from infra.lines import best_versions, predecessors
 from infra.manifest import canonical_json
 from infra.probes import judged_as
 from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, is_usable
-from infra.views import Interval
-from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
 from infra.windows import Window
 from models.drafting.draft_families import module_of, open_draft
 from models.drafts import Draft
-from models.evaluation import gate
-from models.evaluation.acceptance import Estimate
-from models.evaluation.gate import Evidence, Floor, Verdict
+from models.evaluation.gate import Evidence, decide, judge_floor
 from models.evaluation.paired import Score
 from models.evaluation.scoring import score
 from models.learning.hidden import Sample
-from models.params import Frozen
 from models.recipe import Recipe
+from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, summarise, tau_of
 from tasks.stages import produce
@@ -45,44 +40,37 @@ FILE = "scores.json"
 
 
 class Judged(Frozen):
-    """A verdict and what it rests on.
+    """What became of a draft, and what it rests on.
 
     Attributes:
-        verdict: whether the draft may be promoted, and why not.
+        report: verdict, reasons and figures, without where the draft came from; see `origin`.
+        evidence: for the challenger's next window.
         measured: its τ on each domain's probe set and, where that is small, on what the window held out as well.
-        parent_tau: domain to the champion's τ on the same conversations.
-        unjudged: domains that the champion was measured on, without any conversation here.
-        learns: whether it may go on learning; a draft from elsewhere does not, nor does one that returns.
         probe_sets: domain to the version of the probe set that it was held to.
         judged_on: address of the conversations that it was judged by.
         unlike: see `Parts`.
     """
 
-    verdict: Verdict
+    report: GateReport
+    evidence: Evidence
     measured: Measured
-    parent_tau: dict[str, float]
-    unjudged: tuple[str, ...]
-    learns: bool = True
     probe_sets: dict[str, str] = Field(default_factory=dict)
     judged_on: str = ""
     unlike: dict[str, Estimate] = Field(default_factory=dict)
 
     @property
-    def gate(self) -> GateVerdict:
-        """What becomes of the draft: a challenger that did not pass learns on, unless it is given up."""
-        if self.verdict.outcome == PASSED:
-            return PASSED
-        return UNDECIDED if self.learns and not self.verdict.give_up else REFUSED
+    def test(self) -> GateTest:
+        """The test that it was held to."""
+        assert self.report.test is not None
+        return self.report.test
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it did not pass, or how far it has come."""
-        if self.gate != UNDECIDED:
-            return self.verdict.reasons
-        gain, windows = self.verdict.gain, self.verdict.evidence.num_windows
-        standing = f"gain {gain.value:+.3f} tokens a step, at least {gain.low:+.3f}"
-        others = self.verdict.reasons[gain.low <= 0 :]  # the first one says what the standing says
-        return (f"learning: {standing} after {windows} window{'' if windows == 1 else 's'}", *others)
+    def origin(
+        self, parent: int, window: Window | None = None, continues: int | None = None, returns: int | None = None
+    ) -> GateReport:
+        """Return the report with where the draft came from; see `GateTest`."""
+        rows = None if window is None else (window.first_seq, window.last_seq)
+        told = {"parent": parent, "rows": rows, "continues": continues, "returns": returns}
+        return self.report.model_copy(update={"test": self.test.model_copy(update=told)})
 
 
 @task(cache_policy=NO_CACHE)
@@ -102,7 +90,7 @@ def gate_draft(
         parts: what it is held to.
         learns: whether it goes on learning where nothing is shown.
     """
-    judged = Scorer(recipe, pair).judge(before, candidate, parts).model_copy(update={"learns": learns})
+    judged = Scorer(recipe, pair).judge(before, candidate, parts, learns)
     _show(judged)
     return judged
 
@@ -114,7 +102,7 @@ class Scorer:
         self.recipe, self.pair = recipe, pair
         self.target_dir = open_artifact(pair.target_files)
 
-    def judge(self, before: Evidence, candidate: Artifact, parts: Parts) -> Judged:
+    def judge(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> Judged:
         """Return the verdict, with what it rests on."""
         params, seed = self.recipe.gate, self.recipe.seed
         drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
@@ -133,15 +121,13 @@ class Scorer:
             for group in sorted({*groups.values()})
         }
         floors = judge_floors(best, grouped[CANDIDATE], params, seed)
-        verdict = decide(evidence, floors, params)
         large = {domain for domain, group in groups.items() if group == domain}
         parent, measured = (self.measure(probes[name], window[name], large) for name in drafts)
-        known = self.pair.draft.lineage.tau.keys()
+        left_out = tuple(sorted(self.pair.draft.lineage.tau.keys() - measured.tau.keys()))
         return Judged(
-            verdict=verdict,
+            report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
+            evidence=evidence,
             measured=measured.model_copy(update={"probe_tau": self.probe_tau(candidate)}),
-            parent_tau={domain: found.value for domain, found in parent.tau.items()},
-            unjudged=tuple(sorted(known - measured.tau.keys())),
             probe_sets=probe_versions(probe),
             judged_on=parts.samples.uri,
             unlike=parts.unlike,
@@ -219,20 +205,26 @@ def best_past(pair: Pair) -> dict[str, Artifact]:
     }
 
 
-def decide(evidence: Evidence, floors: Mapping[str, Floor], params: gate.Params) -> Verdict:
-    """Decide as `gate.decide`; a window of which nothing was held out shows nothing."""
-    if evidence.last is not None:
-        return gate.decide(evidence, floors, params)
-    bound = evidence.test.bound
-    return Verdict(
-        outcome=UNDECIDED,
-        reasons=("no conversation was held out",),
-        give_up=False,
-        gain=Estimate(value=0.0, low=-bound, high=bound),
-        alpha=evidence.alpha(params),
-        evidence=evidence,
-        floors=dict(floors),
-    )
+def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_out: tuple[str, ...]) -> GateReport:
+    """Return a report with what both drafts were measured at, in domains without a floor too.
+
+    Args:
+        report: of the test and the floors.
+        champion: its τ by domain.
+        challenger: that of the draft that was judged.
+        left_out: domains without a conversation to judge.
+    """
+    assert report.test is not None
+    domains = {}
+    for domain in challenger.tau | report.domains:
+        found = report.domains.get(domain)
+        if found is None:
+            found = DomainEvidence(num_conversations=challenger.num_conversations[domain], tau_after=None)
+        after = challenger.tau[domain].value if domain in challenger.tau else found.tau_after
+        before = champion.tau[domain].value if domain in champion.tau else None
+        domains[domain] = found.model_copy(update={"tau_before": before, "tau_after": after})
+    test = report.test.model_copy(update={"left_out": left_out})
+    return report.model_copy(update={"domains": domains, "test": test})
 
 
 def _renamed(score: Score, groups: Mapping[str, str]) -> Score:
@@ -250,8 +242,8 @@ def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
 
 
 def judge_floors(
-    best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: gate.Params, seed: int
-) -> dict[str, Floor]:
+    best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: GateParams, seed: int
+) -> dict[str, DomainEvidence]:
     """Return domain to what the challenger pays there.
 
     Args:
@@ -265,88 +257,30 @@ def judge_floors(
     for domain, scores in sorted(best.items()):
         before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
         if before:
-            floors[domain] = gate.judge_floor(before, after, params, seed)
+            floors[domain] = judge_floor(before, after, params, seed)
     return floors
 
 
-def judged_report(
-    judged: Judged,
-    params: gate.Params,
-    parent: int,
-    window: Window | None,
-    num_draft_tokens: int,
-    continues: int | None = None,
-    returns: int | None = None,
-) -> GateReport:
-    """Report on a candidate that was held against the champion.
-
-    Args:
-        judged: the verdict and what it rests on.
-        params: what the candidate was held to.
-        parent: the champion's version.
-        window: what it was trained on last; None for a draft from elsewhere, and for one that returns.
-        num_draft_tokens: K.
-        continues: the snapshot that it went on from, if any.
-        returns: the past draft that it is, if it is one.
-    """
-    verdict, evidence = judged.verdict, judged.verdict.evidence
-    return GateReport(
-        verdict=judged.gate,
-        reasons=judged.reasons,
-        num_draft_tokens=num_draft_tokens,
-        domains={domain: _domain(domain, judged, params) for domain in (judged.measured.tau | verdict.floors)},
-        test=GateTest(
-            parent=parent,
-            continues=continues,
-            returns=returns,
-            rows=None if window is None else (window.first_seq, window.last_seq),
-            gain=Interval.of(verdict.gain),
-            last=None if evidence.last is None else Interval.of(evidence.last),
-            num_windows=evidence.num_windows,
-            num_conversations=evidence.num_conversations,
-            num_clusters=evidence.num_clusters,
-            alpha=verdict.alpha,
-            test_index=evidence.challenger,
-            params=Limits.model_validate(params.model_dump()),
-            left_out=judged.unjudged,
-        ),
-    )
-
-
-def _domain(domain: str, judged: Judged, params: gate.Params) -> DomainEvidence:
-    floor, tau = judged.verdict.floors.get(domain), judged.measured.tau.get(domain)
-    return DomainEvidence(
-        num_conversations=floor.num_conversations if floor else judged.measured.num_conversations[domain],
-        tau_before=judged.parent_tau.get(domain),
-        tau_after=floor.tau if tau is None and floor else None if tau is None else tau.value,
-        reference=None if floor is None else floor.best,
-        change=None if floor is None else Interval.of(floor.relative),
-        refusals=() if floor is None else tuple(gate.refusals(domain, floor, params)),
-        binding=floor is not None and floor.binding,
-    )
-
-
 def _show(judged: Judged) -> None:
-    verdict, evidence = judged.verdict, judged.verdict.evidence
+    report, evidence, gain = judged.report, judged.evidence, judged.test.gain
     rows = [
         {
             "domain": domain,
-            "champion τ": round(judged.parent_tau[domain], 3),
-            "challenger τ": round(tau.value, 3),
-            **_paid(verdict.floors.get(domain)),
-            "conversations": judged.measured.num_conversations[domain],
+            "champion τ": _rounded(one.tau_before),
+            "challenger τ": _rounded(one.tau_after),
+            "best τ": _rounded(one.reference),
+            "change": "" if one.change is None else f"{one.change.value:+.1%}",
+            "at least": "" if one.change is None else f"{one.change.low:+.1%}",
+            "conversations": one.num_conversations,
         }
-        for domain, tau in judged.measured.tau.items()
+        for domain, one in report.domains.items()
     ]
-    gain = f"gain {verdict.gain.value:+.3f} tokens a step, at least {verdict.gain.low:+.3f}"
+    found = f"gain {gain.value:+.3f} tokens a step, at least {gain.low:+.3f}"
     counted = f"{evidence.num_clusters} clusters held out in {evidence.num_windows} windows"
-    table("gate", rows, "; ".join([judged.gate, gain, counted, *verdict.reasons]))
-    if judged.unjudged:
-        run_logger().info("no conversation to judge: %s", ", ".join(judged.unjudged))
+    table("gate", rows, "; ".join([report.verdict, found, counted, *report.reasons]))
+    if judged.test.left_out:
+        run_logger().info("no conversation to judge: %s", ", ".join(judged.test.left_out))
 
 
-def _paid(floor: Floor | None) -> dict[str, object]:
-    if floor is None:
-        return {"best τ": "", "change": "", "at least": ""}
-    change, low = floor.relative.value, floor.relative.low
-    return {"best τ": round(floor.best, 3), "change": f"{change:+.1%}", "at least": f"{low:+.1%}"}
+def _rounded(tau: float | None) -> float | str:
+    return "" if tau is None else round(tau, 3)

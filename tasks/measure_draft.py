@@ -9,16 +9,15 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
-from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.drafting.draft_families import module_of, open_draft
 from models.drafts import Draft
-from models.evaluation.acceptance import CONFIDENCE, Estimate, resample_sums
+from models.evaluation.acceptance import CONFIDENCE, resample_sums
 from models.evaluation.golden import load_golden
 from models.evaluation.paired import Score
 from models.evaluation.scoring import STANDARD, score
 from models.learning.hidden import Sample
-from models.params import Frozen
 from models.recipe import Recipe
+from models.types import DomainEvidence, Estimate, Frozen, GateReport
 from models.verify import Rules
 from tasks.stages import produce
 from tasks.stages.beside import gently
@@ -131,18 +130,11 @@ def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
         num_draft_tokens: K.
     """
     return GateReport(
-        verdict=UNJUDGED,
+        verdict=None,
         reasons=(),
         num_draft_tokens=num_draft_tokens,
         domains={
-            domain: DomainEvidence(
-                num_conversations=measured.num_conversations[domain],
-                tau_before=None,
-                tau_after=tau.value,
-                reference=None,
-                change=None,
-                refusals=(),
-            )
+            domain: DomainEvidence(num_conversations=measured.num_conversations[domain], tau_after=tau.value)
             for domain, tau in measured.tau.items()
         },
         test=None,

@@ -10,9 +10,9 @@ from infra.lines import ancestors, trained_on
 from infra.registry import Outdated, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined, same_files
-from infra.views.gate import PASSED, UNDECIDED
 from infra.windows import Window
 from models.recipe import Recipe
+from models.types import PASSED, UNDECIDED
 from tasks.stages.reporting import flow_run_id, run_logger
 from tasks.stages.task import task
 

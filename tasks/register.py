@@ -16,17 +16,17 @@ from infra.machine import git_commit
 from infra.registry import Registry, open_registry
 from infra.versions import Kind, Pair, Version, same_files
 from infra.views.figures import draw_tau
-from infra.views.gate import GateReport, headline, write_files
+from infra.views.gate import headline, write_files
 from infra.windows import Window
 from models.drafting.draft_families import check_draft
-from models.evaluation.acceptance import Estimate
 from models.recipe import Recipe
 from models.targets import TargetCard, describe
+from models.types import Estimate, GateReport
 from tasks.adopt_draft import Adopted
 from tasks.distill_draft import Trained, forget_states
 from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
-from tasks.gate_draft import Judged, judged_report
+from tasks.gate_draft import Judged
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
@@ -84,7 +84,7 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
         adopted=adopted,
         gated_against=champion.number,
     )
-    report = judged_report(judged, recipe.gate, champion.number, None, recipe.num_draft_tokens)
+    report = judged.origin(champion.number)
     return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
 
 
@@ -105,20 +105,18 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: Judged) ->
             "flow_run": flow_run_id(),
             "gated_against": champion.number,
             "returns_for": past.domain,
-            "gate": judged.gate,
-            "gate_reasons": "; ".join(judged.reasons),
-            "gate_test": judged.verdict.evidence.challenger,
+            "gate": judged.report.verdict,
+            "gate_reasons": "; ".join(judged.report.reasons),
+            "gate_test": judged.test.test_index,
             "tau": _rounded(judged.measured.tau),
             "probe_tau": round(judged.measured.probe_tau, 4),
             "probe_sets": judged.probe_sets,
         }
     )
-    report = judged_report(
-        judged, recipe.gate, champion.number, None, recipe.num_draft_tokens, returns=past.version.number
-    )
+    report = judged.origin(champion.number, returns=past.version.number)
     metrics = _verdict_metrics(judged)
     version = _register(registry, "draft", past.files, lineage.to_tags(), metrics, report, judged)
-    run_logger().info("draft %d, %s: %s", version.number, judged.gate, lineage.returns)
+    run_logger().info("draft %d, %s: %s", version.number, judged.report.verdict, lineage.returns)
     return version
 
 
@@ -150,7 +148,7 @@ def register_candidate(
         state=trained.state,
         teachers=teachers_in(recipe.refresh_distill()),
     )
-    report = judged_report(judged, recipe.gate, parent.number, window, recipe.num_draft_tokens, lineage.continues)
+    report = judged.origin(parent.number, window, lineage.continues)
     version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
     _record_curve(registry, version)
     before = None if parent.previous is None else registry.get("draft", parent.previous)
@@ -223,9 +221,9 @@ def _lineage(
         quantization=recipe.quantize.method.name if recipe.quantize else "",
         git_commit=git_commit(),
         flow_run=flow_run_id(),
-        gate=None if judged is None else judged.gate,
-        gate_reasons="" if judged is None else "; ".join(judged.reasons),
-        gate_test=0 if judged is None else judged.verdict.evidence.challenger,
+        gate=None if judged is None else judged.report.verdict,
+        gate_reasons="" if judged is None else "; ".join(judged.report.reasons),
+        gate_test=0 if judged is None else judged.test.test_index,
         gated_against=gated_against,
         line=line,
         tau=_rounded(measured.tau),
@@ -253,10 +251,11 @@ def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
 
 
 def _verdict_metrics(judged: Judged) -> dict[str, float]:
+    domains = judged.report.domains.items()
     return judged.measured.metrics() | {
-        "gate/gain": judged.verdict.gain.value,
-        "gate/gain_low": judged.verdict.gain.low,
-        **{f"parent_tau/{domain}": tau for domain, tau in judged.parent_tau.items()},
+        "gate/gain": judged.test.gain.value,
+        "gate/gain_low": judged.test.gain.low,
+        **{f"parent_tau/{domain}": one.tau_before for domain, one in domains if one.tau_before is not None},
     }
 
 
@@ -273,7 +272,7 @@ def _register(
         files = [] if report is None else write_files(report, Path(folder))
         if judged is not None:
             files.append(Path(folder) / EVIDENCE)
-            files[-1].write_text(judged.verdict.evidence.model_dump_json(), encoding="utf-8")
+            files[-1].write_text(judged.evidence.model_dump_json(), encoding="utf-8")
         description = "" if report is None else headline(report)
         version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description)
     run_logger().info("registered %s %d", kind, version.number)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from infra.client import Answer, Client
-from models.params import Frozen
 from models.recipe import Recipe, Traffic
 from models.sources import Prompt
+from models.types import Frozen
 from tasks.select_data import as_chats, choose_prompts
 from tasks.stages.task import task
 

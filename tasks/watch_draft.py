@@ -18,7 +18,7 @@ from infra.registry import Registry, open_registry
 from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
-from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Found, Watch, Watches
+from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Watch, Watches
 from models.drafting.draft_families import open_draft
 from models.evaluation import lookback
 from models.evaluation.clusters import join, join_groups, sketch
@@ -173,7 +173,7 @@ def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch
     return watch.model_copy(
         update={
             "compared": tuple(compared),
-            "found": {domain: Found(**finding.model_dump()) for domain, finding in found.items()},
+            "found": found,
             "outcome": outcome,
         }
     )

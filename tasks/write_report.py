@@ -13,11 +13,11 @@ from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.settings import Settings
 from infra.versions import Version
-from infra.views import Interval
 from infra.views.acceptance import Acceptance, Group, Served, by_domain_and_draft, from_answers, from_log
-from infra.views.gate import DATA, GateReport
+from infra.views.gate import DATA
 from infra.views.report import MAX_GATES, Demonstration, Findings, page
 from models.evaluation.acceptance import Trace, summarise
+from models.types import GateReport
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
 from tasks.stages.task import task
 
@@ -94,8 +94,8 @@ def sum_up(domain: str, draft: int, requests: Sequence[Served]) -> Group:
         domain=domain,
         draft=draft,
         num_requests=len(requests),
-        tau=Interval.of(summary.tau),
-        rate=None if summary.rate is None else Interval.of(summary.rate),
+        tau=summary.tau,
+        rate=None if summary.rate is None else summary.rate,
         per_token_ms=median(times_ms) if times_ms else None,
     )
 

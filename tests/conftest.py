@@ -131,17 +131,21 @@ def shake(draft: "torch.nn.Module", scale: float, seed: int) -> None:
             parameter += scale * torch.randn(parameter.shape, generator=rng)
 
 
-def judge(gains: dict[str, float], challenger: int = 1, unjudged: tuple[str, ...] = ()) -> "Judged":
+def judge(
+    gains: dict[str, float], challenger: int = 1, left_out: tuple[str, ...] = (), learns: bool = True
+) -> "Judged":
     """Let the gate judge a challenger on made-up scores of 120 conversations a domain.
 
     Args:
         gains: domain to the tokens a step by which the challenger's τ differs; the champion's is 1.5.
         challenger: which one of its champion it is.
-        unjudged: domains to name as left out.
+        left_out: domains without a conversation to judge.
+        learns: whether it may go on learning.
     """
-    from models.evaluation.gate import Evidence, Params, decide
+    from models.evaluation.gate import Evidence, decide
     from models.evaluation.paired import Score
-    from tasks.gate_draft import Judged, judge_floors
+    from models.types import GateParams
+    from tasks.gate_draft import Judged, judge_floors, with_tau
     from tasks.measure_draft import summarise
 
     def scores(added: dict[str, float]) -> list[Score]:
@@ -151,15 +155,13 @@ def judge(gains: dict[str, float], challenger: int = 1, unjudged: tuple[str, ...
             for number in range(120)
         ]
 
-    params = Params(num_resamples=200)
+    params = GateParams(num_resamples=200)
     before, after = scores(dict.fromkeys(gains, 0.0)), scores(gains)
     floors = judge_floors(dict.fromkeys(gains, before), after, params, seed=0)
-    return Judged(
-        verdict=decide(Evidence.start(2, challenger).after(before, after), floors, params),
-        measured=summarise(after, probe_tau=1.5, seed=0),
-        parent_tau={domain: tau.value for domain, tau in summarise(before, 1.0, seed=0).tau.items()},
-        unjudged=unjudged,
-    )
+    evidence = Evidence.start(2, challenger).after(before, after)
+    champion, measured = summarise(before, 1.0, seed=0), summarise(after, probe_tau=1.5, seed=0)
+    report = with_tau(decide(evidence, floors, params, learns), champion, measured, left_out)
+    return Judged(report=report, evidence=evidence, measured=measured)
 
 
 @pytest.fixture(scope="session")

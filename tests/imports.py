@@ -2,8 +2,9 @@
 
     python -m tests.imports [--root CHECKOUT] [--svg FILE] [--title TEXT]
 
-An arrow's number is how many modules of one room import the other. The recipe stands apart from the rest of models,
-because it is open to who may not import that. `test_layout.py` holds the directions, and the picture of them.
+An arrow's number is how many modules of one room import the other. The recipe and the types stand apart from
+the rest of models, because they are open to who may not import that. `test_layout.py` holds the directions, and the
+picture of them.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("flows", "tasks", "services", "models", "infra")
-RECIPE = "models.recipe"
+RECIPE, TYPES = "models.recipe", "models.types"
+OPEN = (RECIPE, TYPES)  # of models, open to who may not import the rest
 WIDTH, HEIGHT = 760, 500
 BOX_WIDTH, BOX_HEIGHT = 216, 96
 LINE_HEIGHT = 17
@@ -27,6 +29,7 @@ BENDS = {
     ("flows", "tasks"): ((200, 144), (200, 168), (200, 188), (200, 212)),
     ("flows", "infra"): ((308, 120), (440, 170), (530, 280), (560, 376)),
     ("flows", "models"): ((92, 96), (28, 160), (28, 370), (92, 424)),
+    ("infra", TYPES): ((500, 440), (440, 440), (370, 440), (308, 440)),
     ("flows", RECIPE): ((92, 96), (28, 160), (28, 370), (92, 424)),
     ("tasks", "models"): ((200, 308), (200, 332), (200, 352), (200, 376)),
     ("tasks", "infra"): ((308, 260), (380, 280), (440, 360), (500, 412)),
@@ -71,25 +74,25 @@ class Room(NamedTuple):
 
 
 def imported(file: Path) -> set[str]:
-    """Return the packages that a file imports; the recipe, open to who may not import the rest of models, by itself."""
+    """Return the packages that a file imports; of models, what is open to who may not import the rest by itself."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-    return {name if name == RECIPE else name.partition(".")[0] for name in names}
+    return {name if name in OPEN else name.partition(".")[0] for name in names}
 
 
 def arrows(root: Path = ROOT) -> Counter[Arrow]:
-    """Return (room, imported room) to the number of modules that do so; of models, the recipe alone is told as such."""
+    """Return (room, imported room) to the number of modules that do so; of models, what is open is told as such."""
     found: Counter[Arrow] = Counter()
     for room in ROOMS:
-        files = [imported(file) & {*ROOMS, RECIPE} - {room} for file in sorted((root / room).rglob("*.py"))]
-        recipe = "models" if any("models" in names for names in files) else RECIPE
+        files = [imported(file) & {*ROOMS, *OPEN} - {room} for file in sorted((root / room).rglob("*.py"))]
+        whole = any("models" in names for names in files)
         for names in files:
-            found.update((room, other) for other in {recipe if name == RECIPE else name for name in names})
-    return Counter({(room, other): count for (room, other), count in found.items() if other != room})
+            found.update((room, other) for other in {"models" if whole and name in OPEN else name for name in names})
+    return Counter({(room, other): count for (room, other), count in found.items() if other.partition(".")[0] != room})
 
 
 def measure(room: Path) -> Room:
@@ -133,7 +136,7 @@ def _drawn_arrow(arrow: Arrow, count: int) -> Iterator[str]:
     yield f'<path class="{kind}" data-arrow="{arrow[0]} {arrow[1]}" d="{path}" marker-end="url(#head)"/>'
     weights = (1, 3, 3, 1)  # of a cubic curve's points at its middle
     x, y = (sum(weight * point[axis] for weight, point in zip(weights, points, strict=True)) / 8 for axis in (0, 1))
-    label = f"{count} (recipe)" if arrow[1] == RECIPE else f"{count}"
+    label = f"{count} ({arrow[1].removeprefix('models.')})" if arrow[1] in OPEN else f"{count}"
     half = 4 + 3.4 * len(label)
     yield f'<rect class="plate" x="{x - half:.1f}" y="{y - 9:.1f}" width="{2 * half:.1f}" height="18" rx="4"/>'
     yield f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{label}</text>'
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--title", default="Imports between rooms: how many modules of one import the other")
     arguments = parser.parse_args()
     found = arrows(arguments.root)
-    columns = [*ROOMS, RECIPE]
+    columns = [*ROOMS, *OPEN]
     print(" " * 10 + "".join(f"{name:>14}" for name in columns))
     for room in ROOMS:
         print(f"{room:10}" + "".join(f"{found[room, other] or '·':>14}" for other in columns))

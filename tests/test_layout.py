@@ -10,19 +10,19 @@ from xml.etree import ElementTree
 import pytest
 
 from models.recipe import load_recipe, shipped_recipes
-from tests.imports import RECIPE, ROOMS, ROOT, arrows, imported
+from tests.imports import OPEN, RECIPE, ROOMS, ROOT, TYPES, arrows, imported
 
 ALLOWED = {
     "flows": {"flows", "tasks", "infra", RECIPE, "prefect"},
-    "tasks": {"tasks", "models", RECIPE, "infra", "prefect", "torch", "mlflow"},
-    "services": {"services", "models", RECIPE, "infra", "ray"},
-    "models": {"models", "torch", "vllm"},
-    "infra": {"infra", "mlflow"},
+    "tasks": {"tasks", "models", *OPEN, "infra", "prefect", "torch", "mlflow"},
+    "services": {"services", "models", *OPEN, "infra", "ray"},
+    "models": {"models", *OPEN, "torch", "vllm"},
+    "infra": {"infra", TYPES, "mlflow"},
 }
 VERBS = [file for file in sorted((ROOT / "tasks").glob("*.py")) if file.name != "__init__.py"]
 # What a room starts as a process, by import path.
 STARTED = {"infra": {"services.main"}, "tasks": {"services.log_rate"}}
-WATCHED = {*ROOMS, RECIPE, "prefect", "ray", "mlflow", "torch", "vllm"}
+WATCHED = {*ROOMS, *OPEN, "prefect", "ray", "mlflow", "torch", "vllm"}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -54,6 +54,10 @@ def test_a_module_of_tasks_has_a_task(file: Path) -> None:
     decorators = [decorator for function in functions for decorator in function.decorator_list]
     called = [one.func if isinstance(one, ast.Call) else one for one in decorators]
     assert "task" in [one.id for one in called if isinstance(one, ast.Name)], f"{file} belongs into a package of tasks"
+
+
+def test_the_types_that_rooms_share_need_pydantic_alone() -> None:
+    assert imported(ROOT / "models" / "types.py") == {"typing", "pydantic"}
 
 
 def test_vllm_comes_in_through_its_one_package() -> None:

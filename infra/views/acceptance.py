@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infra.consent import QueryRow
-from infra.views import Interval, Shown
 from infra.views.charts import Point
+from models.types import Estimate, Frozen
 
 # A draft's name is stamped on a request when it starts, so those in flight at a swap come after later ones.
 MAX_LATE = 64
@@ -39,14 +39,14 @@ class Swap(NamedTuple):
     draft: int
 
 
-class Group(Shown):
+class Group(Frozen):
     """The requests of one domain that one draft drafted for; the intervals are 95% and resample requests."""
 
     domain: str
     draft: int
     num_requests: int
-    tau: Interval
-    rate: Interval | None
+    tau: Estimate
+    rate: Estimate | None
     per_token_ms: float | None
 
 

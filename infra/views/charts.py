@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from infra.views import Interval
+from models.types import Estimate
 
 WIDTH = 720
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 28, 46
@@ -98,7 +98,7 @@ def interval_chart(
     key: str,
     title: str,
     description: str,
-    rows: Mapping[str, Interval],
+    rows: Mapping[str, Estimate],
     lines: Sequence[tuple[float, str]],
     label: str,
 ) -> Markup:

@@ -6,9 +6,9 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from infra.views import Interval, Shown
 from infra.views.figures import SIZE_INCHES
 from infra.views.results import Grid, Report
+from models.types import Estimate, Frozen
 
 FEWEST_SEEDS = 3
 # Means that differ by more than so many times are drawn on a logarithmic axis.
@@ -17,7 +17,7 @@ HEADING_WIDTH = 40  # characters that fit below a panel
 MARKS = "osD^v<>PXp*hHd8.1234+"
 
 
-class MethodFigure(Shown):
+class MethodFigure(Frozen):
     """One metric of one row.
 
     Attributes:
@@ -27,8 +27,8 @@ class MethodFigure(Shown):
     """
 
     value: float | None
-    interval: Interval | None = None
-    gain: Interval | None = None
+    interval: Estimate | None = None
+    gain: Estimate | None = None
 
     @property
     def differs(self) -> bool:
@@ -41,7 +41,7 @@ class MethodFigure(Shown):
         return self.differs and self.gain is not None and not _counted(self.gain)
 
 
-class Comparison(Shown):
+class Comparison(Frozen):
     """A comparison of methods that is at its end.
 
     Attributes:
@@ -224,7 +224,7 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _counted(interval: Interval) -> bool:
+def _counted(interval: Estimate) -> bool:
     """Whether an interval has no width, as that of something that is the same under every seed."""
     return isclose(interval.low, interval.high, rel_tol=1e-9)
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infra.views import Interval
+from models.types import Estimate
 
 Compared = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def show_demonstration(result: Mapping[str, Any], out: Console) -> None:
 
 
 def _interval(found: Mapping[str, float] | None, form: str = ".2f") -> str:
-    return "none" if found is None else Interval(**found).text(form)
+    return "none" if found is None else Estimate(**found).text(form)
 
 
 def _of(side: str, figure: str) -> Callable[[Compared], str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.views import Interval
+from models.types import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Pat
     return _draw(taus, "draft version", "τ, mean accepted length", file)
 
 
-def draw_refreshes(taus: Mapping[str, Sequence[Interval]], marks: Sequence[str], file: Path) -> Path:
+def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str], file: Path) -> Path:
     """Draw τ with its intervals over a row of refreshes into a PNG.
 
     Args:
@@ -55,7 +55,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Interval]], marks: Sequence[str],
     return file
 
 
-def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, file: Path) -> Path:
+def draw_gate(gain: Estimate, changes: Mapping[str, Estimate], floor: float, file: Path) -> Path:
     """Draw what a gate judged into a PNG: the gain over all conversations, and each domain's change beside its floor.
 
     Args:
@@ -82,7 +82,7 @@ def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, fil
     return file
 
 
-def _draw_intervals(axes: "Axes", intervals: Mapping[str, Interval], scale: float) -> None:
+def _draw_intervals(axes: "Axes", intervals: Mapping[str, Estimate], scale: float) -> None:
     """Draw one line a name, the first at the top."""
     for row, interval in enumerate(intervals.values()):
         axes.plot([scale * interval.low, scale * interval.high], [row, row], color="tab:blue", marker="|")
@@ -228,7 +228,7 @@ def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: s
     return file
 
 
-def draw_learning(curves: Mapping[str, Sequence[tuple[int, Interval]]], file: Path) -> Path:
+def draw_learning(curves: Mapping[str, Sequence[tuple[int, Estimate]]], file: Path) -> Path:
     """Draw τ with its intervals over how much was learnt, on a logarithmic axis.
 
     Args:

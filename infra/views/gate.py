@@ -6,118 +6,34 @@ Each draft's run in MLflow keeps a page (gate.md), the same as data (gate.json) 
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-from pydantic import ConfigDict
-
-from infra.views import MEANING, Interval, Shown
+from infra.views import MEANING
 from infra.views.figures import draw_gate
+from models.types import (
+    PASSED,
+    REFUSED,
+    UNDECIDED,
+    DomainEvidence,
+    Estimate,
+    GateParams,
+    GateReport,
+    GateTest,
+    GateVerdict,
+)
 
-Outcome = Literal["passed", "undecided", "refused", "unjudged"]
-PASSED: Literal["passed"] = "passed"
-UNDECIDED: Literal["undecided"] = "undecided"
-REFUSED: Literal["refused"] = "refused"
-UNJUDGED: Literal["unjudged"] = "unjudged"
 PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.png"
 TITLES = {
     PASSED: "Gate passed",
     UNDECIDED: "Gate undecided",
     REFUSED: "Gate refused",
-    UNJUDGED: "No gate: the first draft of its line",
+    None: "No gate: the first draft of its line",
 }
-
-
-class DomainEvidence(Shown):
-    """What was found in one domain.
-
-    Attributes:
-        num_conversations: that the draft and the domain's best past one were scored on.
-        tau_before: the champion's τ; None without a champion or a conversation.
-        tau_after: the draft's own τ; None without a conversation.
-        reference: τ of the domain's best past draft.
-        change: (τ after − reference) / reference on the same conversations; its `low` is held against −floor.
-        refusals: why the domain stands against promotion; empty if it does not.
-        binding: whether there are enough conversations, and long enough ones, for a loss to block.
-    """
-
-    num_conversations: int
-    tau_before: float | None
-    tau_after: float | None
-    reference: float | None
-    change: Interval | None
-    refusals: tuple[str, ...]
-    binding: bool = True
-
-
-class Limits(Shown):
-    """What a candidate was held to: those of the gate's settings that are told.
-
-    Attributes:
-        floor: share of τ that a domain may lose.
-        confidence: of each domain's one-sided bound.
-        num_resamples: that the domains' bounds are from.
-        floor_conversations: of a domain, from which on its floor holds.
-        alpha_total: chance that a champion is ever replaced by a draft without gain.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    floor: float
-    confidence: float
-    num_resamples: int
-    floor_conversations: int = 0
-    alpha_total: float
-
-
-class GateTest(Shown):
-    """The test over all conversations, and what it was held to.
-
-    Attributes:
-        parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
-            trained here.
-        continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
-        returns: the past draft that it is; None if it is not one.
-        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere, and for one
-            that returns.
-        gain: difference in accepted tokens a step over all its windows, where what is alike counts once; each end is
-            wrong with chance `alpha`, however often it is looked at.
-        last: that of the last window's traffic, where each counts as often as it is asked, with a 95% interval for this
-            one look.
-        num_windows, num_conversations, num_clusters: that the gain is from.
-        test_index: which challenger of its champion this was, from 1.
-        params: floor, confidence and error budget.
-        left_out: domains without a conversation to judge.
-    """
-
-    parent: int
-    continues: int | None = None
-    returns: int | None = None
-    rows: tuple[int, int] | None
-    gain: Interval
-    alpha: float
-    test_index: int
-    params: Limits
-    left_out: tuple[str, ...]
-    last: Interval | None = None
-    num_windows: int = 1
-    num_conversations: int = 0
-    num_clusters: int = 0
-
-
-class GateReport(Shown):
-    """All that is known of why a draft may be served; `test` is None for a draft that started a line."""
-
-    verdict: Outcome
-    reasons: tuple[str, ...]
-    num_draft_tokens: int
-    domains: dict[str, DomainEvidence]
-    test: GateTest | None
 
 
 def headline(report: GateReport) -> str:
     """Return verdict and reason in one line."""
     if report.test is None:
-        return f"{TITLES[UNJUDGED]}; there was no champion to compare it with."
+        return f"{TITLES[None]}; there was no champion to compare it with."
     if report.reasons:
         more = f" (and {len(report.reasons) - 1} more)" if len(report.reasons) > 1 else ""
         return f"{TITLES[report.verdict]}: {report.reasons[0]}{more}."
@@ -135,12 +51,12 @@ def explain(report: GateReport) -> str:
             "it. The figures are its own, on conversations it was not trained on."
         )
     shown = "a gain is shown" if test.gain.low > 0 else "a loss is shown" if test.gain.high < 0 else "no gain is shown"
-    count = test.num_conversations or sum(evidence.num_conversations for evidence in report.domains.values())
     windows = "its window" if test.num_windows == 1 else f"its {test.num_windows} windows"
     return " ".join(
         [
-            f"On the same {count} held-out conversations of {windows}, where those that are alike count once, the",
-            f"challenger's accepted tokens a step differ by {test.gain.value:+.3f} from those of draft {test.parent}.",
+            f"On the same {test.num_conversations} held-out conversations of {windows}, where those that are alike",
+            "count once, the challenger's accepted tokens a step differ by",
+            f"{test.gain.value:+.3f} from those of draft {test.parent}.",
             "The true difference is at least",
             f"{test.gain.low:+.3f}, with a chance of {test.alpha:.2%} that this bound is wrong, however often it is",
             f"looked at. It must be above 0, so {shown}.",
@@ -219,14 +135,14 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
     return files
 
 
-def _traffic_in_words(last: Interval | None) -> list[str]:
+def _traffic_in_words(last: Estimate | None) -> list[str]:
     if last is None:
         return []
     ends = f"{last.low:+.3f} to {last.high:+.3f}, 95%"
     return [f"The traffic of its last window, by how often each is asked, gains {last.value:+.3f} ({ends})."]
 
 
-def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> list[str]:
+def _domains_in_words(domains: Mapping[str, DomainEvidence], params: GateParams) -> list[str]:
     losing = [f"{domain} ({one.change.low:+.1%})" for domain, one in domains.items() if one.refusals and one.change]
     loose = [f"{domain} ({one.num_conversations})" for domain, one in domains.items() if not one.binding]
     most = f"{params.floor:.1%} of the best τ"
@@ -238,7 +154,7 @@ def _domains_in_words(domains: Mapping[str, DomainEvidence], params: Limits) -> 
     return said
 
 
-def _consequence(verdict: Outcome, champion: int) -> str:
+def _consequence(verdict: GateVerdict | None, champion: int | None) -> str:
     if verdict == PASSED:
         return "So it may serve."
     return f"So it {'learns on' if verdict == UNDECIDED else 'is given up'}, and draft {champion} stays."

@@ -12,12 +12,13 @@ from infra.overview import Overview
 from infra.querylog import LogStats
 from infra.supervisor import Running
 from infra.versions import Version
-from infra.views import MEANING, Interval
+from infra.views import MEANING
 from infra.views.acceptance import Acceptance, Group, curves, swaps
 from infra.views.charts import MAX_SERIES, bar_chart, interval_chart, line_chart
 from infra.views.dashboard import told_of
-from infra.views.gate import GateReport, evidence_table, explain, thresholds
+from infra.views.gate import evidence_table, explain, thresholds
 from infra.views.page import Card, Figure, Table, render
+from models.types import Estimate, GateReport
 
 TEMPLATE = "report.html"
 WINDOW = 20
@@ -363,12 +364,12 @@ def _taus(taus: Mapping[str, float]) -> str:
     return ", ".join(f"{domain} {tau:.2f}" for domain, tau in taus.items()) or NONE
 
 
-def _interval(found: Interval | None, form: str) -> str:
+def _interval(found: Estimate | None, form: str) -> str:
     return NONE if found is None else found.text(form)
 
 
 def _parsed(dumped: Mapping[str, float] | None, form: str) -> str:
-    return _interval(None if dumped is None else Interval(**dumped), form)
+    return _interval(None if dumped is None else Estimate(**dumped), form)
 
 
 def _when(moment: datetime) -> str:

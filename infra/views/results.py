@@ -6,9 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
+
+from models.types import Frozen
 
 RESULT, BLOCK = "result.json", "RESULTS.md"
 out = Console()
@@ -22,7 +24,7 @@ class Grid(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-class Report(BaseModel):
+class Report(Frozen):
     """What was found.
 
     Attributes:
@@ -34,13 +36,13 @@ class Report(BaseModel):
         picture: a PNG, or None.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     figures: dict[str, Any]
     grids: list[Grid]
-    notes: list[str] = []
+    notes: list[str] = Field(default_factory=list)
     verdict: str
-    failures: list[str] = []
+    failures: list[str] = Field(default_factory=list)
     picture: Path | None = None
 
 

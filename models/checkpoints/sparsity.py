@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from models.params import Frozen
+from models.types import Frozen
 
 if TYPE_CHECKING:
     from torch import Tensor

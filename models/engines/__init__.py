@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from pydantic import Field, model_validator
 
 from models.evaluation.acceptance import Trace, counted
-from models.params import BaseParams, Frozen
+from models.params import BaseParams
+from models.types import Frozen
 
 if TYPE_CHECKING:
     from models.verify import Rules  # torch

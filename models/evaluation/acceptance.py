@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from models.params import Frozen
+from models.types import Estimate, Frozen
 
 CONFIDENCE = 0.95
 MAX_LOOP_PERIOD = 64
@@ -66,14 +66,6 @@ class Tally(NamedTuple):
     steps: int
     drafted: int
     accepted: int
-
-
-class Estimate(Frozen):
-    """A figure and the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Summary(Frozen):

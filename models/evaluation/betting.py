@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from models.params import Frozen
+from models.types import Frozen
 
 PAPER = "arXiv:2010.09686, sections 4.1 and 4.3, with bets held constant"
 

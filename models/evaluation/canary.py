@@ -14,7 +14,7 @@ from pydantic import Field
 
 from models.evaluation.acceptance import Tally
 from models.evaluation.golden import first_difference
-from models.params import Frozen
+from models.types import Frozen
 
 # Fewer steps than this show no fall.
 MIN_STEPS = 16

@@ -19,32 +19,26 @@ so that what counts is the head alone. Two questions:
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 from pydantic import Field
 
-from models.evaluation.acceptance import Estimate, Floats, resample_sums
+from models.evaluation.acceptance import Floats, resample_sums
 from models.evaluation.betting import MeanTest
 from models.evaluation.paired import Score, cluster_of, clusters, gain, paired, within
-from models.params import BaseParams, Frozen
-
-Outcome = Literal["passed", "undecided", "refused"]
-
-
-class Params(BaseParams):
-    """What a challenger is held to."""
-
-    name: Literal["gate"] = "gate"
-    floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
-    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")
-    floor_conversations: int = Field(
-        100, ge=2, description="of a domain, from which on its floor may hold; below, it is reported only"
-    )
-    alpha_total: float = Field(
-        0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
-    )
+from models.types import (
+    PASSED,
+    REFUSED,
+    UNDECIDED,
+    DomainEvidence,
+    Estimate,
+    Frozen,
+    GateParams,
+    GateReport,
+    GateTest,
+    GateVerdict,
+)
 
 
 class Evidence(Frozen):
@@ -103,55 +97,16 @@ class Evidence(Frozen):
         """Return what is known of the champion's next challenger: nothing."""
         return self.start(int(self.test.bound), self.challenger + 1)
 
-    def alpha(self, params: Params) -> float:
+    def alpha(self, params: GateParams) -> float:
         """Return the error that each of this challenger's bounds is allowed."""
         return allowed_error(self.challenger, params.alpha_total)
 
-    def bounds(self, params: Params) -> Estimate:
+    def bounds(self, params: GateParams) -> Estimate:
         """Return the mean gain over all windows; low and high hold at any look, each wrong with a chance of alpha."""
+        if self.last is None:
+            return Estimate(value=0.0, low=-self.test.bound, high=self.test.bound)
         alpha = self.alpha(params)
         return Estimate(value=self.test.mean, low=self.test.lower(alpha), high=self.test.upper(alpha))
-
-
-class Floor(Frozen):
-    """What one domain pays.
-
-    Attributes:
-        num_conversations: that both drafts were scored on.
-        best: τ of the domain's best past draft on them.
-        tau: the challenger's.
-        relative: (τ − best) / best; its `low` is held against −floor.
-        binding: whether a loss blocks: there are enough conversations, and they say as much as the floor asks.
-    """
-
-    num_conversations: int
-    best: float
-    tau: float
-    relative: Estimate
-    binding: bool
-
-
-class Verdict(Frozen):
-    """The decision, and everything that led to it.
-
-    Attributes:
-        outcome: "passed": it may replace the champion; "refused": it is shown worse, overall or in a domain;
-            "undecided": neither is shown.
-        reasons: why not; empty when it passed.
-        give_up: whether its champion's next challenger starts anew; otherwise this one learns on.
-        gain: over all windows; bounds at `alpha`.
-        alpha: error that each bound was allowed.
-        evidence: for the next window.
-        floors: domain to what it pays; a domain without conversations is not judged.
-    """
-
-    outcome: Outcome
-    reasons: tuple[str, ...]
-    give_up: bool
-    gain: Estimate
-    alpha: float
-    evidence: Evidence
-    floors: dict[str, Floor]
 
 
 def allowed_error(challenger: int, alpha_total: float) -> float:
@@ -165,46 +120,60 @@ def allowed_error(challenger: int, alpha_total: float) -> float:
     return alpha_total * 6 / (math.pi * challenger) ** 2
 
 
-def decide(evidence: Evidence, floors: Mapping[str, Floor], params: Params) -> Verdict:
+def decide(
+    evidence: Evidence, floors: Mapping[str, DomainEvidence], params: GateParams, learns: bool = True
+) -> GateReport:
     """Decide what becomes of the challenger that was scored last.
 
     It passes if a gain is shown, the last window alone does not speak against it, and no domain may pay more than its
-    floor. A snapshot that gains but fails a floor is refused, and learns on; a challenger that is shown worse is given
-    up. Otherwise it is undecided, and learns on.
+    floor. One that is shown worse is refused. Any other is undecided and learns on; one that can't learn is refused.
 
     Args:
-        evidence: of all its windows, this one included.
+        evidence: of all its windows, this one included. Where nothing was held out it shows nothing.
         floors: domain to what this snapshot pays there.
         params: what the challenger is held to.
-
-    Raises:
-        ValueError: there was no window yet.
+        learns: whether it may go on learning.
     """
-    if evidence.last is None:
-        raise ValueError("there is nothing to decide on before the first window")
-    found = evidence.bounds(params)
-    reasons = [reason for domain, floor in floors.items() for reason in refusals(domain, floor, params)]
-    outcome: Outcome = "refused" if reasons else "passed"
-    if found.high < 0:
-        outcome, said = "refused", f"a loss is shown: {found.value:+.4f} tokens a step, upper bound {found.high:+.4f}"
+    found, last = evidence.bounds(params), evidence.last
+    blocking = [] if last is None else [reason for floor in floors.values() for reason in floor.refusals]
+    if last is None:
+        said = ["no conversation was held out"]
+    elif found.high < 0:
+        said = [f"a loss is shown: {found.value:+.4f} tokens a step, upper bound {found.high:+.4f}"]
     elif found.low <= 0:
-        outcome, said = "undecided", f"no gain shown: {found.value:+.4f} tokens a step, lower bound {found.low:+.4f}"
-    elif evidence.last.value < 0:
-        outcome, said = "undecided", f"the last window shows a loss: {evidence.last.value:+.4f} tokens a step"
+        said = [f"no gain shown: {found.value:+.4f} tokens a step, lower bound {found.low:+.4f}"]
+    elif last.value < 0:
+        said = [f"the last window shows a loss: {last.value:+.4f} tokens a step"]
     else:
-        said = ""
-    return Verdict(
-        outcome=outcome,
-        reasons=(said, *reasons) if said else tuple(reasons),
-        give_up=found.high < 0,
-        gain=found,
-        alpha=evidence.alpha(params),
-        evidence=evidence,
-        floors=dict(floors),
+        said = []
+    verdict: GateVerdict
+    if not said and not blocking:
+        verdict = PASSED
+    elif learns and found.high >= 0:
+        verdict, windows = UNDECIDED, f"{evidence.num_windows} window{'' if evidence.num_windows == 1 else 's'}"
+        standing = f"learning: gain {found.value:+.3f} tokens a step, at least {found.low:+.3f} after {windows}"
+        said = [standing, *(said if found.low > 0 else [])]  # the standing says that no gain is shown
+    else:
+        verdict = REFUSED
+    return GateReport(
+        verdict=verdict,
+        reasons=(*said, *blocking),
+        num_draft_tokens=int(evidence.test.bound),
+        domains=dict(floors),
+        test=GateTest(
+            gain=found,
+            alpha=evidence.alpha(params),
+            test_index=evidence.challenger,
+            params=params,
+            last=last,
+            num_windows=evidence.num_windows,
+            num_conversations=evidence.num_conversations,
+            num_clusters=evidence.num_clusters,
+        ),
     )
 
 
-def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: Params, seed: int) -> Floor:
+def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
     """Hold a challenger against the best past draft of one domain, on the same conversations.
 
     Args:
@@ -230,18 +199,17 @@ def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: Para
     error = float(relative[1:].std(ddof=1)) * math.sqrt((degrees + 1) / degrees)
     found = within(float(relative[0]), error, degrees, 1 - params.confidence)
     telling = found.value - found.low <= params.floor or found.high < -params.floor
-    return Floor(
+    binding = len(best) >= params.floor_conversations and telling
+    refusals = []
+    if binding and found.low < -params.floor:
+        bound = f"lower bound {found.low:+.2%} is below the floor of {-params.floor:.2%}"
+        lost = f"τ {found.value:+.2%} of {best_tau[0]:.3f}"
+        refusals.append(f'domain "{best[0].domain}" may lose: {lost}, {bound}')
+    return DomainEvidence(
         num_conversations=len(best),
-        best=float(best_tau[0]),
-        tau=float(tau[0]),
-        relative=found,
-        binding=len(best) >= params.floor_conversations and telling,
+        tau_after=float(tau[0]),
+        reference=float(best_tau[0]),
+        change=found,
+        refusals=tuple(refusals),
+        binding=binding,
     )
-
-
-def refusals(domain: str, floor: Floor, params: Params) -> list[str]:
-    """Return why a domain stands against promotion; empty if it does not."""
-    if floor.binding and floor.relative.low < -params.floor:
-        bound = f"lower bound {floor.relative.low:+.2%} is below the floor of {-params.floor:.2%}"
-        return [f'domain "{domain}" may lose: τ {floor.relative.value:+.2%} of {floor.best:.3f}, {bound}']
-    return []

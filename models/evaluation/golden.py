@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from models.params import Frozen
+from models.types import Frozen
 
 FILE = "golden.json"
 # Gap below which a tie counts as near even if no gap changed from batch to batch.

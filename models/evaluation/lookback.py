@@ -19,9 +19,7 @@ from pydantic import Field
 
 from models.evaluation.acceptance import Floats
 from models.evaluation.betting import MeanTest
-from models.params import Frozen
-
-ALL = ""
+from models.types import ALL, Finding, Frozen
 
 
 class Params(Frozen):
@@ -40,29 +38,6 @@ class Params(Frozen):
     per_look: int = Field(16, ge=1)
     period_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     patience_s: float = Field(300.0, ge=0, allow_inf_nan=False)
-
-
-class Finding(Frozen):
-    """What the requests of a domain, or all of them, say.
-
-    Attributes:
-        num_requests: how many.
-        tau, previous_tau: of the promoted draft and of the one before it, each request counting the same.
-        allowed: share of τ that may be lost.
-        excess: mean of steps per token above what is allowed, negative where there is room.
-        excess_low: what the excess is at least, with confidence 1 − alpha at all looks together.
-        alpha: the error that this finding has.
-        lost: whether more than what is allowed was lost.
-    """
-
-    num_requests: int
-    tau: float
-    previous_tau: float
-    allowed: float
-    excess: float
-    excess_low: float
-    alpha: float
-    lost: bool
 
 
 def findings(

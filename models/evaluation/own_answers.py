@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from models.evaluation.acceptance import Estimate
 from models.evaluation.paired import within
 from models.learning.answering import Ask, go_on
 from models.learning.hidden import Sample
+from models.types import Estimate
 
 NUM_PROMPTS = 50
 MOST_TOKENS = 64  # of an answer that are read

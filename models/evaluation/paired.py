@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import Field
 
-from models.evaluation.acceptance import CONFIDENCE, Estimate, Floats
-from models.params import Frozen
+from models.evaluation.acceptance import CONFIDENCE, Floats
+from models.types import Estimate, Frozen
 
 HEAVIEST = 10  # median clusters that one cluster counts as at most, so that one flood can't stop a test
 CUT = 0.2  # share of the traffic that the heaviest clusters may lose

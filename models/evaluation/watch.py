@@ -35,7 +35,7 @@ from pydantic import Field, model_validator
 
 from models.evaluation.acceptance import Floats, Tally
 from models.evaluation.betting import BETS, log_growth, log_wealth
-from models.params import Frozen
+from models.types import Frozen
 
 PAPER = "Page 1954, Continuous inspection schemes; Lorden 1971 for the time between false alarms"
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.params import Frozen
+from models.types import Frozen
 
 FORMAT = 1
 HEADER_BYTES = 4096

@@ -28,9 +28,10 @@ from models.drafts import Draft, Unrolled
 from models.layers.decoder import MODEL_TYPES
 from models.learning.hidden import HiddenStates, Sample
 from models.losses import Drafted
-from models.params import BaseParams, Frozen
+from models.params import BaseParams
 from models.targets import describe
 from models.tokens import differing_tokens
+from models.types import Frozen
 
 # Of a batch: a model's last residual streams [B, T, H], and [B, T] log Σ exp of its logits.
 Said = tuple[Tensor, Tensor]

@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.params import Frozen
+from models.types import Frozen
 
 PAPER = "arXiv:2306.10015, section 3"
 STEPS_AN_OCTAVE, MIDDLE, MOST = 8, 64, 127

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
-from models.params import Frozen
 from models.rowfiles import Unusable, usable
+from models.types import Frozen
 
 if TYPE_CHECKING:
     from models.chats import ChatEncoder

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from models.params import Frozen
 from models.throughput.cost import Cost
 from models.throughput.curves import Curve, ascending
+from models.types import Frozen
 
 FORMAT = 2  # since 2 a step lasts until the next one begins
 

@@ -35,7 +35,6 @@ from infra.artifacts import open_artifact
 from infra.machine import describe_machine, git_commit
 from infra.registry import open_registry
 from infra.settings import load_settings
-from infra.views import Interval
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import out
 from models import catalog
@@ -45,6 +44,7 @@ from models.params import did_you_mean
 from models.precision import gpu_name
 from models.recipe import Recipe
 from models.targets import describe
+from models.types import Estimate
 from tasks.measure import chain, decide, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
@@ -352,11 +352,11 @@ def _figure(values: Sequence[float | None], baseline: Sequence[float | None] | N
     return MethodFigure(value=fmean(found), interval=t_interval(found), gain=gain)
 
 
-def t_interval(values: Sequence[float]) -> Interval | None:
+def t_interval(values: Sequence[float]) -> Estimate | None:
     """Return the mean over seeds with Student's interval at 95%; None where neither seeds nor documents tell."""
     found = spread(values)
     reach = found.reach(CONFIDENCE)
-    return None if math.isinf(reach) else Interval(value=found.mean, low=found.mean - reach, high=found.mean + reach)
+    return None if math.isinf(reach) else Estimate(value=found.mean, low=found.mean - reach, high=found.mean + reach)
 
 
 def recorder(family: str, setup: Mapping[str, object]) -> Callable[[Row, dict[str, MethodFigure], int], dict[str, str]]:

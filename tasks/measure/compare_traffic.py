@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.evaluation.acceptance import Estimate, Summary, Trace, difference, summarise
+from models.evaluation.acceptance import Summary, Trace, difference, summarise
 from models.evaluation.golden import Golden, equal_output, load_golden
-from models.params import Frozen
+from models.types import Estimate, Frozen
 
 
 class DomainComparison(Frozen):

@@ -32,8 +32,9 @@ from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.layers.decoder import Decoder
 from models.learning import distill
-from models.params import BaseParams, Frozen, validate
+from models.params import BaseParams, validate
 from models.targets import describe
+from models.types import Frozen
 from tasks.measure.peers import engine_dtype
 from tasks.measure.run import Run
 from tasks.promote import open_champions

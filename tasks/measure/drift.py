@@ -28,7 +28,6 @@ from infra.environment import environment_of
 from infra.processes import Child
 from infra.registry import open_registry
 from infra.versions import Pair
-from infra.views import Interval
 from infra.views.figures import draw_refreshes
 from infra.views.results import Grid, Report
 from infra.views.results import interval as shown
@@ -38,6 +37,7 @@ from models.evaluation.acceptance import Trace, difference, mean_accepted_length
 from models.evaluation.scoring import trace
 from models.learning import distill
 from models.learning.hidden import Sample
+from models.types import Estimate
 from tasks.distill_draft import untrained
 from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair
@@ -339,14 +339,14 @@ def make_report(
     )
 
 
-def _tau(row: Row, domain: str) -> Interval:
+def _tau(row: Row, domain: str) -> Estimate:
     tau = summarise(_traces(row, domain)).tau
     assert tau is not None  # no trace is without a step
-    return Interval.of(tau)
+    return tau
 
 
 def _followed(
-    rows: Sequence[Row], start: Row, best: Interval, stream: Stream, num_requests: int, domains: Sequence[str]
+    rows: Sequence[Row], start: Row, best: Estimate, stream: Stream, num_requests: int, domains: Sequence[str]
 ) -> Row:
     """Return what a way made of the stream; `near` is None if it did not come near."""
     shifted = rows[: stream.num_shifted]
@@ -361,8 +361,7 @@ def _followed(
         if near
         else None,
         "changes": {
-            domain: Interval.of(difference(_traces(start, domain), _traces(last, domain))).model_dump()
-            for domain in domains
+            domain: difference(_traces(start, domain), _traces(last, domain)).model_dump() for domain in domains
         },
         "before": {domain: _tau(start, domain).value for domain in domains},
         "back": _tau(rows[-1], stream.known).model_dump(),

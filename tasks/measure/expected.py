@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from models.params import Frozen
+from models.types import Frozen
 
 
 class Step(NamedTuple):

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.evaluation.acceptance import Estimate
 from models.evaluation.gate import Evidence
 from models.evaluation.paired import Score
 from models.learning.hidden import Sample
+from models.types import Estimate
 
 Scores = dict[str, Score]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.evaluation.acceptance import CONFIDENCE, Estimate, Floats, resample_sums
-from models.params import Frozen
+from models.evaluation.acceptance import CONFIDENCE, Floats, resample_sums
+from models.types import Estimate, Frozen
 
 NUM_RESAMPLES = 2000
 

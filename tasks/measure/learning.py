@@ -20,7 +20,6 @@ import numpy as np
 
 from infra.artifacts import open_artifact
 from infra.versions import Pair
-from infra.views import Interval
 from infra.views.figures import draw_learning
 from infra.views.results import Grid, Report
 from models.drafting.draft_families import open_draft
@@ -28,6 +27,7 @@ from models.evaluation.acceptance import summarise
 from models.evaluation.scoring import trace
 from models.learning.hidden import Sample
 from models.recipe import Traffic
+from models.types import Estimate
 from tasks.measure.answers import answers
 from tasks.measure.home import first_pair
 from tasks.measure.pupil import teach
@@ -206,7 +206,7 @@ def make_report(rows: Mapping[Point, Row], domains: Mapping[str, str], picture: 
             found.setdefault(kind, []).append({"size": size, **_of_seeds(seeds)})
     curves = {
         f"{kind}, {domains[kind]}, K = {k}": [
-            (row["size"], Interval.model_validate(row["acceptance"][str(k)]["tau"])) for row in of_kind
+            (row["size"], Estimate.model_validate(row["acceptance"][str(k)]["tau"])) for row in of_kind
         ]
         for kind, of_kind in found.items()
         for k in DRAFTED

@@ -18,14 +18,14 @@ from infra.environment import environment_of
 from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.views import Interval
 from infra.views.figures import draw_refreshes
-from infra.views.gate import DATA, PASSED, GateReport
+from infra.views.gate import DATA
 from infra.views.results import Grid, Report, interval
 from models import catalog
 from models.evaluation.acceptance import Trace, summarise
 from models.recipe import Traffic
 from models.sources import Prompt, dataset
+from models.types import PASSED, Estimate, GateReport
 from tasks.measure.endpoint import Endpoint, dump
 from tasks.measure.run import Run
 from tasks.select_data import as_chats, choose_more
@@ -257,7 +257,7 @@ def _told(step: int, refresh: Row) -> list[str]:
     return [f"refresh {step}", f"{last - first + 1}", gate["verdict"], f"{gain} ({test['num_conversations']} held out)"]
 
 
-def _tau_of(state: Row, domain: str) -> Interval:
+def _tau_of(state: Row, domain: str) -> Estimate:
     tau = summarise(
         [
             Trace(
@@ -273,4 +273,4 @@ def _tau_of(state: Row, domain: str) -> Interval:
     ).tau
     if tau is None:
         raise ValueError(f'domain "{domain}" has no answer with a verification step')
-    return Interval.of(tau)
+    return tau

@@ -15,7 +15,7 @@ from models.checkpoints.loading import complete, load_floats, load_model, save_m
 from models.evaluation import perplexity
 from models.layers.linears import ENOUGH, enough_tokens
 from models.learning import training
-from models.params import Frozen
+from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
 from tasks.stages import produce
 from tasks.stages.beside import gently

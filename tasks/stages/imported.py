@@ -16,10 +16,10 @@ from infra.settings import load_settings
 from models.chats import ChatEncoder
 from models.checkpoints.loading import load_model, stop_ids
 from models.evaluation import own_answers
-from models.evaluation.acceptance import Estimate
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe
+from models.types import Estimate
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import run_logger, table

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 
-from models.params import Frozen
+from models.types import Frozen
 
 MAX_NEAR_TIES, MAX_OF_A_PROMPT = 0.05, 0.15
 GOOD = ("ok", "near tie")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.evaluation.gate import Params
 from models.evaluation.paired import Score
+from models.types import GateParams
 from tasks.gate_draft import best_of, judge_floors
 from tests.conftest import judge
 
@@ -14,14 +14,14 @@ def scores(accepted: float, *domains: str) -> list[Score]:
 
 def test_each_domain_is_held_to_its_own_best_draft():
     best = {"chat": scores(5.0, "chat", "code"), "code": scores(8.0, "chat", "code")}
-    floors = judge_floors(best, scores(8.0, "chat", "code"), Params(num_resamples=100), seed=0)
-    assert {domain: floor.best for domain, floor in floors.items()} == {"chat": 1.5, "code": 1.8}
-    assert {domain: floor.tau for domain, floor in floors.items()} == {"chat": 1.8, "code": 1.8}
+    floors = judge_floors(best, scores(8.0, "chat", "code"), GateParams(num_resamples=100), seed=0)
+    assert {domain: floor.reference for domain, floor in floors.items()} == {"chat": 1.5, "code": 1.8}
+    assert {domain: floor.tau_after for domain, floor in floors.items()} == {"chat": 1.8, "code": 1.8}
 
 
 def test_a_domain_without_conversations_here_is_not_judged():
     past = scores(5.0, "chat")
-    assert judge_floors({"chat": past, "code": past}, past, Params(num_resamples=100), seed=0).keys() == {"chat"}
+    assert judge_floors({"chat": past, "code": past}, past, GateParams(num_resamples=100), seed=0).keys() == {"chat"}
 
 
 def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_same_conversations():
@@ -43,7 +43,7 @@ def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_s
     ],
 )
 def test_only_what_is_shown_worse_or_can_not_learn_is_refused(gains, learns, gate, reason):
-    judged = judge(gains).model_copy(update={"learns": learns})
-    assert judged.gate == gate
-    assert "; ".join(judged.reasons).startswith(reason)
-    assert ('domain "code" may lose' in "; ".join(judged.reasons)) == ("code" in gains)
+    report = judge(gains, learns=learns).report
+    assert report.verdict == gate
+    assert "; ".join(report.reasons).startswith(reason)
+    assert ('domain "code" may lose' in "; ".join(report.reasons)) == ("code" in gains)

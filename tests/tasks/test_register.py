@@ -10,11 +10,11 @@ from infra.manifest import write_manifest
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, Version
-from infra.views.gate import DATA, PAGE, GateReport
+from infra.views.gate import DATA, PAGE
 from infra.windows import Window
-from models.evaluation.acceptance import Estimate
 from models.learning import distill
 from models.recipe import load_recipe
+from models.types import Estimate, GateReport
 from tasks.distill_draft import Trained
 from tasks.find_challenger import find_challenger
 from tasks.register import register_candidate, register_draft, register_target

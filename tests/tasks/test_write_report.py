@@ -15,10 +15,9 @@ from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.settings import Settings
 from infra.views.acceptance import Served
-from infra.views.gate import GateReport, headline, write_files
+from infra.views.gate import headline, write_files
 from infra.windows import Window
-from models.evaluation.gate import Params
-from tasks.gate_draft import judged_report
+from models.types import GateReport
 from tasks.measure.compare_traffic import compare_acceptance
 from tasks.measure_draft import first_report
 from tasks.write_report import sum_up, write_report
@@ -27,7 +26,6 @@ from tests.tags import draft_tags
 
 pytestmark = pytest.mark.slow
 
-PARAMS = Params(num_resamples=200)
 WINDOW = Window(first_seq=1, last_seq=60, num_rows=60, sha256="1" * 64, owner="anyone")
 ATTACK = '<script>document.title = "taken"</script>'
 SIZE = (1000, 1400)
@@ -68,11 +66,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     settings = Settings(home=tmp_path_factory.mktemp("report") / "home")
     registry = open_registry(settings)
     passed = judge({"chat": 0.05, "code": 0.5})
-    refused = judge({"chat": -0.2, "code": 0.1}, challenger=2, unjudged=("sql",))
+    refused = judge({"chat": -0.2, "code": 0.1}, challenger=2, left_out=("sql",))
     reports = {
         1: first_report(judge({"chat": 0.0}).measured, 3),
-        2: judged_report(passed, PARAMS, 1, WINDOW, 3),
-        3: judged_report(refused, PARAMS, 2, WINDOW, 3).model_copy(update={"reasons": (ATTACK,)}),
+        2: passed.origin(1, WINDOW),
+        3: refused.origin(2, WINDOW).model_copy(update={"reasons": (ATTACK,)}),
     }
     register(registry, settings, "target", None, target_name="SmolLM2-135M-Instruct")
     register(registry, settings, "draft", reports[1], tau='{"chat": 1.5}', seed="7")

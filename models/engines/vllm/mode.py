@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pydantic import Field, ValidationError
 
 from models.engines.vllm import Params
-from models.params import Frozen
+from models.types import Frozen
 
 
 class Mode(NamedTuple):

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infra.views import Interval
 from infra.views.charts import MAX_POINTS, Axis, bar_chart, interval_chart, line_chart
+from models.types import Estimate
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAME = '<b>"chat" & co</b>'
@@ -26,7 +26,7 @@ def drawn_line(points: list[tuple[float, float]], marks: list[tuple[float, str]]
 CHARTS = {
     "line": lambda: drawn_line([(1, 1.5), (2, 2.0), (3, 1.2)], [(2, "draft 2")]),
     "interval": lambda: parsed(
-        interval_chart("key", "τ", "falls", {NAME: Interval(value=1, low=-2, high=3)}, [(0, ""), (-5, "floor")], "%")
+        interval_chart("key", "τ", "falls", {NAME: Estimate(value=1, low=-2, high=3)}, [(0, ""), (-5, "floor")], "%")
     ),
     "bar": lambda: parsed(bar_chart("key", "τ", "falls", {NAME: {"on": 120.0, "off": 90.0}}, "tokens/s")),
 }

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from infra.views import Interval
 from infra.views.comparison import Comparison, MethodFigure, comparison_report, draw_tradeoffs, number, row_styles
+from models.types import Estimate
 
 
-def interval(value: float, reach: float) -> Interval:
-    return Interval(value=value, low=value - reach, high=value + reach)
+def interval(value: float, reach: float) -> Estimate:
+    return Estimate(value=value, low=value - reach, high=value + reach)
 
 
 def comparison(num_seeds: int = 3) -> Comparison:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from infra.views import Interval
 from infra.views.figures import (
     draw_latency,
     draw_losses,
@@ -14,6 +13,7 @@ from infra.views.figures import (
     draw_tau,
     draw_validation,
 )
+from models.types import Estimate
 
 
 @pytest.mark.parametrize("curves", [{"chat": [(1, 1.5), (2, 1.7)], "code": [(2, 1.4)]}, {"chat": [(1, 1.5)]}])
@@ -56,6 +56,6 @@ def test_latencies_are_drawn_as_dots_and_as_shares(tmp_path):
 
 
 def test_tau_over_refreshes_is_drawn_with_its_intervals(tmp_path):
-    tau = [Interval(value=1.5, low=1.4, high=1.6), Interval(value=1.7, low=1.6, high=1.9)]
+    tau = [Estimate(value=1.5, low=1.4, high=1.6), Estimate(value=1.7, low=1.6, high=1.9)]
     file = draw_refreshes({"chat": tau, "code": tau[::-1]}, ["draft 2", "passed\ndraft 3"], tmp_path / "r.png")
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -2,19 +2,17 @@
 
 import pytest
 
-from infra.views.gate import GateReport, explain, headline, markdown, write_files
+from infra.views.gate import explain, headline, markdown, write_files
 from infra.windows import Window
-from models.evaluation.gate import Params
-from tasks.gate_draft import judged_report
+from models.types import GateReport
 from tasks.measure_draft import Measured, first_report
 from tests.conftest import judge
 
 WINDOW = Window(first_seq=5, last_seq=90, num_rows=80, sha256="0" * 64, owner="anyone")
-PARAMS = Params(num_resamples=200)
 
 
 def report(gains: dict[str, float], **settings: object) -> GateReport:
-    return judged_report(judge(gains, **settings), PARAMS, parent=3, window=WINDOW, num_draft_tokens=2)
+    return judge(gains, **settings).origin(3, WINDOW)
 
 
 def test_a_pass_names_gain_bound_and_error_and_no_reason() -> None:
@@ -48,12 +46,11 @@ def test_a_domain_that_pays_is_named_with_its_bound_and_the_floor() -> None:
 
 
 def test_a_challenger_without_gain_is_undecided_and_few_conversations_block_nothing() -> None:
-    judged = judge({"chat": 0.0}, challenger=2, unjudged=("sql",))
-    floor = judged.verdict.floors["chat"].model_copy(update={"binding": False})
-    verdict = judged.verdict.model_copy(update={"floors": {"chat": floor}})
-    undecided = judged_report(judged.model_copy(update={"verdict": verdict}), PARAMS, 3, WINDOW, 2)
+    judged = judge({"chat": 0.0}, challenger=2, left_out=("sql",))
+    loose = {"chat": judged.report.domains["chat"].model_copy(update={"binding": False})}
+    undecided = judged.origin(3, WINDOW).model_copy(update={"domains": loose})
     assert undecided.verdict == "undecided"
-    low = judged.verdict.gain.low
+    low = judged.test.gain.low
     standing = f"learning: gain +0.000 tokens a step, at least {low:+.3f} after 1 window"
     assert (undecided.reasons, headline(undecided)) == ((standing,), f"Gate undecided: {standing}.")
     said = explain(undecided)
@@ -67,26 +64,15 @@ def test_a_challenger_without_gain_is_undecided_and_few_conversations_block_noth
 
 
 def test_a_past_draft_is_said_to_return_and_not_to_be_trained() -> None:
-    judged = judge({"chat": 0.2}).model_copy(update={"learns": False})
-    back = judged_report(judged, PARAMS, 3, None, 2, returns=1)
+    back = judge({"chat": 0.2}, learns=False).origin(3, returns=1)
     assert "Draft 1, which served before, compared with draft 3; it was not trained again." in markdown(back)
 
 
 def test_evidence_of_many_windows_is_told_as_such() -> None:
-    judged = judge({"chat": 0.2})
-    evidence = judged.verdict.evidence.model_copy(update={"num_windows": 4, "num_conversations": 480})
-    verdict = judged.verdict.model_copy(update={"evidence": evidence})
-    passed = judged_report(judged.model_copy(update={"verdict": verdict}), PARAMS, 3, WINDOW, 2)
+    passed = report({"chat": 0.2})
+    test = passed.test.model_copy(update={"num_windows": 4, "num_conversations": 480})
+    passed = passed.model_copy(update={"test": test})
     assert "the same 480 held-out conversations of its 4 windows" in explain(passed)
-
-
-def test_a_report_of_an_earlier_version_is_read() -> None:
-    written = report({"chat": 0.2}).model_dump(mode="json")
-    for name in ("last", "num_windows", "num_conversations", "num_clusters"):
-        del written["test"][name]
-    del written["domains"]["chat"]["binding"], written["test"]["params"]["floor_conversations"]
-    written["test"]["params"]["min_conversations"] = 20
-    assert "the same 120 held-out conversations of its window" in explain(GateReport.model_validate(written))
 
 
 def test_a_first_draft_had_nothing_to_be_compared_with() -> None:
@@ -104,12 +90,6 @@ def test_the_files_are_a_page_the_same_as_data_and_a_figure(tmp_path, gains: dic
     assert page.read_text() == markdown(written)
     assert GateReport.model_validate_json(data.read_text()) == written
     assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_report_that_holds_more_settings_than_are_told_is_read() -> None:
-    written = report({"chat": 0.2}).model_dump(mode="json")
-    written["test"]["params"] |= {"name": "gate"}  # as reports once had it
-    assert GateReport.model_validate(written) == report({"chat": 0.2})
 
 
 def test_a_first_draft_has_no_figure(tmp_path) -> None:

@@ -13,8 +13,9 @@ from infra.supervisor import Running
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
-from infra.watches import Found, Watch
+from infra.watches import Watch
 from infra.windows import Attempt, SetAside
+from models.types import Finding
 from tests.infra.statuses import STATUS
 
 LOG = LogStats(
@@ -101,7 +102,7 @@ def test_windows_set_aside_are_told_with_their_error() -> None:
     assert told in shown(log=LOG.model_copy(update={"set_aside": (aside,)}))
 
 
-FOUND = Found(
+FOUND = Finding(
     num_requests=90,
     tau=1.41,
     previous_tau=1.6,

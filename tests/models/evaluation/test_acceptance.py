@@ -5,7 +5,6 @@ import pytest
 
 from models.evaluation.acceptance import (
     UNDRAFTED,
-    Estimate,
     Trace,
     acceptance_rate,
     counted,
@@ -15,6 +14,7 @@ from models.evaluation.acceptance import (
     resample_sums,
     summarise,
 )
+from models.types import Estimate
 
 
 def trace(request_id: str, drafted: list[int], accepted: list[int], token_ids: tuple[int, ...] = ()) -> Trace:

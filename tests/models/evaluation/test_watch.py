@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from models.evaluation import gate
 from models.evaluation.acceptance import Tally
 from models.evaluation.gate import Evidence, allowed_error, decide
 from models.evaluation.paired import Score
@@ -17,8 +16,9 @@ from models.evaluation.watch import (
     is_low,
     usual_tau,
 )
+from models.types import GateParams
 
-K, ALPHA = 3, allowed_error(1, gate.Params().alpha_total)
+K, ALPHA = 3, allowed_error(1, GateParams().alpha_total)
 PARAMS = Params(fall=0.3, recover=0.1, min_requests=10)
 PROMISED = {"chat": 2.0, "code": 1.5}
 
@@ -105,7 +105,7 @@ def test_the_gate_passes_a_planted_gain_with_enough_rows_in_most_refreshes_and_w
                 one.model_copy(update={"accepted": 20 * (1.5 + gain)}) for one, gain in zip(before, gains, strict=True)
             ]
             evidence = Evidence.start(bound).after(before, after, shares)
-            count += decide(evidence, {}, gate.Params()).outcome == "passed"
+            count += decide(evidence, {}, GateParams()).verdict == "passed"
         return count / num_runs
 
     shown = passed(wanted), passed(wanted // 3)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from infra.querylog import QueryLog
-from models.evaluation.acceptance import Estimate
 from models.evaluation.paired import Score
 from models.learning.hidden import Sample
 from models.recipe import Refresh
+from models.types import Estimate
 from tasks.measure.coverage import AIM, FIRST, PUPIL, SERVED, Traffic, judged_by, logged_samples, make_report
 from tasks.measure.coverage import split as draw_log
 from tasks.measure.intervals import Split, estimate, mean_gain, summary

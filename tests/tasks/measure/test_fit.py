@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from infra.views import Interval
 from infra.views.comparison import MethodFigure
+from models.types import Estimate
 from tasks.measure import fit
 from tasks.measure.comparisons import all as comparison
 
@@ -15,7 +15,7 @@ WORDS = comparison.BOUNDS
 def figure(value: float | None, reach: float = 0.0) -> MethodFigure:
     if value is None:
         return MethodFigure(value=None)
-    return MethodFigure(value=value, interval=Interval(value=value, low=value - reach, high=value + reach))
+    return MethodFigure(value=value, interval=Estimate(value=value, low=value - reach, high=value + reach))
 
 
 def row(mib: float, kl: float | None, speed: float, reach: float = 0.0) -> dict[str, MethodFigure]:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from models.evaluation.betting import BETS, NUM_BINS, log_growth, log_wealth
-from models.evaluation.gate import Evidence, Params, decide
+from models.evaluation.gate import Evidence, decide
 from models.evaluation.paired import Score
+from models.types import GateParams
 from tasks.measure import gate
 from tasks.measure.gate import CASES, Case, choose, coverage, draw, make_report, simulate, simulate_former, summary
 
@@ -58,7 +59,7 @@ def test_the_former_test_took_a_cluster_for_a_proof() -> None:
 
 
 def test_the_simulation_promotes_when_the_gate_does() -> None:
-    params, rng = Params(), np.random.default_rng(3)
+    params, rng = GateParams(), np.random.default_rng(3)
     for name in ("no gain", "5% better", "no gain, clusters of 30", "no gain, groups of 1 to 30"):
         evidence, growth = Evidence.start(K), np.zeros((1, 5))
         for window in range(12):
@@ -82,7 +83,7 @@ def test_the_simulation_promotes_when_the_gate_does() -> None:
             assert 0 <= wealth - evidence.test.log_wealth() <= 2 * rounded
             if abs(wealth + np.log(evidence.alpha(params))) > 2 * rounded and evidence.last.value >= 0:
                 passes = wealth > -np.log(evidence.alpha(params))
-                assert (decide(evidence, {}, params).outcome == "passed") == passes
+                assert (decide(evidence, {}, params).verdict == "passed") == passes
 
 
 def test_a_windows_interval_covers_what_fresh_prompts_of_its_traffic_give() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from infra.views import Interval
-from infra.views.gate import GateReport, GateTest, Limits
 from models.sources import Message, Prompt
+from models.types import Estimate, GateParams, GateReport, GateTest
 from tasks.measure.refreshes import KEYS, file_traffic, make_report, mixed
 from tasks.select_data import choose_more
 
@@ -59,11 +58,11 @@ def state(champion: int, accepted: int) -> dict[str, Any]:
 
 
 def verdict(outcome: Any, reasons: tuple[str, ...] = ()) -> dict[str, Any]:
-    limits = Limits(floor=0.05, confidence=0.95, num_resamples=100, alpha_total=0.05)
+    limits = GateParams(num_resamples=100)
     test = GateTest(
         parent=1,
         rows=(1, 9),
-        gain=Interval(value=0.1, low=0.05, high=0.2),
+        gain=Estimate(value=0.1, low=0.05, high=0.2),
         alpha=0.05,
         test_index=1,
         params=limits,

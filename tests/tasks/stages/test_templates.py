@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from models.evaluation.acceptance import Estimate
 from models.evaluation.paired import Score
 from models.learning.hidden import Sample
+from models.types import Estimate
 from tasks.measure.coverage import judged_by
 from tasks.measure.intervals import estimate, summary
 from tasks.stages.split import cluster_samples

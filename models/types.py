@@ -1,0 +1,149 @@
+"""Values that several rooms pass around, each defined once: no I/O, and nothing but pydantic is imported.
+
+What is judged, estimated or measured in `models` is kept, sent and shown by `infra` as it is.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ALL = ""  # the finding on all domains together
+
+GateVerdict = Literal["passed", "undecided", "refused"]
+PASSED: Literal["passed"] = "passed"
+UNDECIDED: Literal["undecided"] = "undecided"
+REFUSED: Literal["refused"] = "refused"
+
+
+class Frozen(BaseModel):
+    """A value: can't be changed, takes no unknown key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Estimate(Frozen):
+    """A figure and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Estimate":
+        """Return it in another unit, such as per cent; the factor is positive."""
+        return Estimate(value=factor * self.value, low=factor * self.low, high=factor * self.high)
+
+    def text(self, form: str) -> str:
+        """Return it in words, each number by a format such as ".2f"."""
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+class GateParams(Frozen):
+    """What a challenger is held to."""
+
+    name: Literal["gate"] = "gate"
+    floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
+    num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")
+    floor_conversations: int = Field(
+        100, ge=2, description="of a domain, from which on its floor may hold; below, it is reported only"
+    )
+    alpha_total: float = Field(
+        0.05, gt=0, lt=0.5, description="chance that a champion is ever replaced by a draft without gain"
+    )
+
+
+class DomainEvidence(Frozen):
+    """What was found in one domain.
+
+    Attributes:
+        num_conversations: that the draft and the domain's best past one were scored on.
+        tau_before: the champion's τ; None without a champion or a conversation.
+        tau_after: the draft's own τ; None without a conversation.
+        reference: τ of the domain's best past draft; None where the domain has no floor.
+        change: (τ after − reference) / reference on the same conversations; its `low` is held against −floor.
+        refusals: why the domain stands against promotion; empty if it does not.
+        binding: whether a loss blocks: there are enough conversations, and they say as much as the floor asks.
+    """
+
+    num_conversations: int
+    tau_before: float | None = None
+    tau_after: float | None
+    reference: float | None = None
+    change: Estimate | None = None
+    refusals: tuple[str, ...] = ()
+    binding: bool = False
+
+
+class GateTest(Frozen):
+    """The test over all conversations, and what it was held to.
+
+    Attributes:
+        parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
+            trained here.
+        continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
+        returns: the past draft that it is; None if it is not one.
+        rows: first and last of the query log that it was trained on last; None for a draft from elsewhere, and for one
+            that returns.
+        gain: difference in accepted tokens a step over all its windows, where what is alike counts once; each end is
+            wrong with chance `alpha`, however often it is looked at.
+        last: that of the last window's traffic, where each counts as often as it is asked, with a 95% interval for this
+            one look; None where nothing was held out.
+        num_windows, num_conversations, num_clusters: that the gain is from.
+        test_index: which challenger of its champion this was, from 1.
+        params: what it was held to.
+        left_out: domains without a conversation to judge.
+    """
+
+    parent: int | None = None
+    continues: int | None = None
+    returns: int | None = None
+    rows: tuple[int, int] | None = None
+    gain: Estimate
+    alpha: float
+    test_index: int
+    params: GateParams
+    left_out: tuple[str, ...] = ()
+    last: Estimate | None = None
+    num_windows: int = 0
+    num_conversations: int = 0
+    num_clusters: int = 0
+
+
+class GateReport(Frozen):
+    """What became of a draft at its gate, and all that it rests on.
+
+    Attributes:
+        verdict, test: None for a draft that started a line, which no gate judged.
+        reasons: why it did not pass, or how far it has come.
+        num_draft_tokens: K.
+        domains: what was found in each.
+    """
+
+    verdict: GateVerdict | None
+    reasons: tuple[str, ...]
+    num_draft_tokens: int
+    domains: dict[str, DomainEvidence]
+    test: GateTest | None
+
+
+class Finding(Frozen):
+    """What the requests of a domain, or all of them, say of a promoted draft and the one before it.
+
+    Attributes:
+        num_requests: how many.
+        tau, previous_tau: of the promoted draft and of the one before it, each request counting the same.
+        allowed: share of τ that may be lost.
+        excess: mean of steps per token above what is allowed, negative where there is room.
+        excess_low: what the excess is at least, with confidence 1 − alpha at all looks together.
+        alpha: the error that this finding has.
+        lost: whether more than what is allowed was lost.
+    """
+
+    num_requests: int
+    tau: float
+    previous_tau: float
+    allowed: float
+    excess: float
+    excess_low: float
+    alpha: float
+    lost: bool
