@@ -174,7 +174,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
                     else:
                         _overwrite(source, target)
         for begun in _missing(erased, log):
-            log.begin_erasure(begun.subjects, begun.older_than_ms)
+            log.erasures.begin(begun.subjects, begun.older_than_ms)
         log.close()
     open_home(settings)
     finish_erasures(settings, wait_s)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from infra.consent import QueryRow
-from infra.logfile import ENDED
-from infra.windows import Window, Windows, shrink_claim
+from infra.logfile import ENDED, LogFile
+from infra.windows import Window, shrink_claim
 from models.types import Frozen
 
 ERASED = "the error was erased with rows of the window"
@@ -87,15 +87,18 @@ class Certificate(Frozen):
         return self.model_copy(update=changes)
 
 
-class Erasures(Windows):
+class Erasures:
     """The journal of a log's erasures, and its lineage of rows to snapshots."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
 
     def record_reads(self, snapshot: str, ids_of_role: Mapping[Role, Iterable[str]]) -> None:
         """Record which rows go into a snapshot, and as what; ids that are no row's are left out."""
         query = """INSERT OR IGNORE INTO reads SELECT seq, ?1, ?2 FROM
             (SELECT seq, id FROM rows UNION ALL SELECT seq, id FROM erasing)
             WHERE id IN (SELECT value FROM json_each(?3))"""
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             for role, ids in ids_of_role.items():
                 db.execute(query, (snapshot, role, json.dumps(list(ids))))
 
@@ -104,19 +107,11 @@ class Erasures(Windows):
         query = """SELECT snapshot, role, count(*) FROM reads
             WHERE seq IN (SELECT value FROM json_each(?)) GROUP BY snapshot, role"""
         found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for snapshot, role, number in self.connection().execute(query, (json.dumps(list(seqs)),)):
+        for snapshot, role, number in self._file.connection().execute(query, (json.dumps(list(seqs)),)):
             found[snapshot][role] = number
         return dict(found)
 
-    def erase(self, subject: str) -> Certificate:
-        """Delete every row of a hashed subject from the log alone, with its sketches and its places in probe sets."""
-        return self._forgotten(self.begin_erasure(subjects=(subject,)))
-
-    def erase_older_than(self, time_ms: int) -> Certificate:
-        """Delete every row served before `time_ms`, in the same way."""
-        return self._forgotten(self.begin_erasure(older_than_ms=time_ms))
-
-    def begin_erasure(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
+    def begin(self, subjects: tuple[str, ...] = (), older_than_ms: int | None = None) -> Certificate:
         """Take rows out of the log and enter their erasure in the journal, in one transaction; of none it is complete.
 
         Args:
@@ -126,7 +121,7 @@ class Erasures(Windows):
         condition = BY_SUBJECT if older_than_ms is None else BY_AGE
         value = json.dumps(subjects) if older_than_ms is None else older_than_ms
         start = Certificate(subjects=subjects, older_than_ms=older_than_ms, began_ms=int(time.time() * 1000))
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             number = db.execute("INSERT INTO erasures (step, certificate) VALUES (0, '')").lastrowid
             found = f"INSERT INTO erasing SELECT seq, ?2, id, consent, body FROM rows WHERE {condition}"
             db.execute(found, (value, number))
@@ -141,42 +136,33 @@ class Erasures(Windows):
             _enter(db, certificate, 0 if certificate.rows else DONE)
         return certificate
 
-    def last_erasure(self) -> int:
+    def last(self) -> int:
         """Return the number of the erasure that was begun last, 0 before the first."""
-        number: int | None = self.connection().execute("SELECT max(number) FROM erasures").fetchone()[0]
+        number: int | None = self._file.connection().execute("SELECT max(number) FROM erasures").fetchone()[0]
         return number or 0
 
-    def unfinished_erasures(self) -> list[tuple[int, Certificate]]:
+    def unfinished(self) -> list[tuple[int, Certificate]]:
         """Return the next step and the certificate so far of each erasure that is not complete, oldest first."""
         query = "SELECT step, certificate FROM erasures WHERE step >= 0 ORDER BY number"
-        found = self.connection().execute(query).fetchall()
+        found = self._file.connection().execute(query).fetchall()
         return [(step, Certificate.model_validate_json(certificate)) for step, certificate in found]
 
-    def erased_rows(self, number: int) -> list[QueryRow]:
+    def rows(self, number: int) -> list[QueryRow]:
         """Return the rows of an erasure that are not forgotten yet, by seq."""
         query = "SELECT seq, body FROM erasing WHERE erasure = ? ORDER BY seq"
-        return [QueryRow(seq=seq, **json.loads(body)) for seq, body in self.connection().execute(query, (number,))]
+        found = self._file.connection().execute(query, (number,))
+        return [QueryRow(seq=seq, **json.loads(body)) for seq, body in found]
 
     def enter(self, certificate: Certificate, step: int) -> None:
         """Write what an erasure has done so far to the journal, and which step is the next; -1 DONE if none is."""
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             _enter(db, certificate, step)
 
     def forget(self, number: int) -> bool:
         """Delete the text of an erasure's rows; False if a reader kept the write-ahead log from being emptied."""
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             db.execute("DELETE FROM erasing WHERE erasure = ?", (number,))
-        return self.empty_wal()
-
-    def empty_wal(self) -> bool:
-        """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
-        busy: int = self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-        return not busy
-
-    def _forgotten(self, certificate: Certificate) -> Certificate:
-        self.forget(certificate.number)
-        self.enter(certificate, DONE)
-        return certificate
+        return self._file.empty_wal()
 
 
 def _enter(db: sqlite3.Connection, certificate: Certificate, step: int) -> None:

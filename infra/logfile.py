@@ -117,6 +117,11 @@ class LogFile:
                 db.execute("ROLLBACK")
             raise
 
+    def empty_wal(self) -> bool:
+        """Empty the write-ahead log, which may hold older states of a page; False if a reader prevents it."""
+        busy: int = self.connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        return not busy
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Keep erasures from cleaning up files while rows are turned into files; waits while one does."""

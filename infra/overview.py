@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from infra.home import FORMAT_FILE
-from infra.probes import ProbeSet, ProbeSets
+from infra.probes import ProbeSet
 from infra.querylog import LogStats, QueryLog
 from infra.registry import open_registry
 from infra.service_process import last_status
@@ -90,7 +90,7 @@ def overview(settings: Settings) -> Overview:
         waiting=waiting_for(
             champion, versions, queue, TriggerFile(settings.querylog).snapshot(), _made_ms(settings.home)
         ),
-        probe_sets=ProbeSets(settings.querylog).by_domain(),
+        probe_sets=QueryLog(settings.querylog).probe_sets.by_domain(),
         watch=None if champion is None else Watches(settings).of_draft(champion.number),
     )
 

@@ -11,9 +11,10 @@ cluster has grown above 5% of its domain leaves the set, and so do the largest o
 domain's rows is merely alike to members.
 """
 
+import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -26,6 +27,49 @@ RENEWED = 2
 SILENT_MS = 30 * 24 * 3600 * 1000
 MIN_CLUSTER = 5  # rows that a cluster may have however small its domain is
 NUM_LATEST = 100  # rows that say what time it is
+
+
+class SketchedRow(NamedTuple):
+    """A row of full consent, and its sketch as `models.evaluation.clusters` made it."""
+
+    seq: int
+    domain: str
+    group: str | None
+    key: str | None
+    time_ms: int
+    turn: bytes
+    grams: bytes
+
+
+class Sketches:
+    """Sketches of a log's rows, by which conversations are clustered: made once for each row, and erased with it.
+
+    They are hashes under the home's secret; those under another one count as missing.
+    """
+
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
+
+    def missing(self, secret: bytes) -> Iterator[tuple[int, list[int]]]:
+        """Yield seq and prompt tokens of each row with full consent and tokens that has no sketch, by seq."""
+        query = """SELECT seq, json_extract(body, '$.prompt_ids') FROM rows WHERE consent = 'full' AND seq NOT IN
+            (SELECT seq FROM sketches WHERE secret = ?) ORDER BY seq"""
+        for seq, prompt_ids in self._file.connection().execute(query, (_name_of(secret),)):
+            if prompt_ids is not None:
+                yield seq, json.loads(prompt_ids)
+
+    def keep(self, secret: bytes, made: Iterable[tuple[int, bytes, bytes]]) -> None:
+        """Keep seq, turn and grams of each; what was erased meanwhile is left out."""
+        query = """INSERT OR REPLACE INTO sketches SELECT ?1, ?2, ?3, ?4
+            WHERE EXISTS (SELECT 1 FROM rows WHERE seq = ?1)"""
+        with self._file.transaction() as db:
+            db.executemany(query, ((seq, _name_of(secret), turn, grams) for seq, turn, grams in made))
+
+    def read(self, secret: bytes) -> list[SketchedRow]:
+        """Return all that have one, by seq."""
+        query = """SELECT seq, domain, group_hash, json_extract(body, '$.key'), time_ms, turn, grams FROM sketches
+            JOIN rows USING (seq) WHERE secret = ? ORDER BY seq"""
+        return [SketchedRow(*columns) for columns in self._file.connection().execute(query, (_name_of(secret),))]
 
 
 class Conversation(NamedTuple):
@@ -53,23 +97,26 @@ class Change(NamedTuple):
     released: list[int]
 
 
-class ProbeSets(LogFile):
+class ProbeSets:
     """The probe sets of a log."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
 
     def members(self) -> list[int]:
         """Return the members of all sets, by seq."""
-        return [seq for (seq,) in self.connection().execute("SELECT seq FROM probes ORDER BY seq")]
+        return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM probes ORDER BY seq")]
 
     def by_domain(self) -> dict[str, ProbeSet]:
         """Return domain to its set; one without members has none."""
         query = (
             "SELECT domain, count(*), max(time_ms) FROM probes JOIN rows USING (seq) GROUP BY domain ORDER BY domain"
         )
-        return {domain: ProbeSet(*found) for domain, *found in self.connection().execute(query)}
+        return {domain: ProbeSet(*found) for domain, *found in self._file.connection().execute(query)}
 
     def apply(self, change: Change) -> None:
         """Write a change in one transaction; rows that were erased meanwhile are left out."""
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             db.execute(
                 "DELETE FROM probes WHERE seq IN (SELECT value FROM json_each(?))", (json.dumps(change.released),)
             )
@@ -195,3 +242,7 @@ def _outgrown(rows: Sequence[Conversation], inside: Sequence[Conversation]) -> s
             merely[domain] -= number - len(seqs)
             released.update(seqs)
     return released
+
+
+def _name_of(secret: bytes) -> str:
+    return hashlib.sha256(b"sketches" + secret).hexdigest()[:16]

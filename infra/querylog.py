@@ -9,11 +9,13 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from infra.consent import Consent, QueryRow, require_loggable
 from infra.erasures import Erasures
-from infra.logfile import count, counter
-from infra.windows import Attempt, SetAside, attempt_at, windows_set_aside
+from infra.logfile import LogFile, count, counter
+from infra.probes import ProbeSets, Sketches
+from infra.windows import Attempt, SetAside, Windows, attempt_at, windows_set_aside
 from models.types import Frozen
 
 
@@ -38,8 +40,20 @@ class LogStats(Frozen):
     set_aside: tuple[SetAside, ...]
 
 
-class QueryLog(Erasures):
-    """The rows of a log, its windows, and what was erased from it."""
+class QueryLog(LogFile):
+    """The rows of a log; its other parts stand beside them in the same file.
+
+    Attributes:
+        windows: stretches of rows that are claimed and trained on.
+        erasures: what was erased, and which snapshots rows were read into.
+        probe_sets: rows that nothing is trained on.
+        sketches: of the rows, by which they are clustered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.windows, self.erasures = Windows(self), Erasures(self)
+        self.probe_sets, self.sketches = ProbeSets(self), Sketches(self)
 
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction; a row whose id is there already is left out and counted.
@@ -109,7 +123,7 @@ class QueryLog(Erasures):
         counts: dict[str, Counter[Consent]] = {}
         first_ms: int | None = None
         query = "SELECT domain, consent, count(*), min(time_ms) FROM rows WHERE seq > ? GROUP BY domain, consent"
-        for domain, consent, number, served_ms in self.connection().execute(query, (self.cursor(),)):
+        for domain, consent, number, served_ms in self.connection().execute(query, (self.windows.cursor(),)):
             counts.setdefault(domain, Counter())[consent] = number
             first_ms = served_ms if first_ms is None else min(first_ms, served_ms)
         return counts, first_ms
@@ -118,21 +132,21 @@ class QueryLog(Erasures):
         """Return domain to its rows among the first that wait and may be trained on; `max_rows` are looked at."""
         query = """SELECT domain, count(*) FROM
             (SELECT domain FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
-        return Counter(dict(self.connection().execute(query, (self.cursor(), max_rows)).fetchall()))
+        return Counter(dict(self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()))
 
     def served_tau(self, domain: str, num_rows: int = 64) -> float:
         """Return τ over a domain's newest rows after the cursor that a draft drafted alone; 1 without any."""
         query = """SELECT total(json_array_length(body, '$.accepted')),
             total((SELECT sum(value) FROM json_each(body, '$.accepted'))) FROM (SELECT body FROM rows
             WHERE seq > ? AND domain = ? AND json_extract(body, '$.drafting') = 'head' ORDER BY seq DESC LIMIT ?)"""
-        steps, accepted = self.connection().execute(query, (self.cursor(), domain, num_rows)).fetchone()
+        steps, accepted = self.connection().execute(query, (self.windows.cursor(), domain, num_rows)).fetchone()
         return 1 + accepted / steps if steps else 1.0
 
     def waiting_groups(self) -> dict[str, Counter[str | None]]:
         """Return domain to the groups of the rows after the cursor that may be trained on; None stands for no group."""
         counts: dict[str, Counter[str | None]] = {}
         query = "SELECT domain, group_hash, count(*) FROM rows WHERE seq > ? AND consent = 'full' GROUP BY 1, 2"
-        for domain, group, number in self.connection().execute(query, (self.cursor(),)):
+        for domain, group, number in self.connection().execute(query, (self.windows.cursor(),)):
             counts.setdefault(domain, Counter())[group] = number
         return counts
 
@@ -149,7 +163,7 @@ class QueryLog(Erasures):
         """
         query = """SELECT json_extract(body, '$.key'), count(*), min(time_ms) FROM
             (SELECT body, time_ms FROM rows WHERE seq > ? AND consent = 'full' ORDER BY seq LIMIT ?) GROUP BY 1"""
-        found = self.connection().execute(query, (self.cursor(), max_rows)).fetchall()
+        found = self.connection().execute(query, (self.windows.cursor(), max_rows)).fetchall()
         served = [served_ms for _, _, served_ms in found]
         return Counter({key: number for key, number, _ in found}), min(served, default=None)
 

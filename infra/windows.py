@@ -78,8 +78,11 @@ class SetAside(Frozen):
     error: str
 
 
-class Windows(LogFile):
+class Windows:
     """The windows of a log; one is open at most."""
+
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
 
     def claim(self, owner: str, max_rows: int, min_rows: int = 1, lease_s: float = LEASE_S) -> Window | None:
         """Claim the next rows with full consent after the cursor, and count an attempt at them.
@@ -102,7 +105,7 @@ class Windows(LogFile):
         """
         if not 1 <= min_rows <= max_rows:
             raise ValueError(f"got min_rows {min_rows} and max_rows {max_rows}, wanted 1 <= min_rows <= max_rows")
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is not None:
                 _require_unheld(db, owner)
@@ -140,7 +143,7 @@ class Windows(LogFile):
                         if not self._renew(window, lease_s):
                             return
             finally:
-                self.close()
+                self._file.close()
 
         thread = threading.Thread(target=renew, name="lease", daemon=True)
         thread.start()
@@ -163,7 +166,7 @@ class Windows(LogFile):
         Returns:
             whether this was its last attempt, and it was set aside.
         """
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is None or not _same_claim(opened, window):
                 return False
@@ -183,7 +186,7 @@ class Windows(LogFile):
 
         Nothing is done about a window that is no longer this owner's.
         """
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             opened = _open_window(db)
             if opened is not None and _same_claim(opened, window):
                 place = (window.first_seq, window.last_seq, _num_attempts(db, window))
@@ -197,7 +200,7 @@ class Windows(LogFile):
             ValueError: the window is neither the open claim nor committed by this owner before.
         """
         place = (window.first_seq, window.last_seq, window.owner)
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             again = "SELECT 1 FROM committed WHERE first_seq = ? AND last_seq = ? AND owner = ?"
             if db.execute(again, place).fetchone():
                 return
@@ -212,25 +215,25 @@ class Windows(LogFile):
         Raises:
             ValueError: the window is not the open claim.
         """
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             _require_open(db, window)
             _forget_attempts(db, window)
             _close_claim(db)
 
     def cursor(self) -> int:
         """Return the last seq of the last window that was committed or set aside, 0 before the first."""
-        return counter(self.connection(), "cursor")
+        return counter(self._file.connection(), "cursor")
 
     def last(self) -> Window | None:
         """Return the window that was committed last, None before the first."""
-        columns = self.connection().execute("SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1").fetchone()
+        columns = self._file.connection().execute("SELECT * FROM committed ORDER BY first_seq DESC LIMIT 1").fetchone()
         return None if columns is None else Window(**dict(zip(Window.model_fields, columns, strict=True)))
 
     def _renew(self, window: Window, lease_s: float) -> bool:
         """Put the end of the lease off; False if the window is no longer this owner's."""
         until_s, place = time.monotonic() + lease_s, (window.first_seq, window.last_seq, window.owner)
         query = "UPDATE claim SET lease_until_s = ? WHERE first_seq = ? AND last_seq = ? AND owner = ?"
-        with self.transaction() as db:
+        with self._file.transaction() as db:
             return db.execute(query, (until_s, *place)).rowcount == 1
 
 

@@ -236,7 +236,7 @@ class Service:
 
         def last_erasure() -> int:
             try:
-                return journal.last_erasure()
+                return journal.erasures.last()
             finally:
                 journal.close()  # each look may come from another thread
 

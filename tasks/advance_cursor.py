@@ -17,6 +17,6 @@ from tasks.stages.reporting import run_logger
 def advance_cursor(window: Window) -> None:
     """Move the query log's cursor past a claimed window, and let go of hidden states captured of rows before it."""
     log = QueryLog(load_settings().querylog)
-    log.commit(window)
+    log.windows.commit(window)
     CapturedFiles(log.path).forget(log.ids(window.last_seq))
     run_logger().info("the cursor is at %d", window.last_seq)

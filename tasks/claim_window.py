@@ -17,7 +17,7 @@ from infra.artifacts import Artifact
 from infra.consent import QueryRow
 from infra.erase import finish_erasures
 from infra.manifest import canonical_json
-from infra.probes import SIZE, Conversation, ProbeSets, plan
+from infra.probes import SIZE, Conversation, plan
 from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.secret import home_secret
@@ -57,7 +57,7 @@ def claim_window(refresh: Refresh) -> Window | None:
         told = "nothing to do: %d rows are within one key's share, %d are wanted; rows of other keys are waited for, %s"
         run_logger().info(told, others.within, refresh.min_rows, left)
         return None
-    window = log.claim(owner, max_rows=refresh.max_rows, min_rows=refresh.min_rows)
+    window = log.windows.claim(owner, max_rows=refresh.max_rows, min_rows=refresh.min_rows)
     if window is None:
         run_logger().info("nothing to do: %d rows wait, %d are wanted", log.stats().depth, refresh.min_rows)
     else:
@@ -73,18 +73,18 @@ def hold_window(window: Window) -> Iterator[None]:
     and the attempt does not count.
     """
     log = QueryLog(load_settings().querylog)
-    with log.reading(), log.hold(window):
+    with log.reading(), log.windows.hold(window):
         try:
             yield
         except Exception as error:
             with suppress(sqlite3.Error):  # the log may be what failed; the attempt was counted when it began
-                if log.fail(window, _one_line(error)):
+                if log.windows.fail(window, _one_line(error)):
                     told = "rows %d to %d are set aside: no attempt at them got through"
                     run_logger().warning(told, window.first_seq, window.last_seq)
             raise
         except BaseException:
             with suppress(sqlite3.Error):
-                log.withdraw(window)
+                log.windows.withdraw(window)
             raise
 
 
@@ -98,7 +98,7 @@ def reading_rows() -> Iterator[None]:
 @task(cache_policy=NO_CACHE)
 def leave_window(window: Window) -> None:
     """Let go of a window that nothing was trained on for the champion of now; the next run gets it again."""
-    QueryLog(load_settings().querylog).withdraw(window)
+    QueryLog(load_settings().querylog).windows.withdraw(window)
 
 
 def _one_line(error: BaseException) -> str:
@@ -135,7 +135,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
     refresh, settings = recipe.refresh, load_settings()
     log, traffic = QueryLog(settings.querylog), _read_traffic(pair, first_samples, window.last_seq)
     older, trained = log.replay(refresh.replay_per_domain, window.first_seq, recipe.seed), traffic.trained
-    if (before := log.last()) is not None:
+    if (before := log.windows.last()) is not None:
         earlier = [row for row in traffic.rows if row.seq <= before.last_seq]
         was_held_out = held_out_by(traffic.secret, earlier, before, refresh.held_out_fraction, trained)
         held_out = [row.seq for row in traffic.within(before) if was_held_out(row.cluster)]
@@ -146,7 +146,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 
     seqs = {row.id: row.seq for row in fresh if row.seq is not None}
     usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs and sample.id not in structured}
-    sets, draw = ProbeSets(settings.querylog), drawn_by(traffic.secret)
+    sets, draw = QueryLog(settings.querylog).probe_sets, drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
     members = sets.members()
     probes, reserved = _probes(pair, log, members, traffic)
@@ -193,10 +193,10 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     what it was drawn from is past. The training part is empty.
     """
     log = QueryLog(load_settings().querylog)
-    cursor = log.cursor()
+    cursor = log.windows.cursor()
     rows = [row for row in log.rows(cursor + 1, cursor + recipe.refresh.max_rows) if not row.structured]
     traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
-    probes, reserved = _probes(pair, log, ProbeSets(log.path).members(), traffic)
+    probes, reserved = _probes(pair, log, log.probe_sets.members(), traffic)
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
     seen |= traffic.trained
     found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
@@ -290,7 +290,7 @@ def _write_parts(
     of_window = {sample.id for sample in traffic}
     ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
     log = QueryLog(load_settings().querylog)
-    log.record_reads(
+    log.erasures.record_reads(
         stage_key("window", params, {}, code),
         {
             "train": [id for id in ids["train"] if id in of_window],

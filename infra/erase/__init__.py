@@ -60,13 +60,13 @@ def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> C
     Raises:
         TimeoutError: somebody still reads rows. The rows are out of the log; the next erasure or start goes on.
     """
-    return _erase(settings, wait_s, QueryLog(settings.querylog).begin_erasure(subjects_of(settings, subject)))
+    return _erase(settings, wait_s, QueryLog(settings.querylog).erasures.begin(subjects_of(settings, subject)))
 
 
 def erase_older_than(settings: Settings, days: float, wait_s: float = WAIT_S) -> Certificate:
     """Erase what was served more than so many days ago; see `erase_subject`."""
     older_than_ms = int((time.time() - days * 24 * 3600) * 1000)
-    return _erase(settings, wait_s, QueryLog(settings.querylog).begin_erasure(older_than_ms=older_than_ms))
+    return _erase(settings, wait_s, QueryLog(settings.querylog).erasures.begin(older_than_ms=older_than_ms))
 
 
 def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate]:
@@ -77,11 +77,11 @@ def finish_erasures(settings: Settings, wait_s: float = 0.0) -> list[Certificate
         StoreUnavailable: the registry can't be asked which drafts saw the rows.
     """
     log = QueryLog(settings.querylog)
-    if not settings.querylog.is_file() or not log.unfinished_erasures():
+    if not settings.querylog.is_file() or not log.erasures.unfinished():
         return []
     with log.unread(wait_s):
         try:
-            return [_finish(settings, log, step, certificate) for step, certificate in log.unfinished_erasures()]
+            return [_finish(settings, log, step, certificate) for step, certificate in log.erasures.unfinished()]
         except sqlite3.OperationalError as error:
             raise TimeoutError(f"an erasure is not complete: {error}") from error
 
@@ -116,5 +116,5 @@ def _finish(settings: Settings, log: QueryLog, step: int, certificate: Certifica
     file = certificate_file(settings, certificate.number)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(file, job.certificate.model_dump_json(indent=1) + "\n")
-    log.enter(job.certificate, DONE)
+    log.erasures.enter(job.certificate, DONE)
     return job.certificate

@@ -24,7 +24,7 @@ class Job:
     @cached_property
     def rows(self) -> list[QueryRow]:
         """The rows, with their text; none once it was forgotten."""
-        return self.log.erased_rows(self.certificate.number)
+        return self.log.erasures.rows(self.certificate.number)
 
     @cached_property
     def ids(self) -> frozenset[str]:
@@ -34,9 +34,9 @@ class Job:
     def keep(self, **found: Any) -> None:
         """Change fields of the certificate, and write it to the journal."""
         self.certificate = self.certificate.with_(**found)
-        self.log.enter(self.certificate, self._step)
+        self.log.erasures.enter(self.certificate, self._step)
 
     def done(self, next_step: int) -> None:
         """Write to the journal that the step before this one is complete."""
         self._step = next_step
-        self.log.enter(self.certificate, next_step)
+        self.log.erasures.enter(self.certificate, next_step)

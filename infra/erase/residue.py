@@ -54,7 +54,7 @@ def forget_text(job: Job) -> None:
     search = None
     if job.rows:  # else the text is gone, and nobody can look for it
         search = _search(job, 0)
-        job.log.forget(job.certificate.number)
+        job.log.erasures.forget(job.certificate.number)
     _empty_wal(job)
     if search is None or search.stands_in(job.log.path):
         job.log.connection().execute("VACUUM")

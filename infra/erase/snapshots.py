@@ -42,7 +42,7 @@ def name_drafts(job: Job) -> None:
     """Name the drafts that saw the rows, as was recorded when the rows were read, and those trained on from them."""
     registry, seqs = open_registry(job.settings), [row.seq for row in job.rows if row.seq is not None]
     if job.rows:
-        of_snapshot = job.log.reads_of(seqs)
+        of_snapshot = job.log.erasures.reads_of(seqs)
         drafts: dict[int, Counter[str]] = {}
         versions = registry.versions("draft")
         for version in versions:

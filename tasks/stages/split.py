@@ -16,7 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from infra.probes import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
-from infra.sketches import Sketches
+from infra.querylog import QueryLog
 from infra.windows import Window
 from models.evaluation.clusters import Sketch, join, join_groups, sketch
 from models.learning.hidden import Sample
@@ -45,7 +45,7 @@ def cluster_log(database: Path, secret: bytes, target_dir: Path, first: Sequence
         first: the first samples; what they were said to belong to is their cluster so far.
         last_seq: rows after it don't count.
     """
-    log, sketched = Sketches(database), _sketcher(target_dir, secret)
+    log, sketched = QueryLog(database).sketches, _sketcher(target_dir, secret)
     missing = list(log.missing(secret))
     for start in range(0, len(missing), BATCH_ROWS):
         made = ((seq, sketched(prompt_ids)) for seq, prompt_ids in missing[start : start + BATCH_ROWS])

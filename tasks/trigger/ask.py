@@ -103,7 +103,7 @@ class Asker:
 
     def _others(self) -> ForOthers | None:
         """Return what refreshes wait for from other keys; of rows that were looked at before only the time."""
-        if (ends := (self._log.cursor(), self._log.last_seq())) != self._ends:
+        if (ends := (self._log.windows.cursor(), self._log.last_seq())) != self._ends:
             refresh = self._recipe.refresh
             self._ends, self._waits = ends, rows_of_others(self._log, refresh, self._trigger.clock())
             self._rows = self._log.waiting_domains(refresh.max_rows)
@@ -198,7 +198,7 @@ class Asker:
         drafts = frozenset(state.fall.draft for state in seen.domains.values() if not isinstance(state, Ok))
         if (changed := (seen.last_run, drafts)) != self._known_at:
             try:
-                self._evidence, self._known_at = self._known(self._log.cursor() + 1), changed
+                self._evidence, self._known_at = self._known(self._log.windows.cursor() + 1), changed
             except OSError as error:
                 log.warning("nobody can say how far the challenger is: %s", error)
 

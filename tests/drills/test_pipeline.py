@@ -68,7 +68,7 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
         registry = registry_of(home)
         whole = {path.name for path in drafts.iterdir() if not path.name.startswith(".")}
         champion = registry.champion("draft")
-        return whole == made and log.cursor() == 0 and champion is not None and champion.number == 1
+        return whole == made and log.windows.cursor() == 0 and champion is not None and champion.number == 1
 
     first = cli.start("refresh", "--recipe", recipe)
     wait_until(lambda: _one(home / "queries.db", "SELECT count(*) FROM claim") == 1, 120, None, "the claim")
@@ -91,7 +91,7 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     _kill_when(cli.start("refresh", "--recipe", recipe), lambda: _one(home / "mlflow.db", registered) == 1)
     champion = registry_of(home).champion("draft")
     assert champion is not None
-    assert (champion.number, log.cursor()) == (1, 0)
+    assert (champion.number, log.windows.cursor()) == (1, 0)
 
     with orchestrated(home, recipe):
         states = sorted(run.state_name or "" for run in _run_twice_at_once())
@@ -101,7 +101,7 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert (versions[0].tags["window_first_seq"], versions[0].tags["window_last_seq"]) == ("1", str(len(rows)))
     champion = registry_of(home).champion("draft")
     assert champion is not None
-    assert (champion.number, log.cursor(), log.stats().depth) == (2, len(rows), 0)
+    assert (champion.number, log.windows.cursor(), log.stats().depth) == (2, len(rows), 0)
     assert list(drafts.glob(".staging-*")) == []
 
 
@@ -118,7 +118,12 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         assert champion is not None
         assert attempt is not None
         assert [version.number for version in registry_of(home).versions("draft")] == [champion.number] == [1]
-        assert (log.cursor(), attempt.number, attempt.running, error in attempt.error) == (0, num_attempts, False, True)
+        assert (log.windows.cursor(), attempt.number, attempt.running, error in attempt.error) == (
+            0,
+            num_attempts,
+            False,
+            True,
+        )
         assert list(artifacts.rglob(".staging-*")) == []
         assert error in cli.run("status")
 
@@ -141,7 +146,7 @@ def test_f11_f17_a_refresh_that_diverges_or_whose_disk_is_full_changes_nothing_a
         require_unchanged(2, "No space left on device")
         cli.run("refresh", "--recipe", recipe)
         assert [version.number for version in registry_of(home).versions("draft")] == [2, 1]
-        assert (log.cursor(), log.stats().depth) == (len(rows), 0)
+        assert (log.windows.cursor(), log.stats().depth) == (len(rows), 0)
 
 
 def _kill_when(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

@@ -49,9 +49,9 @@ class Home:
         """Add requests of a domain that fell, and the draft that a run before trained on them; return its number."""
         champion = self.champion
         self.log.append([row(f"drill-{1000 * champion + number}", "code") for number in range(NUM_ROWS)])
-        window = self.log.claim("the run before", max_rows=400)
+        window = self.log.windows.claim("the run before", max_rows=400)
         assert window is not None
-        self.log.release(window)
+        self.log.windows.release(window)
         place = {"window_first_seq": window.first_seq, "window_last_seq": window.last_seq}
         tags = {name: str(seq) for name, seq in place.items()} | {"window_sha256": window.sha256}
         candidate = self.register("draft", parent=str(champion), gate="passed", **tags)

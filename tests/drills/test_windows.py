@@ -75,12 +75,15 @@ def test_f31_what_a_person_does_while_a_refresh_trains_is_never_overwritten(
 
     assert "outdated: draft 3" in while_a_refresh_trains("rollback")
     assert registry.champion("draft").number == 1
-    assert (registry.get("draft", 3).lineage.parent, log.cursor()) == (2, 0)  # the rows wait for draft 1's challenger
+    assert (registry.get("draft", 3).lineage.parent, log.windows.cursor()) == (
+        2,
+        0,
+    )  # the rows wait for draft 1's challenger
 
     told = while_a_refresh_trains("promote", "3", "--force", "a person says so")
     assert "outdated: draft 4" in told
     assert registry.champion("draft").number == 3
-    assert (registry.get("draft", 4).lineage.parent, log.cursor()) == (1, 0)
+    assert (registry.get("draft", 4).lineage.parent, log.windows.cursor()) == (1, 0)
 
 
 def test_f33_a_flood_of_a_new_domain_chosen_for_one_side_leaves_later_refreshes_of_others_as_they_were(

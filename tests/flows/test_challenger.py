@@ -141,14 +141,14 @@ def test_f31_an_idle_domain_refuses_nothing_and_a_rollback_while_a_refresh_train
     with monkeypatch.context() as patch:
         patch.setattr(flow, "gate_draft", somebody_rolls_back_meanwhile)
         outcome, math = refresh()
-    assert (outcome, math.lineage.parent, log.cursor()) == ("outdated", code.number, 140)
+    assert (outcome, math.lineage.parent, log.windows.cursor()) == ("outdated", code.number, 140)
     assert math.lineage.gate in ("passed", "undecided"), math.lineage.gate_reasons  # never refused for want of rows
     assert math.lineage.tau.keys() == {"chat", "code", "math"}  # small domains by their own names
     assert registry.champion("draft").number == 1
 
     outcome, again = refresh()
     assert outcome in ("promoted", "undecided"), again.lineage.gate_reasons
-    assert (again.lineage.parent, again.lineage.continues, log.cursor()) == (1, None, 220)
+    assert (again.lineage.parent, again.lineage.continues, log.windows.cursor()) == (1, None, 220)
     assert again.lineage.gate_test == code.lineage.gate_test + 1
 
 
@@ -236,12 +236,12 @@ def test_traffic_that_comes_back_brings_its_draft_back_and_nothing_is_trained(ba
     assert lineage.samples_uri == back.registry.get("draft", 1).lineage.samples_uri
     champion = back.registry.champion("draft")
     assert (champion.number, champion.previous, back.registry.get("draft", 1).previous) == (3, 2, None)
-    assert (back.num_trained, back.log.cursor(), back.log.stats().depth) == (before, 0, 120)
+    assert (back.num_trained, back.log.windows.cursor(), back.log.stats().depth) == (before, 0, 120)
     assert back.trigger.snapshot().domains == {}
 
     back.fall()
     outcome, trained = back.refresh(num_epochs=1)  # draft 2 is not better, and draft 3 learns from the same rows
-    assert (trained.lineage.parent, trained.lineage.gate_test, back.log.cursor()) == (3, 1, 120)
+    assert (trained.lineage.parent, trained.lineage.gate_test, back.log.windows.cursor()) == (3, 1, 120)
     assert outcome in ("promoted", "undecided"), trained.lineage.gate_reasons
 
 
@@ -255,9 +255,9 @@ def test_a_run_that_dies_before_a_draft_that_returns_is_promoted_leaves_that_to_
         patch.setattr(import_module("flows.refresh"), "promote_candidate", dies)
         with pytest.raises(KeyboardInterrupt):
             back.refresh()
-    assert (back.registry.champion("draft").number, back.numbers, back.log.cursor()) == (2, [3, 2, 1], 0)
+    assert (back.registry.champion("draft").number, back.numbers, back.log.windows.cursor()) == (2, [3, 2, 1], 0)
     outcome, draft = back.refresh()
-    assert (outcome, draft.number, back.numbers, back.log.cursor()) == ("promoted", 3, [3, 2, 1], 0)
+    assert (outcome, draft.number, back.numbers, back.log.windows.cursor()) == ("promoted", 3, [3, 2, 1], 0)
 
 
 def test_a_past_draft_that_does_not_pass_is_refused_and_the_rows_are_trained_on_in_the_same_run(
@@ -268,7 +268,7 @@ def test_a_past_draft_that_does_not_pass_is_refused_and_the_rows_are_trained_on_
     assert (refused.returns, refused.gate, refused.gate_test) == ("draft 1 returns for chat", "refused", 1)
     assert "no gain shown" in refused.gate_reasons
     assert (trained.number, trained.lineage.parent, trained.lineage.gate_test) == (4, 2, 2)
-    assert (outcome, back.log.cursor()) == ("undecided", 120), trained.lineage.gate_reasons
+    assert (outcome, back.log.windows.cursor()) == ("undecided", 120), trained.lineage.gate_reasons
 
 
 def test_a_draft_that_returns_waits_for_a_person_where_one_decides_and_learning_goes_on(back: Returning) -> None:
@@ -276,9 +276,9 @@ def test_a_draft_that_returns_waits_for_a_person_where_one_decides_and_learning_
     assert (outcome, draft.number, back.registry.champion("draft").number) == ("waits for approval", 3, 2)
     told = "approval of draft 3, which passed its gate (draft 1 returns for chat): redraft promote 3"
     assert overview(back.settings).waiting.words == told
-    assert back.log.cursor() == 0
+    assert back.log.windows.cursor() == 0
     _, trained = back.refresh(num_epochs=1, promote="approve")
-    assert (trained.number, trained.lineage.parent, back.log.cursor()) == (4, 2, 120)
+    assert (trained.number, trained.lineage.parent, back.log.windows.cursor()) == (4, 2, 120)
     promote_version.fn(3)
     assert back.registry.champion("draft").number == 3
 

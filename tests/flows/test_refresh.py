@@ -35,12 +35,12 @@ def test_each_row_is_trained_on_once(home, rows, cli_in):
     assert champion.tags["parent"] == "1"
     assert (champion.tags["window_first_seq"], champion.tags["window_last_seq"]) == ("1", str(len(rows)))
     assert champion.tags["gate"] == "passed"
-    assert log.cursor() == len(rows)
+    assert log.windows.cursor() == len(rows)
     assert "nothing to do" in cli.run("refresh", "--recipe", "tiny")
 
     _forget_commit(home)  # as if the run had died between the promotion and the commit
     assert "already trained: draft 2" in cli.run("refresh", "--recipe", "tiny")
-    assert log.cursor() == len(rows)
+    assert log.windows.cursor() == len(rows)
     assert len(registry_of(home).versions("draft")) == 2
 
 
@@ -86,8 +86,8 @@ def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp
     shutil.copy(store, home / "mlflow.db")
     log, registry = QueryLog(home / "queries.db"), registry_of(home)
     log.append([_row(number) for number in range(60)])
-    window = log.claim("the run before", max_rows=400)
-    log.release(window)
+    window = log.windows.claim("the run before", max_rows=400)
+    log.windows.release(window)
 
     def register(kind: str, **tags: str) -> int:
         directory = tmp_path / kind / str(len(registry.versions(kind)))
@@ -103,10 +103,10 @@ def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp
     registry.quarantine("draft", 2, "another output")
 
     assert "outdated: draft 3" in cli_in(home).run("refresh", "--recipe", "tiny")
-    assert (registry.champion("draft").number, log.cursor()) == (2, 0)
+    assert (registry.champion("draft").number, log.windows.cursor()) == (2, 0)
     assert registry.revert("draft", 2, "another output").number == 1
     log.append([_row(60)])
-    again = log.claim("the next run", max_rows=400)
+    again = log.windows.claim("the next run", max_rows=400)
     assert (again.first_seq, again.last_seq, again.sha256) == (1, 60, window.sha256)
 
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from infra.consent import Consent, QueryRow
+from infra.erasures import DONE, Certificate
+from infra.querylog import QueryLog
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +33,11 @@ def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[s
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+
+def erase(log: QueryLog, *subjects: str, older_than_ms: int | None = None) -> Certificate:
+    """Erase rows from the log alone."""
+    certificate = log.erasures.begin(subjects, older_than_ms)
+    log.erasures.forget(certificate.number)
+    log.erasures.enter(certificate, DONE)
+    return certificate

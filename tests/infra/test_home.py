@@ -65,7 +65,7 @@ def test_a_home_of_another_format_is_refused_in_one_line_that_says_how_to_begin_
 def test_a_home_without_a_number_is_refused_by_its_log(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path / "home")
     log = QueryLog(settings.querylog)
-    log.cursor()
+    log.windows.cursor()
     log.close()
     with closing(sqlite3.connect(settings.querylog)) as db:
         db.execute("PRAGMA user_version = 1")

@@ -26,7 +26,7 @@ from infra.querylog import QueryLog
 from infra.windows import Window
 from services.access import Caller
 from services.questions import describe_origin
-from tests.infra.rows import row
+from tests.infra.rows import erase, row
 
 MARK = "PLANTED"
 levels = st.sampled_from(CONSENT_LEVELS)
@@ -195,7 +195,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(max_rows=st.integers(1, 5))
     def claim(self, max_rows: int) -> None:
         depth = self.log.stats().depth
-        self.window = self.log.claim("run", max_rows)
+        self.window = self.log.windows.claim("run", max_rows)
         assert (0 if self.window is None else self.window.num_rows) == min(depth, max_rows)
 
     @precondition(lambda self: self.window is not None)
@@ -204,16 +204,16 @@ class LogMachine(RuleBasedStateMachine):
         assert self.window is not None
         if done:
             self.trained += [found.id for found in self.log.rows(self.window.first_seq, self.window.last_seq)]
-            self.log.commit(self.window)
+            self.log.windows.commit(self.window)
         else:
-            self.log.release(self.window)
+            self.log.windows.release(self.window)
         self.window = None
 
     @precondition(lambda self: self.window is None)
     @rule(subject=st.sampled_from(["s1", "s2"]))
     def erase(self, subject: str) -> None:
         gone = [name for name, one in self.held.items() if one.subject == subject]
-        assert self.log.erase(subject).rows == len(gone)
+        assert erase(self.log, subject).rows == len(gone)
         for name in gone:
             del self.held[name]
         self.trained = [name for name in self.trained if name not in gone]  # the same id may come again

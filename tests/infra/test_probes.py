@@ -16,12 +16,11 @@ from infra.probes import (
     Change,
     Conversation,
     ProbeSet,
-    ProbeSets,
     judged_as,
     plan,
 )
 from infra.querylog import QueryLog
-from tests.infra.rows import row
+from tests.infra.rows import erase, row
 
 DAY_MS = 24 * 3600 * 1000
 
@@ -197,25 +196,25 @@ def log(tmp_path: Path) -> QueryLog:
 
 
 def test_members_are_rows_and_are_erased_with_them_and_the_report_says_so(log: QueryLog) -> None:
-    sets = ProbeSets(log.path)
+    sets = log.probe_sets
     sets.apply(Change([1, 2, 3, 99], []))
     assert sets.members() == [1, 2, 3]
-    assert log.erase("s1").probes == {"chat": 1}
+    assert erase(log, "s1").probes == {"chat": 1}
     assert sets.members() == [1, 3]
-    assert log.erase_older_than(1).probes == {"chat": 1}  # a0, whose time is 0
-    assert log.erase("s3").probes == {}
+    assert erase(log, older_than_ms=1).probes == {"chat": 1}  # a0, whose time is 0
+    assert erase(log, "s3").probes == {}
     sets.apply(Change([], [3]))
     assert sets.members() == []
 
 
 def test_of_each_set_it_is_known_since_when_it_waits_for_its_next_conversation(log: QueryLog) -> None:
     log.append([row("b7", "code"), row("b9", "code")])  # served at times 7 and 9
-    sets = ProbeSets(log.path)
+    sets = log.probe_sets
     assert sets.by_domain() == {}
     sets.apply(Change([1, 3, 5], []))
     assert sets.by_domain() == {"chat": ProbeSet(2, 2), "code": ProbeSet(1, 7)}
 
 
 def test_members_are_never_replayed(log: QueryLog) -> None:
-    ProbeSets(log.path).apply(Change([2, 3], []))
+    log.probe_sets.apply(Change([2, 3], []))
     assert [found.seq for found in log.replay(9, before_seq=9)] == [1, 4]

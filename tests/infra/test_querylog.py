@@ -12,10 +12,10 @@ import pytest
 
 from infra.erasures import ERASED
 from infra.logfile import ENDED, SCHEMA_VERSION
-from infra.probes import Change, ProbeSets
+from infra.probes import Change
 from infra.querylog import QueryLog
 from infra.windows import Window, WindowBusy
-from tests.infra.rows import row, run_python
+from tests.infra.rows import erase, row, run_python
 
 
 @pytest.fixture
@@ -48,33 +48,33 @@ def test_a_row_without_consent_is_refused_and_its_whole_batch_with_it(log: Query
 
 def test_a_window_holds_the_next_full_rows_and_committing_it_moves_the_cursor(log: QueryLog) -> None:
     log.append([row("a1"), row("a2", consent="metadata"), row("a3"), row("a4"), row("a5", consent="metadata")])
-    window = log.claim("run-1", max_rows=2)
+    window = log.windows.claim("run-1", max_rows=2)
     assert window is not None
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 3, 2, "run-1")
-    assert log.cursor() == 0
-    log.commit(window)
-    assert (log.cursor(), log.stats().depth) == (3, 1)
-    log.commit(window)
-    assert log.cursor() == 3
-    following = log.claim("run-2", max_rows=10)
+    assert log.windows.cursor() == 0
+    log.windows.commit(window)
+    assert (log.windows.cursor(), log.stats().depth) == (3, 1)
+    log.windows.commit(window)
+    assert log.windows.cursor() == 3
+    following = log.windows.claim("run-2", max_rows=10)
     assert following is not None
     assert (following.first_seq, following.last_seq, following.num_rows) == (4, 4, 1)
     assert following.sha256 != window.sha256
 
 
 def test_no_window_opens_before_enough_rows_wait(log: QueryLog) -> None:
-    assert log.claim("run-1", max_rows=10) is None
+    assert log.windows.claim("run-1", max_rows=10) is None
     log.append([row("a1"), row("a2"), row("a3", consent="metadata")])
-    assert log.claim("run-1", max_rows=10, min_rows=3) is None
+    assert log.windows.claim("run-1", max_rows=10, min_rows=3) is None
     with pytest.raises(ValueError, match="min_rows 3 and max_rows 2"):
-        log.claim("run-1", max_rows=2, min_rows=3)
+        log.windows.claim("run-1", max_rows=2, min_rows=3)
 
 
 def test_the_digest_is_over_content_and_not_over_the_file(log: QueryLog, tmp_path: Path) -> None:
     other = QueryLog(tmp_path / "other.db")
     for each in (log, other):
         each.append([row("a1"), row("a2")])
-    first, second = log.claim("x", 2), other.claim("y", 2)
+    first, second = log.windows.claim("x", 2), other.windows.claim("y", 2)
     assert first is not None
     assert second is not None
     assert first.sha256 == second.sha256
@@ -83,27 +83,27 @@ def test_the_digest_is_over_content_and_not_over_the_file(log: QueryLog, tmp_pat
 
 def test_the_same_owner_gets_the_same_window_again_while_new_rows_arrive(log: QueryLog) -> None:
     log.append([row("a1"), row("a2")])
-    window = log.claim("run-1", max_rows=10)
+    window = log.windows.claim("run-1", max_rows=10)
     log.append([row("a3")])
-    assert log.claim("run-1", max_rows=10, min_rows=5) == window
+    assert log.windows.claim("run-1", max_rows=10, min_rows=5) == window
 
 
 def test_another_owner_waits_for_a_living_process_until_the_lease_is_over(log: QueryLog) -> None:
     log.append([row("a1")])
-    first = log.claim("run-1", max_rows=10, lease_s=0.2)
+    first = log.windows.claim("run-1", max_rows=10, lease_s=0.2)
     assert first is not None
     with pytest.raises(WindowBusy, match="belongs to run-1"):
-        log.claim("run-2", max_rows=10)
+        log.windows.claim("run-2", max_rows=10)
     time.sleep(0.25)
-    second = log.claim("run-2", max_rows=10)
+    second = log.windows.claim("run-2", max_rows=10)
     assert second == first.model_copy(update={"owner": "run-2"})
     with pytest.raises(ValueError, match="window 1-1 of run-1 is not the open claim: open is 1-1 of run-2"):
-        log.commit(first)
+        log.windows.commit(first)
     with pytest.raises(ValueError, match="is not the open claim"):
-        log.release(first)
-    log.commit(second)
+        log.windows.release(first)
+    log.windows.commit(second)
     with pytest.raises(ValueError, match="none is open"):
-        log.commit(first)
+        log.windows.commit(first)
 
 
 @pytest.mark.parametrize("owner", ["run-1", "run-2"])
@@ -111,28 +111,28 @@ def test_the_window_of_a_killed_process_is_free_at_once_with_the_same_range(log:
     log.append([row("a1"), row("a2")])
     script = (
         "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
-        "QueryLog(Path(sys.argv[1])).claim('run-1', 10); os.kill(os.getpid(), signal.SIGKILL)"
+        "QueryLog(Path(sys.argv[1])).windows.claim('run-1', 10); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert run_python(script, log.path).returncode == -signal.SIGKILL
     log.append([row("a3")])
-    window = log.claim(owner, max_rows=10)
+    window = log.windows.claim(owner, max_rows=10)
     assert window is not None
     assert (window.first_seq, window.last_seq, window.num_rows, window.owner) == (1, 2, 2, owner)
 
 
 def test_a_released_window_can_be_claimed_anew(log: QueryLog) -> None:
     log.append([row("a1")])
-    window = log.claim("run-1", 10)
+    window = log.windows.claim("run-1", 10)
     assert window is not None
-    log.release(window)
+    log.windows.release(window)
     log.append([row("a2")])
-    anew = log.claim("run-2", 10)
+    anew = log.windows.claim("run-2", 10)
     assert anew is not None
     assert anew.num_rows == 2
 
 
 def claimed(log: QueryLog, owner: str = "run-1", **lease: float) -> Window:
-    window = log.claim(owner, max_rows=2, **lease)
+    window = log.windows.claim(owner, max_rows=2, **lease)
     assert window is not None
     return window
 
@@ -140,27 +140,27 @@ def claimed(log: QueryLog, owner: str = "run-1", **lease: float) -> Window:
 def claim_and_die(log: QueryLog) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from infra.querylog import QueryLog\n"
-        "QueryLog(Path(sys.argv[1])).claim('killed', 2); os.kill(os.getpid(), signal.SIGKILL)"
+        "QueryLog(Path(sys.argv[1])).windows.claim('killed', 2); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert run_python(script, log.path).returncode == -signal.SIGKILL
 
 
 def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are_claimed(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(5)])
-    sets = ProbeSets(log.path)
+    sets = log.probe_sets
     sets.apply(Change(reserved=[1, 4], released=[]))
     for attempt in (1, 2, 3):
         window = claimed(log, f"run-{attempt}")
         assert (window.first_seq, window.last_seq) == (1, 2)
-        assert log.fail(window, f"ValueError: loss {attempt}") == (attempt == 3)
+        assert log.windows.fail(window, f"ValueError: loss {attempt}") == (attempt == 3)
     (aside,) = log.stats().set_aside
     assert (aside.first_seq, aside.last_seq, aside.num_rows, aside.num_attempts) == (1, 2, 2, 3)
     assert aside.error == "ValueError: loss 3"
     assert abs(aside.time_ms / 1000 - time.time()) < 60
-    assert (log.cursor(), log.stats().depth, log.stats().attempt) == (2, 3, None)
+    assert (log.windows.cursor(), log.stats().depth, log.stats().attempt) == (2, 3, None)
     later = claimed(log)
     assert (later.first_seq, later.last_seq) == (3, 4)
-    log.commit(later)
+    log.windows.commit(later)
     assert sets.members() == [4]
     assert [found.seq for found in log.replay(9, before_seq=6)] == [3, 5]  # what no run got through comes back nowhere
     sets.close()
@@ -183,8 +183,8 @@ def test_a_window_is_set_aside_even_if_too_few_rows_come_after_it(log: QueryLog)
     log.append([row("a1"), row("a2")])
     for _ in range(3):
         claim_and_die(log)
-    assert log.claim("run-1", 2) is None
-    assert (log.cursor(), len(log.stats().set_aside)) == (2, 1)
+    assert log.windows.claim("run-1", 2) is None
+    assert (log.windows.cursor(), len(log.stats().set_aside)) == (2, 1)
 
 
 def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_before(log: QueryLog) -> None:
@@ -193,7 +193,7 @@ def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_bef
     attempt = log.stats().attempt
     assert attempt is not None
     assert (attempt.number, attempt.running, attempt.error) == (1, True, "")
-    log.fail(first, "ValueError: " + "x" * 1000)
+    log.windows.fail(first, "ValueError: " + "x" * 1000)
     attempt = log.stats().attempt
     assert attempt is not None
     assert (attempt.number, attempt.running, len(attempt.error)) == (1, False, 500)
@@ -201,20 +201,20 @@ def test_a_failed_window_is_free_at_once_and_tells_its_attempt_and_the_error_bef
     attempt = log.stats().attempt
     assert attempt is not None
     assert (attempt.number, attempt.running, attempt.error[:14]) == (2, True, "ValueError: xx")
-    assert not log.fail(first, "a run that lost the window says nothing of it")
-    log.commit(second)
+    assert not log.windows.fail(first, "a run that lost the window says nothing of it")
+    log.windows.commit(second)
     assert log.stats().attempt is None
 
 
 def test_a_withdrawn_attempt_leaves_those_before_it(log: QueryLog) -> None:
     log.append([row("a1")])
-    log.fail(claimed(log), "ValueError: NaN")
-    log.withdraw(claimed(log, "run-2"))
+    log.windows.fail(claimed(log), "ValueError: NaN")
+    log.windows.withdraw(claimed(log, "run-2"))
     attempt = log.stats().attempt
     assert attempt is not None
     assert (attempt.number, attempt.running, attempt.error) == (1, False, "ValueError: NaN")
     third = claimed(log, "run-3")
-    log.withdraw(third.model_copy(update={"owner": "run-2"}))  # it lost the window
+    log.windows.withdraw(third.model_copy(update={"owner": "run-2"}))  # it lost the window
     attempt = log.stats().attempt
     assert attempt is not None
     assert (attempt.number, attempt.running) == (2, True)
@@ -224,10 +224,10 @@ def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2"), row("a3", subject="s3")])
     for _ in range(3):
         window = claimed(log)
-        log.fail(window, "ValueError: prompt of a1")
-    assert log.erase("s3").windows == ()
+        log.windows.fail(window, "ValueError: prompt of a1")
+    assert erase(log, "s3").windows == ()
     assert log.stats().set_aside[0].error == "ValueError: prompt of a1"
-    assert [(window.first_seq, window.last_seq) for window in log.erase("s1").windows] == [(1, 2)]
+    assert [(window.first_seq, window.last_seq) for window in erase(log, "s1").windows] == [(1, 2)]
     assert log.stats().set_aside[0].error == ERASED
     remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
     assert b"prompt of a1" not in remains
@@ -237,19 +237,19 @@ def test_what_an_error_quotes_is_erased_with_the_rows(log: QueryLog) -> None:
 def test_a_held_window_outlives_its_lease_and_is_free_when_it_is_let_go(log: QueryLog) -> None:
     log.append([row("a1")])
     window = claimed(log, lease_s=0.3)
-    with log.hold(window, lease_s=0.3):
+    with log.windows.hold(window, lease_s=0.3):
         time.sleep(0.6)
         with pytest.raises(WindowBusy, match=f"belongs to run-1 \\(process {os.getpid()}\\)"):
-            log.claim("run-2", max_rows=10)
+            log.windows.claim("run-2", max_rows=10)
     time.sleep(0.35)
-    assert log.claim("run-2", max_rows=10) is not None
+    assert log.windows.claim("run-2", max_rows=10) is not None
 
 
 def test_a_lease_that_was_lost_is_not_renewed(log: QueryLog) -> None:
     log.append([row("a1")])
     lost = claimed(log, lease_s=0.0)
     taken = claimed(log, "run-2", lease_s=0.2)
-    with log.hold(lost, lease_s=0.05):
+    with log.windows.hold(lost, lease_s=0.05):
         time.sleep(0.25)
         assert claimed(log, "run-3") == taken.model_copy(update={"owner": "run-3"})
 
@@ -262,10 +262,10 @@ def test_no_row_is_claimed_twice_by_processes_that_race(log: QueryLog) -> None:
         "from infra.windows import WindowBusy\n"
         "log = QueryLog(Path(sys.argv[1]))\n"
         "while True:\n"
-        "    try: window = log.claim(sys.argv[2], 7)\n"
+        "    try: window = log.windows.claim(sys.argv[2], 7)\n"
         "    except WindowBusy: time.sleep(0.002); continue\n"
         "    if window is None: break\n"
-        "    print(window.first_seq, window.last_seq); log.commit(window)"
+        "    print(window.first_seq, window.last_seq); log.windows.commit(window)"
     )
     outputs: list[str] = []
     threads = [
@@ -315,10 +315,10 @@ def test_replay_takes_the_same_number_of_each_domain_and_the_same_rows_again(log
 
 def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2", subject="s2"), row("a3", subject="s1")])
-    window = log.claim("run-1", max_rows=2)
+    window = log.windows.claim("run-1", max_rows=2)
     assert window is not None
-    log.commit(window)
-    report = log.erase("s1")
+    log.windows.commit(window)
+    report = erase(log, "s1")
     assert (report.rows, report.windows) == (2, (window,))
     remains = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
     assert b"prompt of a2" in remains
@@ -326,25 +326,25 @@ def test_erasing_a_subject_removes_its_text_from_the_files_and_names_the_windows
     assert b"prompt of a3" not in remains
     log.append([row("a4")])
     assert [found.seq for found in log.rows(1, 9)] == [2, 4]
-    assert log.erase("nobody").rows == 0
+    assert erase(log, "nobody").rows == 0
 
 
 def test_erasing_rows_of_the_open_window_shrinks_it_or_closes_it(log: QueryLog) -> None:
     log.append([row("a1", subject="s1"), row("a2", subject="s2")])
-    before = log.claim("run-1", 10)
-    log.erase("s1")
-    after = log.claim("run-1", 10)
+    before = log.windows.claim("run-1", 10)
+    erase(log, "s1")
+    after = log.windows.claim("run-1", 10)
     assert before is not None
     assert after is not None
     assert (after.first_seq, after.last_seq, after.num_rows) == (1, 2, 1)
     assert after.sha256 != before.sha256
-    log.erase("s2")
-    assert log.claim("run-2", 10) is None
+    erase(log, "s2")
+    assert log.windows.claim("run-2", 10) is None
 
 
 def test_retention_erases_by_age(log: QueryLog) -> None:
     log.append([row("a100"), row("a200"), row("a300")])
-    assert log.erase_older_than(200).rows == 1
+    assert erase(log, older_than_ms=200).rows == 1
     assert [found.time_ms for found in log.rows(1, 9)] == [200, 300]
 
 
@@ -365,7 +365,7 @@ def test_a_log_of_another_schema_is_refused_and_left_as_it_is(log: QueryLog, ver
         db.execute(f"PRAGMA user_version = {version}")
     before = log.path.read_bytes()
     with pytest.raises(ValueError, match=rf"{re.escape(str(log.path))} has schema version {version}.*redraft build$"):
-        log.cursor()
+        log.windows.cursor()
     assert log.path.read_bytes() == before
 
 
@@ -378,9 +378,9 @@ def test_the_latest_rows_are_the_last_ones_of_any_consent_by_seq(log: QueryLog) 
 
 def test_rows_that_wait_are_counted_by_domain_and_consent_from_the_cursor_on(log: QueryLog) -> None:
     log.append([row("a1"), row("a2", domain="code")])
-    window = log.claim("run", max_rows=2)
+    window = log.windows.claim("run", max_rows=2)
     assert window is not None
-    log.commit(window)
+    log.windows.commit(window)
     assert log.waiting() == ({}, None)
     log.append([row("a9"), row("a4", consent="metadata"), row("a5", domain="code"), row("a6", domain="code")])
     assert log.waiting() == ({"chat": {"full": 1, "metadata": 1}, "code": {"full": 2}}, 4)
@@ -390,7 +390,7 @@ def test_the_first_rows_that_wait_and_may_be_trained_on_are_counted_by_domain(lo
     log.append([row("a1", "chat"), row("a2", "code"), row("a3", "code", consent="metadata"), row("a4", "code")])
     assert log.waiting_domains(10) == {"chat": 1, "code": 2}
     assert log.waiting_domains(2) == {"chat": 1, "code": 1}
-    log.commit(log.claim("me", 2, 1))
+    log.windows.commit(log.windows.claim("me", 2, 1))
     assert log.waiting_domains(10) == {"code": 1}
 
 

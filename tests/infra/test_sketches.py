@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from infra.querylog import QueryLog
-from infra.sketches import Sketches
-from tests.infra.rows import row
+from tests.infra.rows import erase, row
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
 GROUP = "9" * 64
@@ -21,7 +20,7 @@ def log(tmp_path: Path) -> QueryLog:
 
 
 def test_each_row_with_tokens_is_sketched_once(log: QueryLog) -> None:
-    sketches = Sketches(log.path)
+    sketches = log.sketches
     assert list(sketches.missing(SECRET)) == [(1, [0, 7]), (2, [1, 7]), (3, [2, 7])]
     sketches.keep(SECRET, [(1, b"turn", b"grams"), (3, b"other", b"")])
     assert [seq for seq, _ in sketches.missing(SECRET)] == [2]
@@ -32,7 +31,7 @@ def test_each_row_with_tokens_is_sketched_once(log: QueryLog) -> None:
 
 
 def test_under_another_secret_all_are_made_anew(log: QueryLog) -> None:
-    sketches = Sketches(log.path)
+    sketches = log.sketches
     sketches.keep(SECRET, [(1, b"turn", b"grams")])
     assert [seq for seq, _ in sketches.missing(OTHER)] == [1, 2, 3]
     assert sketches.read(OTHER) == []
@@ -41,12 +40,12 @@ def test_under_another_secret_all_are_made_anew(log: QueryLog) -> None:
 
 
 def test_a_sketch_goes_with_its_row_and_none_is_made_of_an_erased_one(log: QueryLog) -> None:
-    sketches = Sketches(log.path)
+    sketches = log.sketches
     sketches.keep(SECRET, [(1, b"a secret turn", b"grams"), (2, b"turn", b"grams")])
-    assert log.erase("s0").rows == 1
+    assert erase(log, "s0").rows == 1
     sketches.keep(SECRET, [(1, b"a secret turn", b"grams")])
     assert [one.seq for one in sketches.read(SECRET)] == [2]
-    log.erase("s0")
+    erase(log, "s0")
     left = b"".join(path.read_bytes() for path in log.path.parent.iterdir())
     assert b"a secret turn" not in left
     assert GROUP.encode() not in left

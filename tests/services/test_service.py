@@ -17,6 +17,7 @@ from infra.querylog import QueryLog
 from infra.service_process import ray_folder
 from models.learning.captured import read
 from models.targets import describe
+from tests.infra.rows import erase
 from tests.world import KEY, MAX_TOKENS, MODEL, PROMPTS, World, ask, stream_text
 
 pytestmark = pytest.mark.engine
@@ -95,8 +96,8 @@ def test_an_erasure_reaches_the_recent_answers_in_the_services_memory(client: op
 
     for prompt in PROMPTS[:4]:
         ask(client, prompt, user="erin", extra_headers={"X-Redraft-Log": "full"})
-    assert forgotten(log.erase("a hash").number) > MAX_TOKENS
-    assert forgotten(log.erase("a hash").number) == 0
+    assert forgotten(erase(log, "a hash").number) > MAX_TOKENS
+    assert forgotten(erase(log, "a hash").number) == 0
     log.close()
 
 

@@ -233,7 +233,7 @@ def test_an_erasure_reaches_what_was_answered_again_and_what_a_kill_left_of_it(
         assert any(one.id.startswith("row-0") for one in read_samples(learnt, "train"))
     held = [path for path in settings.artifacts.rglob("*.jsonl") if "row-0" in path.read_text()]
     assert len(held) == 2  # the window, and what was answered
-    job = Job(settings, scene.log, 0, scene.log.begin_erasure(subjects=(MINE,)))
+    job = Job(settings, scene.log, 0, scene.log.erasures.begin(subjects=(MINE,)))
     rewrite_snapshots(job)
     remove_work(job)
     left = list(settings.artifacts.rglob("*.jsonl"))

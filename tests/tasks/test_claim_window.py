@@ -93,7 +93,7 @@ def test_too_few_rows_open_no_window_and_the_same_process_gets_its_window_again(
     log.append([row(n) for n in range(40, 50)])
     assert claim_window.fn(REFRESH) == window
     advance_cursor.fn(window)
-    assert log.cursor() == 40
+    assert log.windows.cursor() == 40
 
 
 def test_hidden_states_captured_of_rows_go_once_their_window_was_trained_on(log):
@@ -143,7 +143,7 @@ def test_a_window_that_was_left_comes_again_and_nothing_was_counted(log):
         window = claim_window.fn(REFRESH)
         with hold_window(window):
             leave_window.fn(window)
-    assert (log.stats().attempt, log.stats().set_aside, log.cursor()) == (None, (), 0)
+    assert (log.stats().attempt, log.stats().set_aside, log.windows.cursor()) == (None, (), 0)
     assert claim_window.fn(REFRESH) == window
 
 
@@ -203,8 +203,8 @@ def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window
         for sample in samples:
             if (seq := seqs.get(sample.id)) is not None:
                 replayed = part == "train" and seq < window.first_seq
-                assert log.reads_of([seq])[snapshot] == {"replay" if replayed else part: 1}
-    read = log.reads_of(seqs.values())[snapshot]
+                assert log.erasures.reads_of([seq])[snapshot] == {"replay" if replayed else part: 1}
+    read = log.erasures.reads_of(seqs.values())[snapshot]
     assert read["train"] > 0 and read["replay"] > 0 and read["held_out"] > 0 and read["probe"] > 0
     assert sum(read.values()) == len({one.id for samples in in_part.values() for one in samples} & seqs.keys())
 
@@ -218,7 +218,7 @@ def test_what_a_grammar_constrained_is_learnt_and_never_judges(log, first_sample
     assert structured <= train
     assert not structured & set().union(*judge) and all(judge)
     assert parts.shares == {"code": 1.0}
-    assert log.reads_of(range(1, 101))[parts.samples.path.name]["train"] > len(structured)
+    assert log.erasures.reads_of(range(1, 101))[parts.samples.path.name]["train"] > len(structured)
     past = hold_out_past.fn(recipe_of(NO_REPLAY), pair, first_samples)
     assert not structured & {one.id for one in read_samples(past.samples, "held_out")}
 
@@ -448,5 +448,5 @@ def test_drafts_are_held_to_the_targets_own_answers_where_imported_ones_are_unli
 
     holding = [path for path in load_settings().artifacts.rglob("*.jsonl") if '"import-' in path.read_text()]
     assert len(holding) == 4  # the window's three parts, and what was answered
-    rewrite_snapshots(Job(load_settings(), log, 0, log.begin_erasure(subjects=("mine",))))
+    rewrite_snapshots(Job(load_settings(), log, 0, log.erasures.begin(subjects=("mine",))))
     assert not any('"import-' in path.read_text() for path in load_settings().artifacts.rglob("*.jsonl"))

@@ -128,7 +128,7 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
         run.begin(0, "key", lambda *done: None)
     [left] = [file for file in work.rglob("*") if file.is_file()]
     assert row.id in left.read_text()
-    remove_work(Job(settings, log, 0, log.begin_erasure(subjects=(SUBJECT,))))
+    remove_work(Job(settings, log, 0, log.erasures.begin(subjects=(SUBJECT,))))
     assert not work.exists()
     log.close()
 

@@ -26,6 +26,7 @@ from models.targets.random import byte_tokenizer
 from tasks.import_logs import import_logs, template_end
 from tasks.register import identity
 from tasks.stages.samples import usable
+from tests.infra.rows import erase
 from tests.models.tokenizers import byte_ids
 
 TOKENIZER = byte_tokenizer()
@@ -124,7 +125,7 @@ def test_an_exported_row_comes_back_as_it_was(log: QueryLog, write: Write) -> No
     exported = {**row.model_dump(), "temperature": row.sampling["temperature"]}
     report = import_logs.fn([write(exported, name="exported.jsonl")], max_len=256)
     assert (report.num_added, report.num_repeated) == (0, 1)
-    log.erase(str(row.subject))
+    erase(log, str(row.subject))
     import_logs.fn([log.path.with_name("exported.jsonl")], max_len=256)
     (again,) = log.rows(1, 9)
     changing = {"seq", "time_ms"}

@@ -84,7 +84,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     registry.revert("draft", 4, f"another output {ATTACK}")
     log = QueryLog(settings.querylog)
     log.append([row(number) for number in range(1, 81)], dropped=3)
-    log.commit(log.claim("refresh", max_rows=60))
+    log.windows.commit(log.windows.claim("refresh", max_rows=60))
     demonstrate(settings.home / "demo" / "tiny-0123")
     return settings
 

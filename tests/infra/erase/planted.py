@@ -17,11 +17,10 @@ from infra.artifacts import publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow, subject_of
 from infra.environment import settings_of
-from infra.probes import Change, ProbeSets
+from infra.probes import Change
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import Settings
-from infra.sketches import Sketches
 from tests.tags import draft_tags
 
 WHO = "zoë"
@@ -66,21 +65,21 @@ def make_home(home: Path, store: Path) -> Settings:
     log = QueryLog(settings.querylog)
     rows = [planted_row(number, SUBJECT if number % 3 == 0 else "somebody") for number in range(12)]
     log.append(rows[:6])
-    first = log.claim("refresh 1", max_rows=6)
+    first = log.windows.claim("refresh 1", max_rows=6)
     assert first is not None
-    log.commit(first)
+    log.windows.commit(first)
     log.append(rows[6:])
-    assert log.claim("refresh 2", max_rows=6) is not None  # open, as a run that was killed leaves it
+    assert log.windows.claim("refresh 2", max_rows=6) is not None  # open, as a run that was killed leaves it
     second = log.rows(7, 12)
-    Sketches(settings.querylog).keep(SECRET, [(row.seq or 0, b"turn", bytes(8)) for row in log.rows(1, 12)])
-    ProbeSets(settings.querylog).apply(Change([1, 2], []))
+    QueryLog(settings.querylog).sketches.keep(SECRET, [(row.seq or 0, b"turn", bytes(8)) for row in log.rows(1, 12)])
+    QueryLog(settings.querylog).probe_sets.apply(Change([1, 2], []))
 
     windows = {"aaaa": {"train": rows[1:4], "held_out": rows[4:6], "probe": rows[:1]}}
     windows["bbbb"] = {"train": [rows[3], *second[:3]], "held_out": second[3:], "probe": rows[:1]}
     for name, parts in windows.items():
         snapshot(settings, name, parts)
-    log.record_reads("aaaa", {part: [row.id for row in of_part] for part, of_part in windows["aaaa"].items()})
-    log.record_reads(
+    log.erasures.record_reads("aaaa", {part: [row.id for row in of_part] for part, of_part in windows["aaaa"].items()})
+    log.erasures.record_reads(
         "bbbb", {"replay": [rows[3].id], "train": [row.id for row in second[:3]], "probe": [rows[0].id],
                  "held_out": [row.id for row in second[3:]]},
     )  # fmt: skip
@@ -215,7 +214,7 @@ def check_erased(settings: Settings) -> None:
     home, log = settings.home, QueryLog(settings.querylog)
     assert planted_in(home) == []
     assert [row.id for row in log.rows(1, 99)] == [f"other-{number}" for number in range(12) if number % 3]
-    assert log.unfinished_erasures() == []
+    assert log.erasures.unfinished() == []
     certificate = json.loads((home / "erasures" / "1.json").read_text())
     assert (certificate["rows"], certificate["subjects"]) == (4, [SUBJECT])
     assert certificate["drafts"] == {

@@ -97,7 +97,7 @@ def test_what_others_said_too_is_not_touched(settings: Settings) -> None:
 @pytest.mark.slow
 def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings, capsys) -> None:
     log = QueryLog(settings.querylog)
-    log.begin_erasure(subjects=(SUBJECT,))
+    log.erasures.begin(subjects=(SUBJECT,))
     with log.reading():
         complete_erasures(settings)
     assert "an erasure is not complete" in capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(setting
     log = QueryLog(settings.querylog)
     with log.reading():  # nothing is waited for
         assert erase_subject(settings, "nobody", wait_s=0).rows == 0
-    assert certificate.number < log.last_erasure()  # by which the service forgets its recent answers
+    assert certificate.number < log.erasures.last()  # by which the service forgets its recent answers
     assert not certificate_file(settings, certificate.number).exists()
     assert planted_in(settings.home) == before
     privacy_commands._show(settings, erase_older_than(settings, days=10**6))
@@ -171,6 +171,6 @@ def test_an_erasure_that_finds_nothing_says_so_and_writes_no_certificate(setting
 
 
 def test_what_completes_an_interrupted_erasure_tells_of_that_one(settings: Settings) -> None:
-    begun = QueryLog(settings.querylog).begin_erasure(subjects=(SUBJECT,))
+    begun = QueryLog(settings.querylog).erasures.begin(subjects=(SUBJECT,))
     assert erase_subject(settings, WHO).number == begun.number
     assert certificate_file(settings, begun.number).is_file()

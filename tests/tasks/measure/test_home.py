@@ -53,12 +53,12 @@ def test_a_copied_log_goes_on_where_the_original_stands_and_splits_alike(tmp_pat
     source, home = settings(tmp_path / "source"), settings(tmp_path / "copy")
     log = QueryLog(source.querylog)
     log.append([row(f"a{number}") for number in range(8)])
-    window = log.claim("refresh 1", max_rows=5)
+    window = log.windows.claim("refresh 1", max_rows=5)
     assert window is not None
-    log.commit(window)
+    log.windows.commit(window)
     copy_log(source, home)
     copy = QueryLog(home.querylog)
-    assert (copy.cursor(), copy.stats().depth, copy.last()) == (5, 3, log.last())
+    assert (copy.windows.cursor(), copy.stats().depth, copy.windows.last()) == (5, 3, log.windows.last())
     assert home_secret(home.home) == home_secret(source.home)
     log.append([row("a9")])
     copy_log(source, home)  # once

@@ -15,7 +15,7 @@ from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window
 from tasks.stages.samples import usable
 from tasks.stages.shares import ForOthers, cap_per_key, rows_of_others
-from tests.infra.rows import row
+from tests.infra.rows import erase, row
 
 REFRESH = Refresh(min_rows=60, max_rows=200, share_wait_s=900)
 WAIT_MS = 900_000
@@ -70,7 +70,7 @@ def test_whoever_asks_once_stops_nobody_for_longer_than_the_wait(log: QueryLog) 
 def test_a_window_that_was_opened_goes_on_whatever_becomes_of_its_keys(log: QueryLog) -> None:
     asked(log, now_ms(), flooder=70, other=40, third=1)
     window = claim_window.fn(REFRESH)
-    log.erase("other")
+    erase(log, "other")
     assert rows_of_others(log, REFRESH, now_ms()) is not None
     again = claim_window.fn(REFRESH)
     assert window is not None and again is not None
@@ -104,9 +104,9 @@ def test_it_waits_where_too_few_rows_are_within_the_share_and_two_keys_ask(
 
 def test_only_rows_that_wait_and_may_be_trained_on_count(log: QueryLog) -> None:
     asked(log, 5, flooder=70, other=70)
-    window = log.claim("a run", 200)
+    window = log.windows.claim("a run", 200)
     assert window is not None
-    log.commit(window)
+    log.windows.commit(window)
     asked(log, 7, flooder=100)
     log.append([row("m6", "code", "metadata").model_copy(update={"key": KEYS["other"]})])
     assert log.waiting_keys(200) == ({KEYS["flooder"]: 100}, 7)

@@ -96,8 +96,10 @@ class Home:
     def refresh(self, end: tuple[Result, str]) -> None:
         """Do what flow `refresh` does."""
         with self.trigger.run(self.retry) as tell:
-            if end != NOTHING and (window := self.log.claim(f"run {self.now_ms}", 2000, self.recipe.refresh.min_rows)):
-                self.log.commit(window)
+            if end != NOTHING and (
+                window := self.log.windows.claim(f"run {self.now_ms}", 2000, self.recipe.refresh.min_rows)
+            ):
+                self.log.windows.commit(window)
             tell(*end)
 
     @property
@@ -283,7 +285,7 @@ def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> Non
         home.pass_minutes(1)
         look = home.trigger.snapshot().last_look
         assert look is not None
-        home.log.commit(home.log.claim(f"run {size}", 2000, 1))
+        home.log.windows.commit(home.log.windows.claim(f"run {size}", 2000, 1))
         return look.wanted["code"]
 
     alone, of_eight = wanted_with(1), wanted_with(8)
@@ -428,7 +430,7 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
     home.log_rows(5, "sql")
     home.pass_minutes(1)
     with home.trigger.run(home.retry) as tell:
-        home.log.commit(home.log.claim("run", 2000, 5))
+        home.log.windows.commit(home.log.windows.claim("run", 2000, 5))
         home.log_rows(5, "math")
         home.pass_minutes(1)
         tell(*REFUSED)
