@@ -15,7 +15,7 @@ from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.versions import Pair
-from infra.views.figures import draw_losses, draw_validation
+from infra.views.charts import draw_losses, draw_validation
 from infra.windows import Window
 from models.drafting.draft_families import family_named, family_of, name_of
 from models.drafts import Draft
@@ -214,11 +214,11 @@ def _count_tokens(samples: Sequence[Sample], vocab_size: int) -> np.ndarray:
 
 
 def _record(report: distill.Report, captured: Mapping[str, int], params: distill.Params, work: Path) -> None:
-    figures = [draw_losses(report.losses, work / "losses.png")]
+    figures = [draw_losses(report.losses, work / "losses.svg")]
     metrics = {name: float(value) for name, value in report._asdict().items() if isinstance(value, int | float)}
     metrics |= {f"states/{why}": float(number) for why, number in captured.items()}
     if report.taus:
-        figures.append(draw_validation(report.taus, work / "validation.png"))
+        figures.append(draw_validation(report.taus, work / "validation.svg"))
         step, tau = max(report.taus, key=lambda look: look[1])
         metrics |= {"validation/tau": tau, "validation/best_step": float(step), "validation/looks": len(report.taus)}
         told = "validated on %d answers: τ %.3f after step %d was the best of %d looks, the last after step %d"

@@ -15,7 +15,7 @@ from infra.lines import ancestors
 from infra.machine import git_commit
 from infra.registry import Registry, open_registry
 from infra.versions import Kind, Pair, Version, same_files
-from infra.views.figures import draw_tau
+from infra.views.charts import draw_tau
 from infra.views.gate import headline, write_files
 from infra.windows import Window
 from models.drafting.draft_families import check_draft
@@ -286,5 +286,5 @@ def _record_curve(registry: Registry, version: Version) -> None:
         for domain, tau in one.lineage.tau.items():
             curves.setdefault(domain, []).append((one.number, tau))
     with tempfile.TemporaryDirectory() as folder:
-        file = draw_tau(curves, Path(folder) / "tau.png")
+        file = draw_tau(curves, Path(folder) / "tau.svg")
         registry.store.record_run(f"draft {version.number}", {"gate": version.lineage.gate or ""}, {}, [file])

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, for a page that loads nothing: colours and fonts come from the page's style sheet.
+"""Charts as SVG, inline in a page that loads nothing, or as files: colours and fonts come from charts.css.
 
 Colour is never the only sign: series differ in their dashes too. Each chart carries a title and a description for who
 can't see it; the page has the same figures as a table beside it.
@@ -6,6 +6,7 @@ can't see it; the page has the same figures as a table beside it.
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -22,6 +23,7 @@ LETTER_WIDTH = 7.0
 PLOT_HEIGHT = 332
 MAX_SERIES = 6  # as many colours as the style sheet has
 MAX_POINTS = 400
+TAU = "τ, mean accepted length"
 MIN_LABEL_GAP = 64
 
 Point = tuple[float, float]
@@ -170,6 +172,52 @@ def bar_chart(key: str, title: str, description: str, rows: Mapping[str, Mapping
             drawn.append(box.format(index, NAME_WIDTH, y, end - NAME_WIDTH, BAR_HEIGHT))
             drawn.append(_text(end + 6, y + BAR_HEIGHT - 3, f"{value:.1f}", "start", "name"))
     return _figure(key, title, description, bottom + BOTTOM, drawn)
+
+
+def draw_losses(losses: Sequence[Point], file: Path) -> Path:
+    """Draw (optimizer step, running mean of the loss) into an SVG file and return it."""
+    return _draw_curves({"loss": losses}, ("optimizer step", "loss"), 0.0, file)
+
+
+def draw_validation(taus: Sequence[Point], file: Path) -> Path:
+    """Draw (optimizer step, τ on answers kept from training) into an SVG file and return it."""
+    return _draw_curves({"validation": taus}, ("optimizer step", TAU), 1.0, file)
+
+
+def draw_tau(taus: Mapping[str, Sequence[Point]], file: Path) -> Path:
+    """Draw τ over the versions of a line of champions into an SVG file and return it.
+
+    Args:
+        taus: domain to (version, τ), oldest first.
+        file: where to.
+    """
+    return _draw_curves(taus, ("draft version", TAU), 1.0, file)
+
+
+def write_charts(charts: Sequence[Markup], file: Path) -> Path:
+    """Write charts below each other into an SVG file, with the style that a page has for them, and return it."""
+    drawn, top = [], 0.0
+    for chart in charts:
+        height = float(chart.partition("viewBox=")[2].split('"')[1].split()[3])
+        drawn.append(f'<svg y="{top:g}" width="{WIDTH}" height="{height:g}" {chart.removeprefix("<svg ")}')
+        top += height
+    style = Path(__file__).with_name("charts.css").read_text(encoding="utf-8")
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:g}">\n<style>\n{style}</style>'
+    page = '<rect width="100%" height="100%" style="fill: var(--page)"/>'
+    file.write_text("\n".join([opening, page, *drawn, "</svg>\n"]), encoding="utf-8")
+    return file
+
+
+def _draw_curves(curves: Mapping[str, Sequence[Point]], labels: tuple[str, str], base: float, file: Path) -> Path:
+    """Draw as many charts as it takes."""
+    title = f"{labels[1]} by {labels[0]}"
+    charts = []
+    for start in range(0, len(curves), MAX_SERIES):
+        named = list(curves.items())[start : start + MAX_SERIES]
+        last = "; ".join(f"{name}: {points[-1][1]:.3g} at {points[-1][0]:g}" for name, points in named)
+        parts = {name: [points] for name, points in named}
+        charts.append(line_chart(f"curves-{start}", title, last, parts, [], labels, base))
+    return write_charts(charts, file)
 
 
 def _figure(key: str, title: str, description: str, height: float, drawn: Sequence[Markup]) -> Markup:

@@ -1,36 +1,13 @@
-"""Figures that are kept with runs in MLflow."""
+"""Figures of benchmarks, as PNG."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.types import Estimate
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SIZE_INCHES = (6.4, 3.6)
 NUM_COLOURS = 10  # of the default cycle, which begins anew after them
-
-
-def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
-    """Draw (optimizer step, running mean of the loss) into a PNG and return `file`."""
-    return _draw({"loss": losses}, "optimizer step", "loss", file)
-
-
-def draw_validation(taus: Sequence[tuple[int, float]], file: Path) -> Path:
-    """Draw (optimizer step, τ on answers kept from training) into a PNG and return `file`."""
-    return _draw({"validation": taus}, "optimizer step", "τ, mean accepted length", file)
-
-
-def draw_tau(taus: Mapping[str, Sequence[tuple[int, float]]], file: Path) -> Path:
-    """Draw τ over the versions of a line of champions into a PNG.
-
-    Args:
-        taus: domain to (version, τ), oldest first.
-        file: where to.
-    """
-    return _draw(taus, "draft version", "τ, mean accepted length", file)
 
 
 def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str], file: Path) -> Path:
@@ -50,54 +27,6 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
         ends = [[one.value - one.low for one in of_domain], [one.high - one.value for one in of_domain]]
         axes.errorbar(places, [one.value for one in of_domain], yerr=ends, marker="o", capsize=3, label=domain)
     axes.set_xticks(range(len(marks)), marks)
-    axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_gate(gain: Estimate, changes: Mapping[str, Estimate], floor: float, file: Path) -> Path:
-    """Draw what a gate judged into a PNG: the gain over all conversations, and each domain's change beside its floor.
-
-    Args:
-        gain: τ after minus τ before.
-        changes: domain to the change as a share of the best τ; may be empty.
-        floor: share of τ that a domain may lose.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    height_inches = 2.2 + 0.35 * max(1, len(changes))
-    figure = Figure((SIZE_INCHES[0], height_inches), layout="constrained")
-    overall, domains = figure.subplots(2, 1, height_ratios=(1, max(1, len(changes))))
-    _draw_intervals(overall, {"all": gain}, 1.0)
-    overall.axvline(0, color="tab:red", linestyle="--", label="margin: the lower end must be above 0")
-    overall.set_xlabel("change of τ, tokens a step")
-    _draw_intervals(domains, changes, 100.0)
-    domains.axvline(0, color="tab:gray", linewidth=0.8)
-    domains.axvline(-100 * floor, color="tab:red", linestyle="--", label=f"floor: no lower end below {-floor:.1%}")
-    domains.set_xlabel("change of τ, % of the best that the domain had")
-    for axes in (overall, domains):
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize="small")
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def _draw_intervals(axes: "Axes", intervals: Mapping[str, Estimate], scale: float) -> None:
-    """Draw one line a name, the first at the top."""
-    for row, interval in enumerate(intervals.values()):
-        axes.plot([scale * interval.low, scale * interval.high], [row, row], color="tab:blue", marker="|")
-        axes.plot(scale * interval.value, row, color="tab:blue", marker="o")
-    axes.set_yticks(range(len(intervals)), list(intervals))
-    axes.set_ylim(len(intervals) - 0.5, -0.5)
-
-
-def _draw(curves: Mapping[str, Sequence[tuple[int, float]]], x_label: str, y_label: str, file: Path) -> Path:
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 20 else "")
     axes.legend()
     figure.savefig(file, dpi=150)
     return file

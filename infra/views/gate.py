@@ -1,14 +1,16 @@
 """Why a draft passed its gate or did not, for people and for programs.
 
 Each draft's run in MLflow keeps a page (gate.md), the same as data (gate.json) and, where a gate judged, a figure
-(gate.png). They are written from one object, so that they can't disagree.
+(gate.svg). They are written from one object, so that they can't disagree.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 from infra.views import MEANING
-from infra.views.figures import draw_gate
+from infra.views.charts import interval_chart, write_charts
 from models.types import (
     PASSED,
     REFUSED,
@@ -21,7 +23,7 @@ from models.types import (
     GateVerdict,
 )
 
-PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.png"
+PAGE, DATA, FIGURE = "gate.md", "gate.json", "gate.svg"
 TITLES = {
     PASSED: "Gate passed",
     UNDECIDED: "Gate undecided",
@@ -130,9 +132,30 @@ def write_files(report: GateReport, folder: Path) -> list[Path]:
     (folder / DATA).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     files = [folder / PAGE, folder / DATA]
     if (test := report.test) is not None:
-        changes = {domain: one.change for domain, one in report.domains.items() if one.change is not None}
-        files.append(draw_gate(test.gain, changes, test.params.floor, folder / FIGURE))
+        gain = f"{test.gain.text('+.3f')} tokens a step, held against 0"
+        lines, label = [(0.0, "the lower end must be above 0")], "change of τ, tokens a step"
+        charts = [interval_chart("gain", "Gain over all windows", gain, {"all": test.gain}, lines, label)]
+        changes = change_chart("changes", "Change of τ by domain", report)
+        files.append(write_charts([*charts, *([changes] if changes else [])], folder / FIGURE))
     return files
+
+
+def change_chart(key: str, title: str, report: GateReport) -> Markup | None:
+    """Return a chart of what each domain pays, held against the floor; None where no domain has one.
+
+    Args:
+        key: unique in the page.
+        title: of the chart.
+        report: of a draft that was tested.
+    """
+    changes = {domain: one.change.times(100.0) for domain, one in report.domains.items() if one.change is not None}
+    if report.test is None or not changes:
+        return None
+    floor = report.test.params.floor
+    told = [f"{domain}: {one.value:+.1f}%, lower bound {one.low:+.1f}%" for domain, one in changes.items()]
+    description = f"{'; '.join(told)}; the floor is {-100 * floor:.1f}%"
+    lines = [(0.0, ""), (-100 * floor, f"floor {-floor:.1%}")]
+    return interval_chart(key, title, description, changes, lines, "change of τ, % of the domain's best")
 
 
 def _traffic_in_words(last: Estimate | None) -> list[str]:

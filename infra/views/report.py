@@ -14,9 +14,9 @@ from infra.supervisor import Running
 from infra.versions import Version
 from infra.views import MEANING
 from infra.views.acceptance import Acceptance, Group, curves, swaps
-from infra.views.charts import MAX_SERIES, bar_chart, interval_chart, line_chart
+from infra.views.charts import MAX_SERIES, bar_chart, line_chart
 from infra.views.dashboard import told_of
-from infra.views.gate import evidence_table, explain, thresholds
+from infra.views.gate import change_chart, evidence_table, explain, thresholds
 from infra.views.page import Card, Figure, Table, render
 from models.types import Estimate, GateReport
 
@@ -321,23 +321,10 @@ def _gate(version: Version, report: GateReport | None) -> dict[str, Any]:
     columns, rows = evidence_table(report)
     numeric = frozenset(range(1, len(columns))) - {columns.index("verdict") if "verdict" in columns else 0}
     figure = None
-    if report.test is not None:
-        changes = {domain: one.change.times(100.0) for domain, one in report.domains.items() if one.change is not None}
-        floor = report.test.params.floor
-        if changes:
-            chart = interval_chart(
-                f"gate-{version.number}",
-                f"Change of τ by domain, draft {version.number} against the best before it",
-                "; ".join(
-                    f"{domain}: {one.value:+.1f}%, lower bound {one.low:+.1f}%" for domain, one in changes.items()
-                )
-                + f"; the floor is {-100 * floor:.1f}%",
-                changes,
-                [(0.0, ""), (-100 * floor, f"floor {-floor:.1%}")],
-                "change of τ, % of the domain's best",
-            )
-            caption = f"Each end of a line is a one-sided bound at {report.test.params.confidence:.0%}. "
-            figure = Figure(chart, f"{caption}The lower end must not lie below the floor.")
+    title = f"Change of τ by domain, draft {version.number} against the best before it"
+    if report.test is not None and (chart := change_chart(f"gate-{version.number}", title, report)) is not None:
+        caption = f"Each end of a line is a one-sided bound at {report.test.params.confidence:.0%}. "
+        figure = Figure(chart, f"{caption}The lower end must not lie below the floor.")
     return shown | {
         "report": report,
         "why": explain(report),

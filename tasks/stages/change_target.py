@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedModel
 from infra.artifacts import Artifact, open_artifact
 from infra.registry import open_registry
 from infra.settings import load_settings
-from infra.views.figures import draw_losses
+from infra.views.charts import draw_losses
 from models.checkpoints import invariants
 from models.checkpoints.loading import complete, load_floats, load_model, save_model
 from models.evaluation import perplexity
@@ -111,7 +111,7 @@ def change_target(
         store(changed, directory, target_dir)
         rows = [{"domain": domain, "nats a token": round(loss, 4)} for domain, loss in losses.items()]
         table(f"{stage}-held-out", rows, f"held-out loss after {stage}")
-        figures = [draw_losses(changed.losses, work / "losses.png")] if changed.losses else []
+        figures = [draw_losses(changed.losses, work / "losses.svg")] if changed.losses else []
         metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
         open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
 

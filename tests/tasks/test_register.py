@@ -110,7 +110,7 @@ def test_a_judged_draft_carries_its_verdict_and_evidence(
     assert version.tags["num_draft_tokens"] == str(RECIPE.num_draft_tokens)
     description = described(registry, version)
     assert description.startswith(line)
-    for name in ("gate.md", "gate.json", "gate.png"):
+    for name in ("gate.md", "gate.json", "gate.svg"):
         assert f"/{name}" in description
     report = GateReport.model_validate_json(registry.attached(version, DATA))
     assert report.verdict == verdict

@@ -1,10 +1,21 @@
 """Charts are well-formed, say in words what they show, and let no name become markup."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from infra.views.charts import MAX_POINTS, Axis, bar_chart, interval_chart, line_chart
+from infra.views.charts import (
+    MAX_POINTS,
+    MAX_SERIES,
+    Axis,
+    bar_chart,
+    draw_losses,
+    draw_tau,
+    draw_validation,
+    interval_chart,
+    line_chart,
+)
 from models.types import Estimate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -85,3 +96,21 @@ def test_what_can_not_be_drawn_is_refused() -> None:
         interval_chart("key", "τ", "", {}, [], "%")
     with pytest.raises(ValueError, match="a value above 0, the largest is 0"):
         bar_chart("key", "τ", "", {"chat": {"on": 0.0}}, "")
+
+
+@pytest.mark.parametrize("names", [["chat"], [NAME, "code"], [f"domain {number}" for number in range(MAX_SERIES + 1)]])
+def test_curves_are_drawn_into_a_file_that_needs_no_page_however_many_there_are(
+    tmp_path: Path, names: list[str]
+) -> None:
+    file = draw_tau({name: [(1, 1.5), (2, 1.7)] for name in names}, tmp_path / "tau.svg")
+    drawn = ElementTree.parse(file).getroot()
+    assert set(names) <= set(texts(drawn))
+    assert len(drawn.findall(f"{SVG}svg")) == 1 + (len(names) > MAX_SERIES)
+    assert "var(--c0)" in drawn.findtext(f"{SVG}style", "")
+
+
+def test_losses_and_a_single_look_at_what_was_validated_are_drawn(tmp_path: Path) -> None:
+    losses = draw_losses([(step, 1 / step) for step in range(1, 50)], tmp_path / "losses.svg")
+    looked = draw_validation([(40, 1.4)], tmp_path / "validation.svg")
+    assert len([*ElementTree.parse(losses).getroot().iter(f"{SVG}polyline")]) == 1
+    assert len([*ElementTree.parse(looked).getroot().iter(f"{SVG}circle")]) == 1

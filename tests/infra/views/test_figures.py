@@ -1,33 +1,14 @@
 """Figures are PNG files, also of a single point."""
 
-import pytest
-
 from infra.views.figures import (
     draw_latency,
-    draw_losses,
     draw_promotions,
     draw_ratios,
     draw_refreshes,
     draw_shares,
     draw_speeds,
-    draw_tau,
-    draw_validation,
 )
 from models.types import Estimate
-
-
-@pytest.mark.parametrize("curves", [{"chat": [(1, 1.5), (2, 1.7)], "code": [(2, 1.4)]}, {"chat": [(1, 1.5)]}])
-def test_tau_over_versions_is_drawn(tmp_path, curves):
-    assert draw_tau(curves, tmp_path / "tau.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_losses_are_drawn(tmp_path):
-    file = draw_losses([(step, 1 / step) for step in range(1, 50)], tmp_path / "losses.png")
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_was_validated_is_drawn_also_of_a_single_look(tmp_path):
-    assert draw_validation([(40, 1.4)], tmp_path / "validation.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_speeds_are_drawn_also_where_a_domain_lacks_a_side(tmp_path):

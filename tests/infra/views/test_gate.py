@@ -1,5 +1,7 @@
 """What is said of a gate's verdict, and that it is said the same in every form."""
 
+from xml.etree import ElementTree
+
 import pytest
 
 from infra.views.gate import explain, headline, markdown, write_files
@@ -86,10 +88,11 @@ def test_a_first_draft_had_nothing_to_be_compared_with() -> None:
 def test_the_files_are_a_page_the_same_as_data_and_a_figure(tmp_path, gains: dict[str, float]) -> None:
     written = report(gains)
     page, data, figure = write_files(written, tmp_path)
-    assert [file.name for file in (page, data, figure)] == ["gate.md", "gate.json", "gate.png"]
+    assert [file.name for file in (page, data, figure)] == ["gate.md", "gate.json", "gate.svg"]
     assert page.read_text() == markdown(written)
     assert GateReport.model_validate_json(data.read_text()) == written
-    assert figure.read_bytes().startswith(b"\x89PNG")
+    charts = ElementTree.parse(figure).getroot().findall("{http://www.w3.org/2000/svg}svg")
+    assert len(charts) == 2  # the gain, and what each domain pays
 
 
 def test_a_first_draft_has_no_figure(tmp_path) -> None:
