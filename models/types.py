@@ -147,3 +147,34 @@ class Finding(Frozen):
     excess_low: float
     alpha: float
     lost: bool
+
+
+class Pace(Frozen):
+    """How steps are drafted at the present load, and what that is expected to give."""
+
+    num_draft_tokens: int = Field(description="tokens that the draft model drafts in a step, 0 where none pays")
+    why: str = Field(description="why: `pays`, `loses`, `explores`, `unmeasured` or `fixed`")
+    tokens_per_s: float = Field(description="expected of all running requests together; 0 as long as nothing tells")
+    plain_tokens_per_s: float = Field(description="the same without any draft")
+    judging: float = Field(
+        0.0, description="share of them that is lost while one of the running requests is drafted to judge the draft"
+    )
+
+
+class Speed(Frozen):
+    """How fast one request of a domain is answered, as measured from the times of steps; none before 192 of them."""
+
+    tokens_per_s: float = Field(description="tokens a second of one request, as it is drafted")
+    plain_tokens_per_s: float = Field(description="the same without any draft, by what plain steps take")
+    low: float = Field(description="lower end of a 95% interval of their quotient")
+    high: float = Field(description="its upper end")
+
+    @property
+    def gain(self) -> str:
+        """Return the quotient in words."""
+        return f"{self.tokens_per_s / self.plain_tokens_per_s:.2f}× ({self.low:.2f} to {self.high:.2f})"
+
+    def told(self) -> str:
+        """Return it in words."""
+        plain = f"{self.plain_tokens_per_s:.1f} without a draft"
+        return f"{self.tokens_per_s:.1f} tokens/s of one request, {self.gain} the {plain}"

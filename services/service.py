@@ -19,7 +19,7 @@ from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import COSTS
-from infra.status import Pace, ServiceStatus, Speed
+from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from models.engines.vllm import Params, VllmEngine
@@ -30,6 +30,7 @@ from models.engines.vllm.tap import is_seeded, tells_of_draft
 from models.evaluation import watch
 from models.evaluation.golden import load_golden
 from models.targets import describe
+from models.types import Pace
 from services.access import Admission, Keys
 from services.alone import Alone
 from services.background import BackgroundTasks
@@ -152,7 +153,7 @@ class Service:
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
             pace=self._pace(),
-            speed={domain: Speed(**speed._asdict()) for domain, speed in sorted(self.engine.speeds.items())},
+            speed=dict(sorted(self.engine.speeds.items())),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
             fallback=state.fallback,
@@ -218,9 +219,7 @@ class Service:
 
     def _pace(self) -> Pace | None:
         """Return how steps are drafted, with what judging costs at the present load."""
-        if (pace := self.engine.pace) is None:
-            return None
-        return Pace(**pace._asdict() | {"judging": pace.judging_of(self.admission.in_flight)})
+        return None if (pace := self.engine.pace) is None else pace.at(self.admission.in_flight)
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight

@@ -15,20 +15,13 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from models.types import Speed
+
 MEMORY = 1000.0  # steps of a domain after which a step counts for 1/e
 BATCH = 32  # steps: about as many as a request has
 LEAST_BATCHES = 6  # before that nothing is told
 MAX_DOMAINS = 64  # the others are one
 OTHERS = ""
-
-
-class Speed(NamedTuple):
-    """Tokens a second of one request, as it is drafted and without any draft, and a 95% interval of their quotient."""
-
-    tokens_per_s: float
-    plain_tokens_per_s: float
-    low: float
-    high: float
 
 
 class Part(NamedTuple):
@@ -99,7 +92,12 @@ class Speeds:
         if sums is None or sums.seen < LEAST_BATCHES or not sums.tokens:
             return None
         gain, by = sums.plain / sums.ms, math.exp((2 + 3 / sums.num) * sums.error())  # about Student's t
-        return Speed(1000 * sums.tokens / sums.ms, 1000 * sums.tokens / sums.plain, gain / by, gain * by)
+        return Speed(
+            tokens_per_s=1000 * sums.tokens / sums.ms,
+            plain_tokens_per_s=1000 * sums.tokens / sums.plain,
+            low=gain / by,
+            high=gain * by,
+        )
 
     def _name(self, domain: str) -> str:
         return domain if domain in self._sums or len(self._sums) < MAX_DOMAINS else OTHERS

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from models.lengths import Plan
+from models.types import Pace
 
 # A request's wishes, under this name in its sampling parameters' `extra_args`.
 WISHES = "redraft"
@@ -91,26 +92,25 @@ class Drafting(NamedTuple):
         return any(passes.over(name) for passes in self.passes)
 
 
-class Pace(NamedTuple):
-    """What the last plan for served requests expected; see `models.lengths.Plan`.
+class PlannedPace(Pace):
+    """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
 
     Attributes:
-        num_draft_tokens: K that pays best, apart from steps that only explore.
-        why: of the step.
-        tokens_per_s, plain_tokens_per_s: of all running requests together, so drafted and without any draft; 0 as long
-            as nothing tells.
-        judging: share of their tokens that is lost if one of them is drafted by the head alone, if 1, 2, 4, … run.
+        judging_by_load: share of all tokens that is lost if one of the requests is drafted by the head alone, if 1, 2,
+            4, … run.
     """
 
-    num_draft_tokens: int
-    why: str
-    tokens_per_s: float
-    plain_tokens_per_s: float
-    judging: Sequence[float] = ()
+    judging_by_load: tuple[float, ...] = ()
 
     def judging_of(self, num_running: int) -> float:
-        """Return `judging` for so many requests; 0 as long as nothing tells."""
-        return self.judging[min(max(num_running - 1, 0).bit_length(), len(self.judging) - 1)] if self.judging else 0.0
+        """Return what is lost for so many requests; 0 as long as nothing tells."""
+        lost = self.judging_by_load
+        return lost[min(max(num_running - 1, 0).bit_length(), len(lost) - 1)] if lost else 0.0
+
+    def at(self, num_running: int) -> Pace:
+        """Return it for so many requests."""
+        told = self.model_dump(exclude={"judging", "judging_by_load"})
+        return Pace(**told, judging=self.judging_of(num_running))
 
 
 class Row(NamedTuple):

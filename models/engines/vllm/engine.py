@@ -26,7 +26,7 @@ from models.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params, renderer
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import Pace, Wishes
+from models.engines.vllm.drafting import PlannedPace, Wishes
 from models.engines.vllm.interrupts import interruptible
 from models.engines.vllm.mode import Mode, Times, mode_of
 from models.engines.vllm.parent import WithParent
@@ -34,7 +34,7 @@ from models.engines.vllm.planning import Setup, measured_for
 from models.engines.vllm.speculation import Speculation
 from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
 from models.precision import fast_dtype
-from models.throughput.speeds import Speed
+from models.types import Speed
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.
@@ -187,7 +187,7 @@ class VllmEngine:
         self.llm.on_finish = callback
 
     @property
-    def pace(self) -> Pace | None:
+    def pace(self) -> PlannedPace | None:
         """What the planner expected when a request ended last; None before, and where nothing is planned."""
         return self.llm.pace
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from models import catalog
 from models.engines import LookUp
 from models.engines.vllm import attention, few_rows, native
-from models.engines.vllm.drafting import MEASURE, Drafting, Pace, Passes, Row, Wishes
+from models.engines.vllm.drafting import MEASURE, Drafting, Passes, PlannedPace, Row, Wishes
 from models.engines.vllm.judging import Judging
 from models.engines.vllm.parent import WithParent
 from models.engines.vllm.turns import turns
@@ -167,12 +167,18 @@ class Planner:
         return self._setup.num_draft_tokens if wishes.drafting == "head" else 0
 
     @property
-    def pace(self) -> Pace | None:
+    def pace(self) -> PlannedPace | None:
         """What is expected of how requests are served; None before the first that is served so."""
         if self.plan is None:
             return None
         plan = self.plan
-        return Pace(plan.settled, plan.why, plan.tokens_per_s, plan.plain_tokens_per_s, self._judging.lost)
+        return PlannedPace(
+            num_draft_tokens=plan.settled,
+            why=plan.why,
+            tokens_per_s=plan.tokens_per_s,
+            plain_tokens_per_s=plan.plain_tokens_per_s,
+            judging_by_load=self._judging.lost,
+        )
 
     def next(self, asked: Sequence[Asked]) -> Drafting:
         """Return how the sequences of a step are drafted after it."""

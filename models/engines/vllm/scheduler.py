@@ -186,8 +186,9 @@ class TracingScheduler(Scheduler):
                 request, before = seen[name]
                 told: dict[str, Any] = {STEP: steps[name]} if name in steps else {}
                 if self.planner is not None and (before == 0 or output.finish_reason is not None):
-                    told[PACE] = self.planner.pace
-                    told[SPEED] = self.planner.speeds.of(Wishes.of(request.sampling_params).domain)
+                    pace, speed = self.planner.pace, self.planner.speeds.of(Wishes.of(request.sampling_params).domain)
+                    told[PACE] = pace and pace.model_dump()
+                    told[SPEED] = speed and speed.model_dump()
                 if told:
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
         return results

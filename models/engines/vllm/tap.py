@@ -15,10 +15,10 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from models import catalog
 from models.engines import Completion, Way
-from models.engines.vllm.drafting import STRUCTURED, WISHES, Pace, Wishes
+from models.engines.vllm.drafting import STRUCTURED, WISHES, PlannedPace, Wishes
 from models.engines.vllm.grammars import Grammars
 from models.engines.vllm.scheduler import PACE, SPEED, STEP
-from models.throughput.speeds import Speed
+from models.types import Speed
 from models.verify import Rules
 
 # What an output carries from `Steps` on: all that the scheduler told of its request so far, and its steps in that.
@@ -83,7 +83,7 @@ class TappedLLM(AsyncLLM):
     draft_version: str = ""
     speculating: bool = False
     rules: Rules
-    pace: Pace | None = None
+    pace: PlannedPace | None = None
     grammars: Grammars | None = None
     num_swaps: int = 0
     merge_streams: int = 0
@@ -229,9 +229,9 @@ class _Tap:
                 self.first_token = self.started + stats.first_token_latency
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
             if pace := self.told.get(PACE):
-                self.llm.pace = Pace(*pace)
+                self.llm.pace = PlannedPace(**pace)
             if speed := self.told.get(SPEED):
-                self.llm.speeds[self.domain] = Speed(*speed)
+                self.llm.speeds[self.domain] = Speed(**speed)
 
     def completion(self) -> Completion:
         steps = [*self._until_the_end()]

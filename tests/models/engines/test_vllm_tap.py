@@ -12,7 +12,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from models.engines import Completion
 from models.engines.vllm import Params
-from models.engines.vllm.drafting import Pace, Wishes
+from models.engines.vllm.drafting import PlannedPace, Wishes
 from models.engines.vllm.scheduler import PACE, STEP
 from models.engines.vllm.tap import Steps, _Tap, is_seeded, tells_of_draft
 from models.evaluation.acceptance import UNDRAFTED
@@ -20,16 +20,19 @@ from models.targets.random import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 IDS = TOKENIZER.encode("abcdefghijkl", add_special_tokens=False)
+PLANNED = PlannedPace(num_draft_tokens=1, why="pays", tokens_per_s=2.0, plain_tokens_per_s=1.0)
 # Tokens of each step, and what the scheduler tells of it; the first ones are the prefill's.
 OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
-    (IDS[:1], {PACE: [1, "pays", 2.0, 1.0, []]}),
+    (IDS[:1], {PACE: PLANNED.model_dump()}),
     (IDS[1:4], {STEP: [0, 3, *IDS[1:3], 99]}),
     (IDS[4:5], {STEP: [UNDRAFTED, 1]}),
     (IDS[5:9], {STEP: [4, 4, *IDS[5:8]]}),
 ]
 
 
-def told(kind: RequestOutputKind, merged: int, stop: list[str], num_outputs: int) -> tuple[Completion, Pace | None]:
+def told(
+    kind: RequestOutputKind, merged: int, stop: list[str], num_outputs: int
+) -> tuple[Completion, PlannedPace | None]:
     """Return the completion of an answer of which so many outputs have come."""
     sampling = SamplingParams(max_tokens=40, stop=stop, output_kind=kind)
     sampling.stream_interval = merged
@@ -66,7 +69,7 @@ def test_an_answer_cut_by_a_stop_string_tells_its_steps_and_no_token_behind_it_i
     assert (one.finish_reason, list(one.token_ids)) == ("stop", IDS[:7])
     assert (one.drafted, one.accepted, one.matches) == ((3, 0, 3), (2, 0, 2), (0, UNDRAFTED, 4))
     assert one.drafted_ids == ((*IDS[1:3], 99), (), (*IDS[5:8],))
-    assert pace == Pace(1, "pays", 2.0, 1.0, [])
+    assert pace == PLANNED
     assert one.trace("").drafted == (3, 3)
 
 
