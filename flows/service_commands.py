@@ -116,7 +116,7 @@ def logs(
     Example: redraft logs service --follow
     """
     settings = open_settings()
-    from infra.logs import follow_logs, last_lines
+    from infra.files import follow_logs, last_lines
 
     files = sorted((settings.home / "logs").glob(f"{name or '*'}.log"))
     if not files:

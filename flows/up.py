@@ -133,7 +133,7 @@ def pages(settings: Settings) -> list[Program]:
     if settings.mlflow_uri.startswith("sqlite:"):
         port = free_port()
         mlflow = f"http://{LOOPBACK}:{port}"
-        argv = [*GUARDED, str(port), "--login", "infra.mlflow_page:app()"]
+        argv = [*GUARDED, str(port), "--login", "infra.guard:mlflow_page()"]
         programs.append(Program(MLFLOW, argv, url=mlflow, health=f"{mlflow}/health"))
     return programs
 

@@ -13,6 +13,7 @@ import base64
 import binascii
 import hmac
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,6 +85,17 @@ def pages_password(home: Path) -> str:
 def pages_login(home: Path) -> str:
     """Return the same with a user's name, as HTTP Basic wants it."""
     return f"{USER}:{pages_password(home)}"
+
+
+def mlflow_page() -> Any:
+    """Return MLflow's page, set up as `mlflow server` would; MLflow reads where its store is when it is imported."""
+    from mlflow.server.constants import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR
+
+    settings = load_settings()
+    os.environ |= {BACKEND_STORE_URI_ENV_VAR: settings.mlflow_uri, ARTIFACT_ROOT_ENV_VAR: str(settings.mlflow_files)}
+    from mlflow.server.fastapi_app import app
+
+    return app
 
 
 def _name_of(host: str) -> str:

@@ -64,7 +64,7 @@ NAMES = (
     ("services.main", "service"),
     ("flows.deployments", "runner of flows"),
     ("flows.watch", "watch"),
-    ("infra.mlflow_page", "mlflow"),
+    ("infra.guard:mlflow_page", "mlflow"),
     ("prefect.server", "prefect"),
     ("prefect", "run of a flow"),
 )
