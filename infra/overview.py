@@ -90,7 +90,7 @@ def overview(settings: Settings) -> Overview:
         waiting=waiting_for(
             champion, versions, queue, TriggerFile(settings.querylog).snapshot(), _made_ms(settings.home)
         ),
-        probe_sets=QueryLog(settings.querylog).probe_sets.by_domain(),
+        probe_sets=log.probe_sets.by_domain(),
         watch=None if champion is None else Watches(settings).of_draft(champion.number),
     )
 

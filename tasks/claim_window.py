@@ -146,7 +146,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 
     seqs = {row.id: row.seq for row in fresh if row.seq is not None}
     usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs and sample.id not in structured}
-    sets, draw = QueryLog(settings.querylog).probe_sets, drawn_by(traffic.secret)
+    sets, draw = log.probe_sets, drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
     members = sets.members()
     probes, reserved = _probes(pair, log, members, traffic)

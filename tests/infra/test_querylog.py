@@ -163,7 +163,6 @@ def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are
     log.windows.commit(later)
     assert sets.members() == [4]
     assert [found.seq for found in log.replay(9, before_seq=6)] == [3, 5]  # what no run got through comes back nowhere
-    sets.close()
 
 
 @pytest.mark.slow
