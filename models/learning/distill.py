@@ -1,4 +1,4 @@
-"""The one distillation loop: a draft learns to say what the target would say next.
+"""Distillation, in the one training loop: a draft learns to say what the target would say next.
 
 Two things make it cheap. The target runs once per sequence (`models.learning.hidden`). And of the unrolled steps only
 those rows run whose earlier drafted tokens were right. When one is wrong, serving throws the rest of the block away, so
@@ -8,12 +8,13 @@ what the draft would have said next is never read. The work per token follows th
 import json
 import resource
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from models import catalog
 from models.answers import Written, require_labels, target, token_counts
@@ -22,7 +23,8 @@ from models.learning.averaged import Averaged
 from models.learning.batches import hidden_states
 from models.learning.captured import Captures
 from models.learning.hidden import HiddenStates, Sample, length_buckets
-from models.learning.resume import load_progress, load_state, save_progress, save_state
+from models.learning.loop import Loop
+from models.learning.resume import load_state, save_state
 from models.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.learning.unrolled_loss import UnrolledLoss
 from models.learning.validation import Validated, Validation, split
@@ -176,13 +178,15 @@ def train(
         )
         learnt.samples = samples
     draft.to(device)
-    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept)
+    loop = _Loop(draft, target_dir, learnt, params, num_draft_tokens, work_dir, seed, teacher_dirs, kept, report)
     if state is not None:
         loop.go_on_from(state)
-    return loop.run(report, state_out)
+    return loop.run(state_out)
 
 
-class _Loop:
+class _Loop(Loop[list[Sample]]):
+    lost = "the draft is discarded and its parent stays"
+
     def __init__(
         self,
         draft: Draft,
@@ -194,9 +198,10 @@ class _Loop:
         seed: int,
         teacher_dirs: Sequence[Path] = (),
         kept: Sequence[Sample] = (),
+        show: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        self.draft, self.learnt, self.params, self.seed = draft, learnt, params, seed
-        self.work_dir = work_dir
+        super().__init__({name: p for name, p in draft.named_parameters() if p.requires_grad}, params, seed, work_dir)
+        self.draft, self.learnt, self.params, self.show = draft, learnt, params, show
         self.procedure = params.over(draft.procedure)
         require_labels(params.answers, self.procedure.loss)
         counts = token_counts(learnt.samples, params.answers)
@@ -204,23 +209,13 @@ class _Loop:
         self.teachers = Teachers(draft, target_dir, self.procedure.loss, params.teachers, teacher_dirs)
         self.num_unroll = draft.num_unrolled(num_draft_tokens)
         self.loss = UnrolledLoss(draft, self.procedure, self.teachers, counts, self.num_unroll, seed)
-        self.trained = {name: p for name, p in draft.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(),
-            lr=params.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=params.weight_decay,
-            fused=True,
-        )
-        self.buckets = length_buckets(learnt.samples, params.batch_tokens)
-        self.total = max(params.num_epochs * len(self.buckets), params.min_steps)
-        self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.buckets)
+        self.batches = length_buckets(learnt.samples, params.batch_tokens)
+        self.total = max(params.num_epochs * len(self.batches), params.min_steps)
+        self.all_tokens = sum(len(s.token_ids) for s in learnt.samples) * self.total // len(self.batches)
         self.key, self.round = self._key(), -1
-        self.step, self.seconds, self.tokens = 0, 0.0, 0
-        self.losses: list[tuple[int, float]] = []
         self.warmup = params.warmup
         self.averaged = Averaged(self.trained, params.average > 0)
-        steps = len(self.buckets)
+        steps = len(self.batches)
         self.validation = Validation(draft, target_dir, kept, num_draft_tokens, params.patience, steps, work_dir)
 
     def go_on_from(self, state: Path) -> None:
@@ -228,37 +223,11 @@ class _Loop:
         load_state(state, self.trained, self.optimizer)
         self.warmup = 0.0
 
-    def run(self, report: Callable[[Progress], None], state_out: Path | None = None) -> Report:
-        self._resume()
+    def run(self, state_out: Path | None = None) -> Report:
+        self.resume()
         if isinstance(self.learnt, HiddenStates):
-            self._read(self.learnt, report)
-        saved = shown = time.perf_counter()
-        mean = self.losses[-1][1] if self.losses else None
-        while (done := self._done()) < 1.0 and not self.validation.is_over:
-            self._begin_round(report)
-            started = time.perf_counter()
-            order = torch.randperm(
-                len(self.buckets),
-                generator=torch.Generator().manual_seed(self.seed * 1000 + self.step // len(self.buckets)),
-            )
-            batch = self.buckets[int(order[self.step % len(self.buckets)])]
-            value = self._optimize(batch, done)
-            mean = value if mean is None else 0.95 * mean + 0.05 * value
-            self.step += 1
-            self._average()
-            self.tokens += sum(len(s.token_ids) for s in batch)
-            self.losses.append((self.step, mean))
-            now = time.perf_counter()
-            self.seconds += now - started
-            if now - shown > 0.5 or self.step == self.total:
-                shown = now
-                tau = self.validation.taus[-1][1] if self.validation.taus else None
-                report(Progress("train", self.tokens, self.all_tokens, mean, self.tokens / self.seconds, tau))
-            if self.validation.is_due(self.step, at_end=self._done() >= 1.0):
-                self._validate()
-            elif now - saved > self.params.checkpoint_s:
-                self._save()
-                saved = time.perf_counter()
+            self._read(self.learnt)
+        self.run_steps()
         if isinstance(self.learnt, Rounds):
             self.learnt.end()
         self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
@@ -267,10 +236,10 @@ class _Loop:
         self.averaged.put()
         self.draft.eval()
         return Report(
-            tokens_per_s=self.tokens / max(self.seconds, 1e-9),
+            tokens_per_s=self.num_tokens / max(self.seconds, 1e-9),
             hidden_tokens_per_s=self.learnt.tokens_per_s,
             seconds=self.seconds,
-            num_tokens=self.tokens,
+            num_tokens=self.num_tokens,
             num_steps=self.step,
             losses=self.losses,
             peak_memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -278,50 +247,51 @@ class _Loop:
             taus=self.validation.taus,
         )
 
-    def _begin_round(self, report: Callable[[Progress], None]) -> None:
+    def is_over(self) -> bool:
+        return self._done() >= 1.0 or self.validation.is_over
+
+    def report(self) -> None:
+        tau, speed = self.validation.taus[-1][1] if self.validation.taus else None, self.num_tokens / self.seconds
+        self.show(Progress("train", self.num_tokens, self.all_tokens, self.losses[-1][1], speed, tau))
+
+    def before_step(self) -> None:
         """Where the draft writes, let it write what is learnt from this step on, unless it has."""
         if not isinstance(self.learnt, Rounds) or (number := self.learnt.at(self.step, self.total)) == self.round:
             return
         if self.step:
-            self._save()  # nobody goes on from before it: what was written there is removed
+            self.save()  # nobody goes on from before it: what was written there is removed
         loss = self.losses[-1][1] if self.losses else None
         states = self.learnt.begin(
-            number, self.key, lambda stage, done, of, speed: report(Progress(stage, done, of, loss, speed))
+            number, self.key, lambda stage, done, of, speed: self.show(Progress(stage, done, of, loss, speed))
         )
-        self._read(states, report)
-        self.buckets, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
+        self._read(states)
+        self.batches, self.round = length_buckets(self.states.samples, self.params.batch_tokens), number
 
-    def _read(self, states: HiddenStates, report: Callable[[Progress], None]) -> None:
+    def _read(self, states: HiddenStates) -> None:
         """Learn from these samples, once all teachers have read them."""
         device, self.states = str(self.draft.vocabulary.device), states
-        self.teachers.read(states, device, lambda d, t, r: report(Progress("hidden states", d, t, None, r)))
+        self.teachers.read(states, device, lambda d, t, r: self.show(Progress("hidden states", d, t, None, r)))
 
     def _done(self) -> float:
         """Fraction of the schedule, by steps or by time, whichever is further."""
         by_time = self.seconds / (60 * self.params.max_minutes) if self.params.max_minutes else 0.0
         return max(self.step / self.total, by_time)
 
-    def _optimize(self, batch: list[Sample], done: float) -> float:
+    def advance(self, batch: list[Sample]) -> float:
+        done, after = self._done(), 1.0
         warm = min(1.0, (done + 1 / self.total) / max(self.warmup, 1e-9))
-        after = 1.0
         if self.params.schedule == "cosine":
             after = max(0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(done, 1.0)))).item(), 0.02)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.params.learning_rate * warm * after
+        self.begin_step(self.params.learning_rate * warm * after)
         loss, first = self.loss(batch, self.states, self.step, done)
-        if not torch.isfinite(loss):
-            value = float(loss.detach())
-            raise FloatingPointError(
-                f"the loss is {value} at step {self.step}; the draft is discarded and its parent stays"
-            )
-        self.optimizer.zero_grad(set_to_none=True)
+        self.require_finite(loss)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_grad_norm)
-        self.optimizer.step()
+        self.descend()
         return first
 
-    def _average(self) -> None:
-        """Take the step that was done into the mean, if it is one of the last: of the run, or of a validated pass."""
+    def after_step(self, batch: list[Sample]) -> None:
+        """Take the step into the mean, if it is one of the last: of the run, or of a validated pass."""
+        self.num_tokens += sum(len(s.token_ids) for s in batch)
         if not self.params.average:
             return
         done = self.validation.place(self.step) if self.validation.samples else self._done()
@@ -330,41 +300,34 @@ class _Loop:
         else:
             self.averaged.begin()
 
-    def _validate(self) -> None:
+    def looked(self) -> bool:
         """Look at the draft as it would be kept, and write what it is before anything says that it is the best."""
+        if not self.validation.is_due(self.step, at_end=self._done() >= 1.0):
+            return False
         started = time.perf_counter()
         with self.averaged.in_place():
             is_best = self.validation.look(self.step)
         if is_best:
             self.validation.keep(self.trained, self.optimizer, self.key, self.averaged)
         self.seconds += time.perf_counter() - started
-        self._save()
+        self.save()
         self.validation.forget_others()
+        return True
 
-    def _save(self) -> None:
-        progress = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "losses": self.losses,
-            "num_averaged": self.averaged.number,
-            "taus": self.validation.taus,
-            "key": self.key,
-        }
-        save_progress(self.work_dir, self.trained, self.optimizer, progress, self.averaged.tensors)
+    def state(self) -> dict[str, Any]:
+        return {"num_averaged": self.averaged.number, "taus": self.validation.taus}
 
-    def _resume(self) -> None:
-        progress = load_progress(self.work_dir, self.trained, self.optimizer, self.key, self.averaged.tensors)
-        if progress is not None:
-            self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
-            self.averaged.number = progress["num_averaged"]
-            self.losses = [(step, loss) for step, loss in progress["losses"]]
-            self.validation.taus = [(step, tau) for step, tau in progress["taus"]]
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.averaged.number = state["num_averaged"]
+        self.validation.taus = [(step, tau) for step, tau in state["taus"]]
+
+    def extra(self) -> Mapping[str, Tensor]:
+        return self.averaged.tensors
 
     def _key(self) -> str:
         """What must be equal for a checkpoint to be this run's."""
         settings = self.params.model_copy(update=self.procedure._asdict()).model_dump(
             exclude={"num_threads", "checkpoint_s"}
         )
-        ids = [[s.id for s in bucket] for bucket in self.buckets]
+        ids = [[s.id for s in bucket] for bucket in self.batches]
         return json.dumps([settings, self.num_unroll, self.seed, ids], sort_keys=True)

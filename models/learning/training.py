@@ -1,4 +1,4 @@
-"""The one training loop of language models: next-token cross-entropy with AdamW, changed by the hooks of regimes.
+"""The training of language models: next-token cross-entropy in the one loop, changed by the hooks of regimes.
 
 Pretraining, finetuning, proxies and continued training after shrinking all run it. It trains whatever parameters of the
 model need a gradient, in the order that a seed gives, and a killed run goes on exactly where it was. Zeroes of a pruned
@@ -7,7 +7,6 @@ model stay zero.
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from models import catalog
 from models.checkpoints.invariants import Holding, note_zeroes
-from models.learning.resume import load_progress, save_progress
+from models.learning.loop import Loop
 from models.params import BaseParams, TrainingParams
 from models.regimes import PARTS, Batch, Plan, Regime
 from models.together import Declared, declared, require_kept
@@ -84,8 +83,8 @@ def train(
         ValueError: nothing to learn from, or no parameter to train.
         FloatingPointError: the loss is NaN or infinite; the model must be thrown away.
     """
-    loop = _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label)
-    return loop.run(on_progress or (lambda progress: None))
+    show = on_progress or (lambda progress: None)
+    return _Loop(model, documents, params, [Holding(), *regimes], seed, work_dir, label, show).run()
 
 
 def train_by_name(
@@ -184,7 +183,9 @@ def cut(documents: Sequence[Sequence[int]], max_length: int) -> list[list[int]]:
     return pieces
 
 
-class _Loop:
+class _Loop(Loop[list[list[int]]]):
+    lost = "the model is discarded"
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -194,141 +195,88 @@ class _Loop:
         seed: int,
         work_dir: Path | None,
         label: str,
+        show: OnProgress,
     ) -> None:
-        self.model, self.params, self.regimes, self.seed = model, params, regimes, seed
-        self.work_dir, self.label = work_dir, label
+        self.model, self.params, self.regimes, self.show = model, params, regimes, show
         pieces = cut(documents, params.max_length)
         grouped = (regime.batches(pieces, params.batch_tokens) for regime in regimes)
         self.batches = next((own for own in grouped if own is not None), batches_of(pieces, params.batch_tokens))
         self.total = params.num_epochs * len(self.batches)
         plan = Plan(self.total, len(self.batches))
         own = [parameter for regime in regimes for parameter in regime.start(model, plan)]
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        known = {id(parameter) for parameter in self.trained.values()}
-        self.trained |= {f"regime/{number}": p for number, p in enumerate(own) if id(p) not in known}
-        if not self.trained:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        known = {id(parameter) for parameter in trained.values()}
+        trained |= {f"regime/{number}": p for number, p in enumerate(own) if id(p) not in known}
+        if not trained:
             raise ValueError("no parameter of the model needs a gradient, so there is nothing to train")
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(),
-            lr=params.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=params.weight_decay,
-            fused=True,
-        )
+        super().__init__(trained, params, seed, work_dir)
         for regime in regimes:
             regime.hold(self.optimizer)
-        self.step = self.num_skipped = self.num_tokens = 0
-        self.seconds = 0.0
-        self.losses: list[tuple[int, float]] = []
+        settings, names = params.model_dump(exclude={"checkpoint_s"}), [type(regime).__module__ for regime in regimes]
+        self.key = json.dumps([settings, names, label, seed, sorted(trained), _digest(self.batches)])
+        self.num_skipped, self.stopped = 0, False
+        self.all_tokens = params.num_epochs * sum(len(piece) for batch in self.batches for piece in batch)
 
-    def run(self, report: OnProgress) -> Trained:
+    def run(self) -> Trained:
         self.model.train()
-        self._resume()
-        saved = shown = time.perf_counter()
-        all_tokens = self.params.num_epochs * sum(len(piece) for batch in self.batches for piece in batch)
-        stopped = False
-        while self.step < self.total and not stopped:
-            started = time.perf_counter()
-            self._advance(self._batch(self.step))
-            self.step += 1
-            if self.step % len(self.batches) == 0:
-                epoch = self.step // len(self.batches) - 1
-                verdicts = [regime.after_epoch(self.model, epoch) for regime in self.regimes]
-                stopped = any(verdicts)
-            now = time.perf_counter()
-            self.seconds += now - started
-            if now - shown > 0.5 or self.step == self.total:
-                shown = now
-                loss = self.losses[-1][1] if self.losses else None
-                done = all_tokens * self.step // self.total
-                report(Progress(done, all_tokens, loss, self.num_tokens / self.seconds))
-            if self.work_dir is not None and self.losses and now - saved > self.params.checkpoint_s:
-                self._save()
-                saved = time.perf_counter()
+        self.resume()
+        self.run_steps()
         for regime in reversed(self.regimes):
             regime.finish(self.model)
         self.model.eval()
         figures = {name: value for regime in self.regimes for name, value in regime.figures().items()}
         return Trained(self.losses, self.num_tokens, len(self.losses), self.num_skipped, self.seconds, figures)
 
-    def _batch(self, step: int) -> list[list[int]]:
-        epoch, place = divmod(step, len(self.batches))
-        rng = torch.Generator().manual_seed(self.seed * 1000 + epoch)
-        return self.batches[int(torch.randperm(len(self.batches), generator=rng)[place])]
+    def is_over(self) -> bool:
+        return self.step >= self.total or self.stopped
 
-    def _advance(self, documents: list[list[int]]) -> None:
+    def report(self) -> None:
+        loss = self.losses[-1][1] if self.losses else None
+        done = self.all_tokens * self.step // self.total
+        self.show(Progress(done, self.all_tokens, loss, self.num_tokens / self.seconds))
+
+    def advance(self, documents: list[list[int]]) -> float | None:
         wanted = [regime.runs(self.step) for regime in self.regimes]  # each is asked: one that draws must keep in step
         if not all(wanted):
             self.num_skipped += 1
-            return
+            return None
         batch = next((b for regime in self.regimes if (b := regime.collate(documents)) is not None), None)
         batch = _to(batch or pad(documents), self.model.device)
-        rate = learning_rate(self.params, self.step, self.total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.begin_step(learning_rate(self.params, self.step, self.total))
         with ExitStack() as stack:
             for regime in self.regimes:
                 stack.enter_context(regime.around(self.step))
-            value = self._backward(batch)
+            output = self.model(
+                input_ids=batch.token_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
+            )
+            loss, value = output.loss, float(output.loss.detach())
+            for regime in self.regimes:
+                if (penalty := regime.penalty(self.model, batch)) is not None:
+                    loss = loss + penalty
+            self.require_finite(loss)
+            if loss.requires_grad:  # else a regime left out every block that is trained
+                loss.backward()
         for regime in self.regimes:
             regime.after_backward(self.model)
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_grad_norm)
-        self.optimizer.step()
+        self.descend()
         for regime in self.regimes:
             regime.after_step(self.model)
-        mean = value if not self.losses else 0.95 * self.losses[-1][1] + 0.05 * value
-        self.losses.append((self.step, mean))
         self.num_tokens += batch.num_tokens
-
-    def _backward(self, batch: Batch) -> float:
-        output = self.model(
-            input_ids=batch.token_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
-        )
-        loss = output.loss
-        value = float(loss.detach())
-        for regime in self.regimes:
-            if (penalty := regime.penalty(self.model, batch)) is not None:
-                loss = loss + penalty
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"the loss is {float(loss.detach())} at step {self.step}; the model is discarded")
-        if loss.requires_grad:  # else a regime left out every block that is trained
-            loss.backward()
         return value
 
-    def _save(self) -> None:
-        assert self.work_dir is not None
-        progress = {
-            "step": self.step,
-            "num_skipped": self.num_skipped,
-            "num_tokens": self.num_tokens,
-            "seconds": self.seconds,
-            "losses": self.losses,
-            "regimes": [regime.state() for regime in self.regimes],
-            "key": self._key(),
-        }
-        save_progress(self.work_dir, self.trained, self.optimizer, progress)
+    def after_step(self, documents: list[list[int]]) -> None:
+        if self.step % len(self.batches) == 0:
+            epoch = self.step // len(self.batches) - 1
+            ended = [regime.after_epoch(self.model, epoch) for regime in self.regimes]
+            self.stopped = any(ended)
 
-    def _resume(self) -> None:
-        if self.work_dir is None:
-            return
-        self.work_dir.mkdir(parents=True, exist_ok=True)
-        progress = load_progress(self.work_dir, self.trained, self.optimizer, self._key())
-        if progress is not None:
-            self._restore(progress)
+    def state(self) -> dict[str, Any]:
+        return {"num_skipped": self.num_skipped, "regimes": [regime.state() for regime in self.regimes]}
 
-    def _restore(self, progress: Mapping[str, Any]) -> None:
-        self.step, self.num_skipped = progress["step"], progress["num_skipped"]
-        self.num_tokens, self.seconds = progress["num_tokens"], progress["seconds"]
-        self.losses = [(step, loss) for step, loss in progress["losses"]]
-        for regime, state in zip(self.regimes, progress["regimes"], strict=True):
-            regime.restore(state)
-
-    def _key(self) -> str:
-        """What must be equal for a checkpoint to be this run's."""
-        settings = self.params.model_dump(exclude={"checkpoint_s"})
-        names = [type(regime).__module__ for regime in self.regimes]
-        return json.dumps([settings, names, self.label, self.seed, sorted(self.trained), _digest(self.batches)])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.num_skipped = state["num_skipped"]
+        for regime, own in zip(self.regimes, state["regimes"], strict=True):
+            regime.restore(own)
 
 
 def num_steps(documents: Sequence[Sequence[int]], params: TrainingParams) -> int:

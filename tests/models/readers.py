@@ -69,27 +69,27 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/evaluation/watch.py": {"evaluation.watch": "fall recover between_alarms min_requests"},
     "models/learning/distill.py": {
         "learning.distill": (
-            "validation patience learning_rate warmup schedule average weight_decay num_epochs "
-            "min_steps batch_tokens max_grad_norm max_minutes checkpoint_s num_threads loss answers "
+            "validation patience learning_rate warmup schedule average num_epochs "
+            "min_steps batch_tokens max_minutes num_threads loss answers "
             "teachers"
         )
+    },
+    "models/learning/loop.py": {
+        "learning.distill": "weight_decay max_grad_norm checkpoint_s",
+        "stages.Select": "weight_decay max_grad_norm checkpoint_s",
+        "stages.Shrink": "weight_decay max_grad_norm checkpoint_s",
+        "stages.Pretrain": "weight_decay max_grad_norm checkpoint_s",
+        "stages.Quantize": "weight_decay max_grad_norm checkpoint_s",
+        "stages.Finetune": "weight_decay max_grad_norm checkpoint_s",
     },
     "models/learning/fitted.py": {"learning.distill": "lengths verify"},
     "models/learning/teacher.py": {"learning.teacher.TeacherParams": "weight"},
     "models/learning/training.py": {
-        "stages.Select": "learning_rate warmup weight_decay num_epochs batch_tokens max_grad_norm checkpoint_s",
-        "stages.Shrink": (
-            "learning_rate warmup weight_decay num_epochs batch_tokens max_length max_grad_norm checkpoint_s"
-        ),
-        "stages.Pretrain": (
-            "learning_rate warmup weight_decay num_epochs batch_tokens max_length max_grad_norm checkpoint_s"
-        ),
-        "stages.Quantize": (
-            "learning_rate warmup weight_decay num_epochs batch_tokens max_length max_grad_norm checkpoint_s"
-        ),
-        "stages.Finetune": (
-            "learning_rate warmup weight_decay num_epochs batch_tokens max_length max_grad_norm checkpoint_s"
-        ),
+        "stages.Select": "learning_rate warmup num_epochs batch_tokens",
+        "stages.Shrink": ("learning_rate warmup num_epochs batch_tokens max_length"),
+        "stages.Pretrain": ("learning_rate warmup num_epochs batch_tokens max_length"),
+        "stages.Quantize": ("learning_rate warmup num_epochs batch_tokens max_length"),
+        "stages.Finetune": ("learning_rate warmup num_epochs batch_tokens max_length"),
     },
     "models/learning/unrolled_loss.py": {"learning.distill": "step_decay follow"},
     "models/learning/written.py": {

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from models.evaluation.lookback import ALL, Floats, Params, findings
+from models.evaluation.lookback import Floats, Params, findings
+from models.types import ALL
 
 K = 3
 ALPHA = Params().alpha

@@ -77,16 +77,16 @@ def test_a_killed_run_resumes_to_the_same_weights_bit_by_bit(
     head_states = hidden_states(cut, tiny_target, samples, work)
     interrupted = distill._Loop(cut, tiny_target, head_states, params(checkpoint_s=0.0), K, work, 0)
     steps = iter(range(7))
-    original = interrupted._optimize
+    original = interrupted.advance
 
-    def optimize(batch: list[Sample], done: float) -> float:
+    def advance(batch: list[Sample]) -> float:
         if next(steps, None) is None:
             raise _Stop
-        return original(batch, done)
+        return original(batch)
 
-    interrupted._optimize = optimize  # the kill: in the middle of a step, after the last checkpoint
+    interrupted.advance = advance  # the kill: in the middle of a step, after the last checkpoint
     with pytest.raises(_Stop):
-        interrupted.run(lambda progress: None)
+        interrupted.run()
     resumed = new_head(tiny_target, samples)
     report = distill.train(resumed, tiny_target, samples, params(), K, work)
     assert report.num_steps == params().num_epochs * len(length_buckets(samples, 256))
@@ -226,16 +226,16 @@ def test_a_killed_run_with_a_mean_and_a_state_resumes_to_the_same_weights(
     states = hidden_states(cut, tiny_target, samples, work)
     loop = distill._Loop(cut, tiny_target, states, params(**settings), K, work, 0)
     loop.go_on_from(end)
-    original, steps = loop._optimize, iter(range(12))
+    original, steps = loop.advance, iter(range(12))
 
-    def optimize(batch: list[Sample], done: float) -> float:
+    def advance(batch: list[Sample]) -> float:
         if next(steps, None) is None:
             raise _Stop
-        return original(batch, done)
+        return original(batch)
 
-    loop._optimize = optimize
+    loop.advance = advance
     with pytest.raises(_Stop):
-        loop.run(lambda progress: None)
+        loop.run()
     resumed = new_head(tiny_target, samples)
     run(resumed, tiny_target, samples, work, state=end, state_out=tmp_path / "b", **settings)
     assert all(torch.equal(tensor, resumed.state_dict()[name]) for name, tensor in whole.state_dict().items())

@@ -149,15 +149,15 @@ def test_a_run_that_was_killed_anywhere_ends_as_the_unbroken_one(
     settings = {"schedule": "constant", "average": 0.8, "learning_rate": 4e-3}
     whole, report = train(tiny_target, samples, tmp_path / "whole", **settings)
     assert len(report.taus) > 2
-    optimize, steps = distill._Loop._optimize, iter(range(killed_at))
+    advance, steps = distill._Loop.advance, iter(range(killed_at))
 
-    def killed(self: distill._Loop, batch: list[Sample], done: float) -> float:
+    def killed(self: distill._Loop, batch: list[Sample]) -> float:
         if next(steps, None) is None:
             raise _Kill
-        return optimize(self, batch, done)
+        return advance(self, batch)
 
     with monkeypatch.context() as machine, pytest.raises(_Kill):
-        machine.setattr(distill._Loop, "_optimize", killed)
+        machine.setattr(distill._Loop, "advance", killed)
         train(tiny_target, samples, tmp_path / "cut", **settings)
     resumed, again = train(tiny_target, samples, tmp_path / "cut", **settings)
     assert again.taus == report.taus
