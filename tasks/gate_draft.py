@@ -277,7 +277,7 @@ def _show(judged: Judged) -> None:
     ]
     found = f"gain {gain.value:+.3f} tokens a step, at least {gain.low:+.3f}"
     counted = f"{evidence.num_clusters} clusters held out in {evidence.num_windows} windows"
-    table("gate", rows, "; ".join([report.verdict, found, counted, *report.reasons]))
+    table("gate", rows, "; ".join([str(report.verdict), found, counted, *report.reasons]))
     if judged.test.left_out:
         run_logger().info("no conversation to judge: %s", ", ".join(judged.test.left_out))
 
