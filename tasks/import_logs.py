@@ -1,7 +1,8 @@
 """Put requests that were served elsewhere into the query log, under the rules that hold for those that are served here.
 
 Who imports a file says with that that its owners agreed to training: the rows get consent "full". Texts are scrubbed
-before they are written, and a row's id is the hash of its content, so that importing twice adds nothing. A row holds
+before they are written, and a row's id is the hash of its subjects and content, so that importing twice adds nothing.
+A row holds
 
 - `prompt_ids` and `completion_ids`: tokens of the target; they count if there is something else as well;
 - or what `models.conversations` reads: chats, exchanges of OpenAI's API, prompts with or without answers.
@@ -161,9 +162,12 @@ class _Reader:
         )
 
     def name(self, exchange: _Exchange) -> str:
-        """Return the id of an exchange's row, by its content; of one that the target is to answer, by what is asked."""
+        """Return the id of an exchange's row, by its subjects and its content: two people's rows are two.
+
+        Of one that the target is to answer it is by what is asked.
+        """
         said = exchange.temperature if exchange.completion is None else exchange.completion.ids
-        content = canonical_json([self._target_version, exchange.prompt.ids, said])
+        content = canonical_json([self._target_version, exchange.subjects, exchange.prompt.ids, said])
         return f"{ELSEWHERE}{hashlib.sha256(content).hexdigest()[:32]}"
 
     def _rows(self, files: Sequence[Path]) -> Iterator[tuple[str, Row]]:

@@ -3,11 +3,12 @@
     python -m tests.benchmarks.speed_estimate TARGET DRAFT --data FOLDER
 
 FOLDER holds `gsm8k.jsonl`, `mbpp.jsonl` and `wikisql.jsonl`, chats a line. For each number of streams one compiled
-engine starts with an empty table of what steps take. Each domain's prompts are first asked as a service asks them,
-twice, and the estimate is read then: no plain request has run by that time but the engine's own measurement. Then the
-same prompts are asked with drafting and without it in turn, in an order that flips from round to round, each with an
-empty prefix cache. On ÷ off is the ratio of tokens a second of one request, its prompt's reading included, with a 95%
-interval over rounds and requests. Prints a line for each number of streams and domain, and one JSON line.
+engine starts with an empty table of what steps take; it remembers no answers, since the same prompts come again. Each
+domain's prompts are first asked as a service asks them, twice, and the estimate is read then: no plain request has run
+by that time but the engine's own measurement. Then the same prompts are asked with drafting and without it in turn, in
+an order that flips from round to round, each with an empty prefix cache. On ÷ off is the ratio of tokens a second of
+one request, its prompt's reading included, with a 95% interval over rounds and requests. Prints a line for each number
+of streams and domain, and one JSON line.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from vllm import SamplingParams
 from infra.doctor import openmp_preload
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
-from models.engines import Completion
+from models.engines import Completion, LookUp
 from models.engines import vllm as served
 from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
@@ -76,7 +77,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
     """Return a row for each domain."""
     rows, prompts = [], prompts_of(given.data, given.target, given.prompts)
     with tempfile.TemporaryDirectory() as costs:
-        params = served.Params(enforce_eager=given.eager, max_num_seqs=16)
+        params = served.Params(enforce_eager=given.eager, max_num_seqs=16, lookup=LookUp(remembered=0))
         engine = await VllmEngine.start(given.target, given.draft, params, draft_version="1", costs=Path(costs))
         try:
             await measure_steps(engine)

@@ -105,6 +105,14 @@ def test_whoever_a_row_names_can_be_erased_by_that_name(field: str, log: QueryLo
     assert [row.subject for row in log.rows(1, 9)] == [None]
 
 
+def test_of_two_people_who_asked_the_same_each_has_a_row_of_their_own_to_erase(log: QueryLog, write: Write) -> None:
+    rows = [{"messages": CHAT, "subject": name} for name in ("ann", "bob", "ann")]
+    report = import_logs.fn([write(*rows)], max_len=256)
+    assert (report.num_added, report.num_repeated) == (2, 1)
+    assert erase_subject(load_settings(), "bob").rows == 1
+    assert [row.subject for row in log.rows(1, 9)] == [subject_of(None, "ann")]
+
+
 def test_a_group_is_hashed_apart_from_those_of_clients(log: QueryLog, write: Write) -> None:
     rows = [{"prompt": f"question {name}", "completion": "answer", "group": name} for name in ("g", "h", "")]
     import_logs.fn([write(*rows, {"prompt": "another", "completion": "answer", "group": "g"})], max_len=256)
