@@ -25,7 +25,7 @@ from infra.manifest import MANIFEST_NAME, Manifest
 from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.service_process import compiled_folder, ray_folder
+from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile

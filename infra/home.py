@@ -20,7 +20,7 @@ from typing import Any
 from infra.artifacts import renamed_when_complete
 from infra.keys import bring_keys, keys_path
 from infra.logfile import COPIES
-from infra.service_process import config_path
+from infra.serving import config_path
 from infra.settings import Settings
 
 FORMAT_FILE, LOCK_FILE = "home.json", ".home.lock"

@@ -16,9 +16,9 @@ import threading
 from importlib.resources import files
 from pathlib import Path
 
-from infra.doctor import haproxy_binary
+from infra.installed import haproxy_binary
 from infra.processes import PR_SET_PDEATHSIG, wait_until
-from infra.service_process import front_folder
+from infra.serving import front_folder
 from services.access import INTERNAL_ERROR, Refusal
 from services.config import ServiceConfig
 from services.edge import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED

@@ -19,7 +19,7 @@ from infra.home import close_to_others, open_home
 from infra.keys import bring_keys, require_client
 from infra.processes import hold_port
 from infra.secret import home_secret
-from infra.service_process import serving
+from infra.serving import serving
 from infra.settings import load_settings
 from services.config import read_config
 

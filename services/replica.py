@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
-from infra.doctor import openmp_preload
-from infra.service_process import compiled_folder
+from infra.installed import openmp_preload
+from infra.serving import compiled_folder
 from models.engines.vllm import child_environment
 from services.config import ServiceConfig
 from services.failures import VLLM_LOGGING

@@ -13,7 +13,7 @@ from infra.home import close_to_others
 from infra.memory import SERVICE_ENDS_AT
 from infra.processes import children_named, process_identity
 from infra.secret import home_secret
-from infra.service_process import ray_folder
+from infra.serving import ray_folder
 from infra.settings import load_settings
 from services.config import ServiceConfig, read_config
 from services.edge import CONFIG_VARIABLE

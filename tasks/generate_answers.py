@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder

@@ -15,7 +15,7 @@ import httpx
 import openai
 
 from infra.artifacts import staged
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.keys import add_key, bring_keys, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from infra.client import SERVED_NAME
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.peers import SUFFIX_TREES, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry

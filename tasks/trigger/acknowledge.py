@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Literal
 
 from infra.memory import Watchdog, gives_way
-from infra.service_process import is_served
+from infra.serving import is_served
 from infra.settings import load_settings
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Ok, Result, Retry

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infra.processes import wait_until
-from infra.service_process import config_path
+from infra.serving import config_path
 from infra.settings import load_settings
 from models.checkpoints.checkpoint import read_tensors
 from models.checkpoints.loading import load_model

@@ -19,7 +19,7 @@ from infra.home import FORMAT_FILE, latest_format, open_home
 from infra.keys import read_keys, sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.service_process import config_path
+from infra.serving import config_path
 from infra.settings import Settings
 from infra.status import Phase
 from models.drafting.draft_families import family_named, family_of, open_draft

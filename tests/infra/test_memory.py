@@ -21,7 +21,7 @@ from infra.memory import (
     own_gib,
     read_memory,
 )
-from infra.service_process import serving
+from infra.serving import serving
 from services.runner import RAY_VARIABLES
 from tests.infra.rows import ROOT
 

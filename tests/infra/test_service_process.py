@@ -1,11 +1,9 @@
 """A service is found again by the file that it was started with."""
 
 import json
-import os
 import re
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,23 +13,19 @@ import pytest
 
 from infra import service_process
 from infra.keys import keys_path, operator_key, read_keys, sha256_of
-from infra.processes import Child, free_port, wait_until
+from infra.processes import free_port
 from infra.service_process import (
     client_of,
-    compiled_folder,
-    config_path,
-    front_folder,
     last_status,
     last_url,
     require_startable,
-    serving,
     start_service,
     starting,
     write_config,
 )
+from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
-from tests.infra.rows import ROOT
 from tests.infra.statuses import STATUS
 
 # Compiles one kernel, and answers a second after that, where the file of settings says.
@@ -110,19 +104,6 @@ def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: 
     write_config({"host": "127.0.0.1", "port": 0}, settings)
 
 
-@pytest.mark.slow
-def test_f39_a_service_that_was_killed_holds_its_home_no_more(settings: Settings) -> None:
-    code = "import sys, time; from pathlib import Path; from infra.service_process import serving\n"
-    code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
-    argv = [sys.executable, "-c", code, str(settings.home)]
-    with Child.start(argv, {"PYTHONPATH": str(ROOT)}, settings.home / "log", "the first") as first:
-        wait_until(lambda: "serving" in first.tail(), 60, first, "the first")
-        with pytest.raises(ValueError, match="at http://gone"):
-            require_startable(settings, 0)
-        first.stop(0.0)  # kill -9 of all of it
-        require_startable(settings, 0)
-
-
 def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -136,17 +117,6 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
         require_startable(Settings(home=tmp_path, host="0.0.0.0"), 0)
     require_startable(Settings(home=tmp_path, host="0.0.0.0", api_keys=("a-clients-key",)), 0)
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
-
-
-def test_the_fronts_folder_is_for_nobody_else_and_its_sockets_path_is_never_too_long(tmp_path: Path) -> None:
-    folders = [front_folder(tmp_path / (letter * 100)) for letter in "ab"]
-    with tempfile.TemporaryDirectory() as home:
-        assert front_folder(Path(home)) == Path(home, "front")
-    assert folders[0] != folders[1]
-    for folder in folders:
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert len(os.fsencode(folder / "replica.sock.1234567")) < 108
-        folder.rmdir()
 
 
 def test_without_a_service_there_is_no_status(settings: Settings) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infra.processes import Child, free_port, wait_until
-from infra.service_process import is_served
+from infra.serving import is_served
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_config
 from services.main import main
