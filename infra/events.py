@@ -17,7 +17,7 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.status import EventCounts
+from pydantic import BaseModel, ConfigDict, Field
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
 DRAFT_TAKEN_BACK = "redraft.draft.taken_back"
@@ -30,6 +30,16 @@ RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
 TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)
+
+
+class EventCounts(BaseModel):
+    """What became of the events for the orchestrator."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sent: int = Field(description="events that the orchestrator took since the start")
+    dropped: int = Field(description="events that it did not take")
+    last_error: str | None = Field(description="why the last of them was dropped")
 
 
 class Emitter:

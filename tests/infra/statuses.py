@@ -1,6 +1,7 @@
 """What a service may say of itself."""
 
-from infra.status import DomainAcceptance, EventCounts, LogCounts, Pace, Phase, Proof, ServiceStatus, Speed
+from infra.events import EventCounts
+from infra.status import DomainAcceptance, LogCounts, Pace, Phase, Proof, ServiceStatus, Speed
 
 STATUS = ServiceStatus(
     phase=Phase.SERVING,
