@@ -21,15 +21,15 @@ from torch import Tensor
 
 from models import catalog
 from models.answers import Written
-from models.checkpoints.loading import stop_ids
 from models.drafting.drafters import SelfDrafter
+from models.drafting.sampling import draw
 from models.drafts import Draft
 from models.engines import Sampling
-from models.engines.torch.sampling import draw
 from models.layers.decoder import Cache, Decoder
 from models.learning.batches import hidden_states
 from models.learning.hidden import HiddenStates, Sample
 from models.precision import fast_dtype
+from models.targets import stop_ids
 
 MIN_TOKENS = 3  # of an answer that there is something to learn from: one that is given, one drafted, one after it
 OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], None]

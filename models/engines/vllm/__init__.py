@@ -18,7 +18,7 @@ from models.lengths import goodput
 from models.params import BaseParams, did_you_mean, require_unsaid
 
 if TYPE_CHECKING:
-    from models.serving import Serving
+    from models.serving import Serve
     from models.verify import Rules
 
 PAPER = "arXiv:2309.06180"
@@ -140,7 +140,7 @@ def require_draft(draft: BaseParams, params: Params) -> None:
         require_unsaid(params, ("lookup", "lengths", "draft_sample_method"), "[engine]", why)
 
 
-def require_serving(serve: "Serving", draft: BaseParams) -> None:
+def require_serving(serve: "Serve", draft: BaseParams) -> None:
     """Raise ValueError if the endpoint has no such tool parser, or no hidden states can be captured."""
     if serve.tool_parser:
         require_tool_parser(serve.tool_parser)
