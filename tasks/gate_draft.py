@@ -22,7 +22,7 @@ from infra.versions import Pair, is_usable
 from infra.views import Interval
 from infra.views.gate import PASSED, REFUSED, UNDECIDED, DomainEvidence, GateReport, GateTest, Limits
 from infra.windows import Window
-from models.drafting.draft_families import module_of, open_draft
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
 from models.evaluation import gate
 from models.evaluation.acceptance import Estimate
@@ -194,12 +194,7 @@ class Scorer:
                 "samples": samples,
             },
             inputs={"target": self.pair.target_files, "draft": draft},
-            code=(
-                __name__,
-                "tasks.measure_draft",
-                "models.evaluation.scoring",
-                module_of(open_artifact(draft)),
-            ),
+            code=(make, measure_probe, score, family_of(open_artifact(draft))),
             make=gently(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())

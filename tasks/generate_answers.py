@@ -62,7 +62,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
             "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
         },
         inputs={"target": target, "prompts": prompts},
-        code=(__name__, "models.evaluation.golden"),
+        code=(make, save_golden),
         make=make,
     )
 

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
-from models.drafting.draft_families import module_of, open_draft
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
 from models.evaluation.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.evaluation.golden import load_golden
@@ -83,7 +83,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
             "seed": recipe.seed,
         },
         inputs={"target": target, "draft": draft, "samples": samples},
-        code=(__name__, "models.evaluation.scoring", module_of(open_artifact(draft))),
+        code=(make, score, family_of(open_artifact(draft))),
         make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
