@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, Self
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from infra.serving import SERVED_NAME
 from infra.status import RunningService, ServiceStatus, parse_status
 
-SERVED_NAME = "target"
 TIMEOUT_S = 60.0
 CHAT_TIMEOUT_S = 120.0
 FOLLOW_TIMEOUT_S = 180.0

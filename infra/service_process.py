@@ -56,18 +56,20 @@ def write_config(config: Mapping[str, Any], settings: Settings) -> str:
     """Write what the service is to know (services/config.py), and return the URL that it will have.
 
     Args:
-        config: port 0 takes a free one.
-        settings: where everything lies.
+        config: what is served, and how; port 0 takes a free one.
+        settings: where everything lies; clients' keys stay out of the file.
 
     Raises:
         ValueError: see `require_startable`.
     """
-    require_startable(settings, config["port"])
-    host, port = config["host"], config["port"] or free_port(config["host"])
+    serve = config["serve"]
+    require_startable(settings, serve["port"])
+    serve = {**serve, "port": serve["port"] or free_port(settings.host)}
     path = config_path(settings)
     path.touch(mode=0o600)
-    path.write_text(json.dumps({**config, "port": port}, indent=1) + "\n")
-    return f"http://{host}:{port}"
+    told = settings.model_dump(mode="json", exclude={"api_keys"})
+    path.write_text(json.dumps({**config, "settings": told, "serve": serve}, indent=1) + "\n")
+    return last_url(settings)
 
 
 def starting(config: Mapping[str, Any], settings: Settings) -> str:
@@ -131,7 +133,7 @@ def last_url(settings: Settings) -> str:
     if not path.is_file():
         raise ValueError("no service was started yet; run: redraft serve")
     config = json.loads(path.read_text())
-    return f"http://{config['host']}:{config['port']}"
+    return f"http://{config['settings']['host']}:{config['serve']['port']}"
 
 
 def client_of(settings: Settings, url: str = "") -> Client:

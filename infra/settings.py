@@ -42,14 +42,7 @@ def _keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
-def _absolute(value: object) -> object:
-    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
-
-
-AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
-
-# Folder in a cache; see `Settings.costs`.
-COSTS = "costs"
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class Settings(BaseModel):
@@ -89,7 +82,7 @@ class Settings(BaseModel):
     @property
     def costs(self) -> Path:
         """Where engines keep what their steps take."""
-        return self.cache / COSTS
+        return self.cache / "costs"
 
     @property
     def mlflow_files(self) -> Path:

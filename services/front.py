@@ -93,7 +93,7 @@ class Front:
             folder: for its files, which nobody else can enter.
         """
         self.socket = folder / "replica.sock"
-        self._address = (config.host, config.port)
+        self._address = (config.settings.host, config.serve.port)
         self._argv = [str(binary), "-db", "-f", str(_write(config, folder, self.socket))]
         self._ending = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -187,8 +187,8 @@ def _write(config: ServiceConfig, folder: Path, socket: Path) -> Path:
             guard=_quoted(files("services") / "guard.lua"),
             lost=_quoted(folder / "lost.events"),
             errors="\n".join(lines),
-            host=config.host,
-            port=config.port,
+            host=config.settings.host,
+            port=config.serve.port,
             overloaded=_quoted(folder / "overloaded.http"),
             requests=config.max_requests,
             socket=_quoted(socket),

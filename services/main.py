@@ -40,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = read_config(arguments.config)
             config.engine_params()
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
-            require_client(config.keys, config.host)
-            home_secret(config.keys.parent)  # the replica's, which could tell nobody that it is wrong
-            held.enter_context(hold_port(config.host, config.port))  # Ray takes many before the proxy starts
-            held.enter_context(serving(settings.home, f"http://{config.host}:{config.port}"))
+            require_client(config.keys, config.settings.host)
+            home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
+            held.enter_context(
+                hold_port(config.settings.host, config.serve.port)
+            )  # Ray takes many before the proxy starts
+            held.enter_context(serving(settings.home, config.url))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)
             return 2

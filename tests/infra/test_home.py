@@ -3,32 +3,22 @@
 Of it are kept the registry with the champion pair, the query log, the service's files and its demonstration's figures.
 """
 
-import asyncio
 import json
 import os
 import sqlite3
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from infra import home
 from infra.home import FORMAT_FILE, latest_format, open_home
-from infra.keys import read_keys, sha256_of
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.serving import config_path
 from infra.settings import Settings
-from infra.status import Phase
 from models.drafting.draft_families import family_named, family_of, open_draft
-from models.engines.torch import Params, TorchEngine
-from models.evaluation.golden import load_golden
-from models.targets import describe
-from services.config import read_config
-from services.drafts import DraftSource, choose_boot_draft, read_memory
-from services.reconciler import Reconciler
 from tests.infra.homes.old import old_home
 
 
@@ -100,45 +90,6 @@ def test_its_query_log_and_its_champions_are_read(settings: Settings) -> None:
     assert open_draft(draft, target).taps
 
 
-@pytest.mark.slow
-def test_its_service_starts_with_what_it_remembers_and_serves(settings: Settings) -> None:
-    open_home(settings)
-    registry, target = open_registry(settings), open_registry(settings).champion("target")
-    assert target is not None
-    directory = registry.download(target, settings.cache)
-    config = read_config(config_path(settings))
-    assert (config.follow_drafts, config.serve.poll_s, config.serve.watch.fall) == (True, 1.0, 0.3)
-    assert (config.target_dir, config.state) == (directory, settings.home / "service-state.json")
-    memory, counts = read_memory(config.state), Counter[str]()
-    assert [version.number for version in memory.good] == [2, 1]
-    k = config.engine_params().num_draft_tokens
-    source = DraftSource(registry, settings.cache, describe(directory), k)
-    boot, memory = choose_boot_draft(source, memory, counts)
-    assert boot is not None
-    goldens, threshold = load_golden(directory)
-
-    async def serve() -> Phase:
-        params = Params(num_draft_tokens=source.served_k(boot.version))
-        engine = await TorchEngine.start(directory, boot.directory, params, draft_version=str(boot.version.number))
-        loop = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
-        await loop.tick()
-        return loop.state.phase
-
-    assert (boot.version.number, asyncio.run(serve()), counts) == (2, Phase.SERVING, {})
-
-
-def test_keys_that_lay_open_in_the_services_file_are_kept_as_hashes_and_their_policies_stay(settings: Settings) -> None:
-    file = config_path(settings)
-    held = json.loads(file.read_text()) | {"api_keys": ["the-first-key", {"key": "the-second-key", "log": "none"}]}
-    file.write_text(json.dumps(held))
-    open_home(settings)
-    assert {key.sha256: key.log for key in read_keys(read_config(file).keys)} == {
-        sha256_of("the-first-key"): None,
-        sha256_of("the-second-key"): "none",
-    }
-    assert not [name for name, content in contents(settings).items() if b"the-first-key" in content]
-
-
 def test_opening_it_again_changes_nothing(settings: Settings) -> None:
     open_home(settings)
     once = contents(settings)
@@ -167,7 +118,7 @@ def test_a_kill_between_steps_does_no_harm(settings: Settings, monkeypatch: pyte
     assert (format_of(settings), done) == (3, ["killed", "second"])
     for step in others:
         step(settings)
-    assert read_config(config_path(settings)).follow_drafts
+    assert json.loads(config_path(settings).read_text())["follow_drafts"]
 
 
 def test_a_new_home_is_of_the_latest_format(tmp_path: Path) -> None:

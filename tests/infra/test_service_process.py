@@ -65,7 +65,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def server(settings: Settings) -> Iterator[HTTPServer]:
     """A server that runs where the last service was started."""
-    url = write_config({"host": "127.0.0.1", "port": 0}, settings)
+    url = write_config({"serve": {"port": 0}}, settings)
     with HTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -75,10 +75,10 @@ def server(settings: Settings) -> Iterator[HTTPServer]:
 
 
 def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(settings: Settings) -> None:
-    url = write_config({"host": "127.0.0.1", "port": 0}, settings)
+    url = write_config({"serve": {"port": 0}}, settings)
     written = json.loads(config_path(settings).read_text())
-    assert url == last_url(settings) == f"http://127.0.0.1:{written['port']}"
-    assert written["port"] > 0
+    assert url == last_url(settings) == f"http://127.0.0.1:{written['serve']['port']}"
+    assert written["serve"]["port"] > 0
     assert config_path(settings).stat().st_mode & 0o777 == 0o600
 
 
@@ -87,7 +87,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(settings: Settings) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ValueError, match="is in use"):
-            write_config({"host": "127.0.0.1", "port": taken.getsockname()[1]}, settings)
+            write_config({"serve": {"port": taken.getsockname()[1]}}, settings)
     assert not config_path(settings).exists()
 
 
@@ -96,12 +96,12 @@ def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: 
     with serving(settings.home, "http://127.0.0.1:4711"):
         for second in (
             lambda: serving(settings.home, "http://127.0.0.1:4712").__enter__(),
-            lambda: write_config({"host": "127.0.0.1", "port": 0}, settings),
+            lambda: write_config({"serve": {"port": 0}}, settings),
         ):
             with pytest.raises(ValueError, match=r"^this home is served already, at http://127\.0\.0\.1:4711$"):
                 second()
         assert not config_path(settings).exists()  # the first one is still found
-    write_config({"host": "127.0.0.1", "port": 0}, settings)
+    write_config({"serve": {"port": 0}}, settings)
 
 
 def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_without_a_service_there_is_no_status(settings: Settings) -> None:
     assert last_status(settings) is None
     with pytest.raises(ValueError, match="run: redraft serve"):
         last_url(settings)
-    write_config({"host": "127.0.0.1", "port": free_port()}, settings)
+    write_config({"serve": {"port": free_port()}}, settings)
     assert last_status(settings) is None
 
 
@@ -138,7 +138,7 @@ def test_a_service_tells_its_status_once_it_is_ready(settings: Settings, server:
 def test_keys_of_the_variable_are_accepted_by_their_hashes(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, api_keys=("the-first-key",))
     for _ in range(2):
-        write_config({"host": "127.0.0.1", "port": 0}, settings)
+        write_config({"serve": {"port": 0}}, settings)
     [key] = read_keys(keys_path(settings))
     assert (key.role, key.sha256, key.accepted) == ("client", sha256_of("the-first-key"), True)
     assert not [file for file in tmp_path.iterdir() if b"the-first-key" in file.read_bytes()]
