@@ -25,6 +25,10 @@ LOST = {
     "frozen weights": "rewrites the frozen weights of {}",
     "weight gradients": "changes gradients of weights, of which there are none with {}",
 }
+# What of training one regime can change: how linear layers multiply, which layers run, what of the weights is free,
+# which steps run, how documents become batches, what is kept for the backward pass, in which format is computed, where
+# the optimizer's state lies, when training ends, and the loop itself.
+PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "optimizer", "end", "loop")
 # What an exception of a quantized model leaves as it was, instead of naming another method.
 FLOAT = "float"
 # What engines multiply as one matrix.
@@ -74,7 +78,7 @@ def require_compatible(regimes: Sequence[BaseParams]) -> None:
         parts = catalog.load("regimes", regime.name).CHANGES
         if "loop" in parts and len(regimes) > 1:
             raise ValueError(f'regime "{regime.name}" is a loop of its own and combines with no other')
-        for part in (part for part in import_module("models.regimes").PARTS if part in parts):
+        for part in (part for part in PARTS if part in parts):
             if part in changed:
                 raise ValueError(f'regimes "{changed[part]}" and "{regime.name}" both change the {part}; choose one')
             changed[part] = regime.name

@@ -12,6 +12,7 @@ from infra.settings import load_settings
 from infra.views.gate import UNJUDGED, DomainEvidence, GateReport
 from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
+from models.engines import Rules
 from models.evaluation.acceptance import CONFIDENCE, Estimate, resample_sums
 from models.evaluation.golden import load_golden
 from models.evaluation.paired import Score
@@ -19,7 +20,6 @@ from models.evaluation.scoring import STANDARD, score
 from models.learning.hidden import Sample
 from models.params import Frozen
 from models.recipe import Recipe
-from models.verify import Rules
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import table

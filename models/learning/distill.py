@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from models import catalog
-from models.answers import Written, require_labels, target, token_counts
+from models.answers import Rounds, require_labels, target, token_counts
 from models.drafts import Draft, Procedure
 from models.learning.averaged import Averaged
 from models.learning.batches import hidden_states
@@ -26,7 +26,6 @@ from models.learning.resume import load_progress, load_state, save_progress, sav
 from models.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.learning.unrolled_loss import UnrolledLoss
 from models.learning.validation import Validated, Validation, split
-from models.learning.written import Rounds
 from models.params import BaseParams
 
 
@@ -162,8 +161,9 @@ def train(
     report = on_progress or (lambda progress: None)
     samples, kept = split(samples, params.validation, seed, unseen)
     learnt: HiddenStates | Rounds
-    if isinstance(params.answers, Written):
-        learnt = Rounds(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
+    source = catalog.load("answers", params.answers.name)
+    if source.WRITES:
+        learnt = source.ROUNDS(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
     else:
         learnt = hidden_states(
             draft,
@@ -259,7 +259,7 @@ class _Loop:
             elif now - saved > self.params.checkpoint_s:
                 self._save()
                 saved = time.perf_counter()
-        if isinstance(self.learnt, Rounds):
+        if not isinstance(self.learnt, HiddenStates):
             self.learnt.end()
         self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
         if state_out is not None:
@@ -280,7 +280,7 @@ class _Loop:
 
     def _begin_round(self, report: Callable[[Progress], None]) -> None:
         """Where the draft writes, let it write what is learnt from this step on, unless it has."""
-        if not isinstance(self.learnt, Rounds) or (number := self.learnt.at(self.step, self.total)) == self.round:
+        if isinstance(self.learnt, HiddenStates) or (number := self.learnt.at(self.step, self.total)) == self.round:
             return
         if self.step:
             self._save()  # nobody goes on from before it: what was written there is removed

@@ -22,7 +22,7 @@ from models import catalog
 from models.drafting.draft_families import class_of, family_named, family_of, open_draft
 from models.drafting.self_draft import TargetRunner
 from models.drafts import Draft
-from models.engines import Completion, EngineParams, LookUp, Sampling
+from models.engines import Completion, EngineParams, LookUp, Rules, Sampling
 from models.engines.torch.joined import Joined
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
@@ -34,7 +34,7 @@ from models.precision import fast_dtype
 from models.targets import describe, stop_ids
 from models.throughput.cost import Cost, Time
 from models.trees import chain
-from models.verify import Rules, greedy, rejection
+from models.verify import greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
 FACTORS = True  # layers of low rank may be stored as two matrices

@@ -15,7 +15,8 @@ import torch
 
 from models.checkpoints import mixed
 from models.checkpoints.loading import load_floats, moved
-from models.layers.linears import blocks, enough_tokens
+from models.layers.layout import blocks
+from models.layers.linears import enough_tokens
 from models.stages import Quantize
 from models.together import FLOAT
 from tasks.measure import likeness
