@@ -18,11 +18,11 @@ from urllib.parse import unquote, urlsplit
 
 from infra import history
 from infra.artifacts import LEFTOVER, discard, held
+from infra.identity import process_identity
 from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
 from infra.logfile import COPIES
 from infra.manifest import MANIFEST_NAME, Manifest
-from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.serving import compiled_folder, ray_folder

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.processes import Child, answers, port_is_free, process_identity
+from infra.identity import process_identity
+from infra.processes import Child, answers, port_is_free
 
 STATE = "up.json"
 POLL_S = 0.5

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.identity import process_identity, process_place
 from infra.logfile import LogFile, counter
-from infra.processes import process_identity, process_place
 
 LEASE_S = 600.0
 RENEWALS_PER_LEASE = 10

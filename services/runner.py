@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from infra.home import close_to_others
+from infra.identity import PR_SET_PDEATHSIG, children_named, process_identity
 from infra.memory import SERVICE_ENDS_AT
-from infra.processes import children_named, process_identity
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME, ray_folder
 from services.config import ServiceConfig, read_config
@@ -22,7 +22,6 @@ APP_NAME = "redraft"
 NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
-PR_SET_PDEATHSIG = 1
 NODE = ("gcs_server", "raylet")  # Ray's own processes, without which nothing is served
 LOOK_S = 2.0  # between two looks at these, and at Ray's folder
 FLUSH_S = 5.0  # for the last bytes of answers that the replica has given, on their way to slow readers

@@ -15,9 +15,9 @@ from pydantic import Field
 
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
+from infra.identity import process_identity
 from infra.manifest import canonical_json
 from infra.probes import SIZE, Conversation, ProbeSets, plan
-from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.secret import home_secret
 from infra.settings import load_settings
