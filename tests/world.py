@@ -94,6 +94,7 @@ class World(Served):
         registry_uri: str = "",
         serve: dict[str, Any] | None = None,
         family: str = "eagle3",
+        cache: Path | None = None,
         **config: Any,
     ) -> None:
         """Register two drafts and promote the first.
@@ -104,12 +105,13 @@ class World(Served):
             registry_uri: of a running MLflow server; by default a database in the folder.
             serve: keys of its table "serve" that differ.
             family: of its drafts.
+            cache: where the service keeps what it downloads; by default a folder in the home.
             config: other settings of the service that differ.
         """
         self.home, self.target, self.family = home, target, family
         self.querylog = home / "log" / "queries.db"
         uri = registry_uri or f"sqlite:///{home}/mlflow.db"
-        self.settings = Settings(home=home, mlflow_uri=uri, querylog=self.querylog)
+        self.settings = Settings(home=home, mlflow_uri=uri, querylog=self.querylog, cache=cache or home / "cache")
         self.registry = open_registry(self.settings)
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", home)
