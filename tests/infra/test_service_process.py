@@ -39,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["port"]), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["serve"]["port"]), Handler).serve_forever()
 """
 
 
@@ -175,7 +175,7 @@ def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, mon
     monkeypatch.setattr(service_process, "service_argv", lambda _: argv)
     monkeypatch.setattr(service_process, "TELL_S", 0.1)
     told: list[str] = []
-    config = {"engine": {"name": "vllm"}, "host": "127.0.0.1", "port": 0}
+    config = {"engine": {"name": "vllm"}, "serve": {"port": 0}}
     child, _ = start_service(config, settings, told.append)
     child.stop()
     compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"
