@@ -17,15 +17,15 @@ import typer
 from rich.table import Table
 
 from flows.bench import advise, bench
-from flows.command import RecipeName, command_of, open_settings, out, prepare
+from flows.command import RecipeName, command_of, complete_erasures, open_settings, out, prepare
 from flows.home_commands import backup, clean, restore
 from flows.key_commands import KEYS, keys
 from flows.key_commands import add as add_key
 from flows.privacy_commands import erase, retain
 from flows.service_commands import down, logs, serve, status, traffic, up
-from infra.memory import go_first
 from infra.priority import lower_session
 from infra.settings import load_settings
+from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
 from tasks.measure.find_comparison import families
 
@@ -71,7 +71,8 @@ def refresh(recipe: RecipeName = DEFAULT_RECIPE) -> None:
 
     Example: redraft refresh --recipe tiny
     """
-    _, parsed = prepare(recipe)
+    settings, parsed = prepare(recipe)
+    complete_erasures(settings)
     from flows.refresh import refresh as flow
     from tasks.promote import open_champions
 

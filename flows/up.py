@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 from flows.command import complete_erasures
-from infra.doctor import openmp_preload
 from infra.guard import LOOPBACK, pages_login
 from infra.home import open_home
-from infra.processes import free_port, process_identity
+from infra.identity import process_identity
+from infra.installed import openmp_preload
+from infra.processes import free_port
 from infra.service_process import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,

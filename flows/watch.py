@@ -16,10 +16,11 @@ from typing import NoReturn
 
 from infra.events import DRAFT_RESOURCE, DRAFT_TAKEN_BACK, Emitter
 from infra.home import open_home
-from infra.memory import gives_way, go_first, read_memory
+from infra.memory import read_memory
 from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.versions import ForeignVersion
+from infra.watchdog import gives_way, go_first
 from infra.watches import TAKEN_BACK, Watches
 from models.recipe import Recipe, load_recipe
 

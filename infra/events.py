@@ -17,7 +17,9 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.status import EventCounts
+from pydantic import Field
+
+from models.types import Frozen
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
 DRAFT_TAKEN_BACK = "redraft.draft.taken_back"
@@ -30,6 +32,14 @@ RESOURCE, DRAFT_RESOURCE = "redraft.domain", "redraft.draft"
 TIMEOUT_S = 3.0
 
 log = logging.getLogger(__name__)
+
+
+class EventCounts(Frozen):
+    """What became of the events for the orchestrator."""
+
+    sent: int = Field(description="events that the orchestrator took since the start")
+    dropped: int = Field(description="events that it did not take")
+    last_error: str | None = Field(description="why the last of them was dropped")
 
 
 class Emitter:

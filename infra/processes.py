@@ -181,42 +181,6 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def process_identity(pid: int) -> str | None:
-    """Return what tells a process from a later one with the same id, or None if there is no such process.
-
-    It is the boot, the pid namespace and the start time, so that it also differs after a reboot. Zombies count as
-    gone.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    if fields[0] in "ZX":
-        return None
-    return f"{process_place()} {fields[19]}"
-
-
-def children_named(*names: str) -> dict[int, str]:
-    """Return the ids of this process's children of some names, with their identities; none where there is no /proc."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            start, _, rest = file.read_text().rpartition(")")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        pid, _, name = start.partition(" (")
-        identity = process_identity(int(pid)) if name in names and int(rest.split()[1]) == os.getpid() else None
-        if identity is not None:
-            found[int(pid)] = identity
-    return found
-
-
-def process_place() -> str:
-    """Return the boot and the pid namespace of this process: within one place, process ids mean the same."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
 def _guard(argv: list[str]) -> int:
     """Run `argv` in a session of its own until it ends, standard input closes, or a signal says so."""
     guard_pid = os.getpid()

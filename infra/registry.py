@@ -12,13 +12,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from infra.artifacts import renamed_when_complete
 from infra.lineage import Lineage
 from infra.locks import lock_file
 from infra.manifest import check_manifest
-from infra.settings import load_settings
+from infra.settings import Settings, load_settings
 from infra.store import NotFound, Store, translated
 from infra.versions import (
     OWN_TAGS,
@@ -346,22 +345,10 @@ class Registry:
                 raise
 
 
-class Addresses(Protocol):
-    """Where a registry is: settings say so, and what a service was started with."""
-
-    @property
-    def mlflow_uri(self) -> str:
-        """MLflow's store."""
-
-    @property
-    def mlflow_files(self) -> Path:
-        """Where MLflow keeps files."""
-
-
-def open_registry(addresses: Addresses | None = None) -> Registry:
-    """Return the registry that lies there, by default that of this process's settings."""
-    addresses = addresses or load_settings()
-    return Registry(addresses.mlflow_uri, addresses.mlflow_files)
+def open_registry(settings: Settings | None = None) -> Registry:
+    """Return the registry that lies where the settings say, by default those of this process."""
+    settings = settings or load_settings()
+    return Registry(settings.mlflow_uri, settings.mlflow_files)
 
 
 def _replaced_by(version: Version) -> int | None:

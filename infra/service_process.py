@@ -1,25 +1,19 @@
 """The service as a process of its own: started with a file of settings, and found again by that file."""
 
-import fcntl
-import hashlib
 import json
-import os
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import httpx
 
 from infra.client import Client
 from infra.compiling import Compiling
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
+from infra.serving import compiled_folder, config_path, is_served, served_by
 from infra.settings import Settings
 from infra.status import RunningService
 from infra.supervisor import read_state
@@ -30,48 +24,8 @@ START_TIMEOUT_S = 900.0
 END_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 2.0
 TELL_S = 1.0
-# Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
-MAX_RAY_DIR = 40
-MAX_FRONT_DIR = 80
-# Held by the service that runs, with its address in it.
-LOCK = ".service.lock"
-# Who only looks whether the home is served holds the lock for a moment.
-LET_GO_S, POLL_S = 1.0, 0.05
 # Answers of a proxy whose application is still starting.
 STARTING = (httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE)
-
-
-def config_path(settings: Settings) -> Path:
-    """Return the file that the last service was started with; `redraft status` finds the service by it."""
-    return settings.home / "service.json"
-
-
-@contextmanager
-def serving(home: Path, url: str) -> Iterator[None]:
-    """Hold a home for as long as the block serves it at an address; kill -9 lets go of it too.
-
-    Raises:
-        ValueError: it is served already, at the address that the message names.
-    """
-    with (home / LOCK).open("a+") as lock:
-        until_s = time.monotonic() + LET_GO_S
-        while not _held(lock, fcntl.LOCK_EX):
-            if time.monotonic() > until_s:
-                raise ValueError(_served_by(lock))
-            time.sleep(POLL_S)
-        lock.seek(0)
-        lock.truncate()
-        lock.write(url)
-        lock.flush()
-        yield
-
-
-def is_served(home: Path) -> bool:
-    """Return whether a service runs on a home."""
-    if not (home / LOCK).exists():
-        return False
-    with (home / LOCK).open("r") as lock:
-        return not _held(lock, fcntl.LOCK_SH)
 
 
 def require_startable(settings: Settings, port: int) -> None:
@@ -88,8 +42,7 @@ def require_startable(settings: Settings, port: int) -> None:
     if (state := read_state(home)) is not None and (url := state.url("service")):
         raise ValueError(f"this home is served already, at {url}, by `redraft up`")
     if is_served(home):
-        with (home / LOCK).open("r") as lock:
-            raise ValueError(_served_by(lock))
+        raise ValueError(served_by(home))
     for name, tried in (("REDRAFT_HOST", 0), ("[serve] port", port)):
         try:
             require_port_free(settings.host, tried)
@@ -103,58 +56,20 @@ def write_config(config: Mapping[str, Any], settings: Settings) -> str:
     """Write what the service is to know (services/config.py), and return the URL that it will have.
 
     Args:
-        config: port 0 takes a free one.
-        settings: where everything lies.
+        config: what is served, and how; port 0 takes a free one.
+        settings: where everything lies; clients' keys stay out of the file.
 
     Raises:
         ValueError: see `require_startable`.
     """
-    require_startable(settings, config["port"])
-    host, port = config["host"], config["port"] or free_port(config["host"])
+    serve = config["serve"]
+    require_startable(settings, serve["port"])
+    serve = {**serve, "port": serve["port"] or free_port(settings.host)}
     path = config_path(settings)
     path.touch(mode=0o600)
-    path.write_text(json.dumps({**config, "port": port}, indent=1) + "\n")
-    return f"http://{host}:{port}"
-
-
-def compiled_folder(cache: Path) -> Path:
-    """Return where a service keeps what it compiled of its models, for the next start."""
-    return cache / "compiled"
-
-
-def ray_folder(home: Path) -> Path:
-    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts.
-
-    Raises:
-        ValueError: the home's path is too long, and the folder that stands in for it is somebody else's.
-    """
-    return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
-
-
-def front_folder(home: Path) -> Path:
-    """Return the folder of the proxy before the service, made now, which other users can't enter.
-
-    Raises:
-        ValueError: see `ray_folder`.
-    """
-    folder = home / "front"
-    if len(str(folder)) > MAX_FRONT_DIR:
-        folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return folder
-
-
-def _short_folder() -> Path:
-    parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
-    parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ValueError(
-            f"{parent} is not this user's folder; set TMPDIR to one that is, or choose a shorter REDRAFT_HOME"
-        )
-    parent.chmod(0o700)
-    return parent
+    told = settings.model_dump(mode="json", exclude={"api_keys"})
+    path.write_text(json.dumps({**config, "settings": told, "serve": serve}, indent=1) + "\n")
+    return last_url(settings)
 
 
 def starting(config: Mapping[str, Any], settings: Settings) -> str:
@@ -218,7 +133,7 @@ def last_url(settings: Settings) -> str:
     if not path.is_file():
         raise ValueError("no service was started yet; run: redraft serve")
     config = json.loads(path.read_text())
-    return f"http://{config['host']}:{config['port']}"
+    return f"http://{config['settings']['host']}:{config['serve']['port']}"
 
 
 def client_of(settings: Settings, url: str = "") -> Client:
@@ -250,16 +165,3 @@ def last_status(settings: Settings) -> RunningService | None:
             if error.response.status_code in STARTING:
                 return None
             raise ValueError(f"{url} answers {error.response.status_code}: {error.response.text[:200]}") from error
-
-
-def _held(lock: IO[str], how: int) -> bool:
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _served_by(lock: IO[str]) -> str:
-    lock.seek(0)
-    return f"this home is served already, at {lock.read() or 'an address that is not known yet'}"

@@ -44,14 +44,7 @@ def _keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
-def _absolute(value: object) -> object:
-    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
-
-
-AbsolutePath = Annotated[Path, BeforeValidator(_absolute)]
-
-# Folder in a cache; see `Settings.costs`.
-COSTS = "costs"
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class Settings(Frozen):
@@ -91,7 +84,7 @@ class Settings(Frozen):
     @property
     def costs(self) -> Path:
         """Where engines keep what their steps take."""
-        return self.cache / COSTS
+        return self.cache / "costs"
 
     @property
     def mlflow_files(self) -> Path:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from pydantic import Field, ValidationError
 
+from infra.events import EventCounts
 from models.types import Frozen, Pace, Speed
 
 
@@ -61,14 +62,6 @@ class LogCounts(Frozen):
     dropped: int = Field(description="rows lost since the start: the queue was full or the log refused them")
     unlogged: int = Field(description="of the last 256 requests, those that may not be logged at all")
     last_error: str | None = Field(description="why the log refused rows last")
-
-
-class EventCounts(Frozen):
-    """What became of the events for the orchestrator."""
-
-    sent: int = Field(description="events that the orchestrator took since the start")
-    dropped: int = Field(description="events that it did not take")
-    last_error: str | None = Field(description="why the last of them was dropped")
 
 
 class ServiceStatus(Frozen):

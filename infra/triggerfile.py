@@ -129,6 +129,19 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def since(from_ms: int, at_ms: int) -> str:
+    """Return the time span between two moments, none where the clock was put back."""
+    return duration(max(0, at_ms - from_ms) / 1000)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in the largest unit that it fills."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 class TriggerFile:
     """The states in one SQLite file, made at first use. Safe to use from several threads and processes."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
-from infra.triggerfile import LastLook, Snapshot, now_ms
+from infra.triggerfile import LastLook, Snapshot, duration, now_ms, since
 from infra.triggers import Due, Fall, Fallen, Running
 from infra.versions import Version, is_usable
 from models.types import Frozen
@@ -115,19 +115,6 @@ def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | No
         if judged_here and not draft.was_champion and is_usable(draft):
             return draft
     return None
-
-
-def since(from_ms: int, at_ms: int) -> str:
-    """Return the time span between two moments, none where the clock was put back."""
-    return duration(max(0, at_ms - from_ms) / 1000)
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in the largest unit that it fills."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, at_ms: int) -> Waiting:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from infra.identity import process_identity, process_place
 from infra.logfile import LogFile, counter
-from infra.processes import process_identity, process_place
 from models.types import Frozen
 
 LEASE_S = 600.0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from models.chat_templates import Format, content_format, named
-from models.checkpoints.loading import stop_ids
 from models.markers import Markers
+from models.targets import stop_ids
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 # What OpenAI's parts of a message are made of; a template may read other fields, such as cache_control.

@@ -1,4 +1,4 @@
-"""How a service serves: table [serve] of a recipe, and part of what a service is started with."""
+"""How a service serves: table [serve] of a recipe."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +9,6 @@ from models import catalog
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.watch import Params as WatchParams
 from models.params import BaseParams, require_unsaid
-from models.reasoning import spec_reason, speculative_thinking
 from models.types import Frozen
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -122,9 +121,8 @@ class Reasoning(Frozen):
 
     model: str = ""
     engine: dict[str, Any] = {"name": "torch"}  # noqa: RUF012 - pydantic copies defaults
-    methods: tuple[Annotated[BaseParams, catalog.Method("reasoning")], ...] = (
-        spec_reason.Params(),
-        speculative_thinking.Params(),
+    methods: tuple[Annotated[BaseParams, catalog.Method("reasoning")], ...] = Field(
+        default_factory=lambda: tuple(catalog.load("reasoning", name).Params() for name in catalog.names("reasoning"))
     )
 
     @model_validator(mode="after")
@@ -141,10 +139,11 @@ class Reasoning(Frozen):
         return self
 
 
-class Serving(Frozen):
-    """How a service serves, wherever it listens.
+class Serve(Frozen):
+    """The endpoint. The address to bind is the machine's: REDRAFT_HOST.
 
     Attributes:
+        port: TCP port, 0 takes a free one.
         poll_s: seconds between looks at the registry.
         min_swap_interval_s: seconds between two swaps, at least.
         min_free_memory_gib: memory in GiB that a swap leaves free, at least; until then the new draft waits.
@@ -165,6 +164,7 @@ class Serving(Frozen):
         reasoning: a small model that answers in turn with the target, for requests that ask for it.
     """
 
+    port: int = Field(default=8000, ge=0, le=65535)
     poll_s: Positive = 5.0
     min_swap_interval_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     min_free_memory_gib: float = Field(default=0.25, ge=0, allow_inf_nan=False)
@@ -180,13 +180,3 @@ class Serving(Frozen):
     watch: WatchParams = WatchParams()
     capture: Capture = Capture()
     reasoning: Reasoning = Reasoning()
-
-
-class Serve(Serving):
-    """The endpoint. The address to bind is the machine's: REDRAFT_HOST.
-
-    Attributes:
-        port: TCP port, 0 takes a free one.
-    """
-
-    port: int = Field(default=8000, ge=0, le=65535)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from models import catalog
 from models.checkpoints.sparsity import Pattern
 from models.params import BaseParams, TrainingParams, did_you_mean
-from models.together import Declared, declared, require_kept
+from models.together import Declared, declared, require_compatible, require_exceptions, require_kept
 from models.types import Frozen
 
 
@@ -73,8 +73,6 @@ class Select(Trained):
 
 
 def _compatible(methods: tuple[BaseParams, ...]) -> tuple[BaseParams, ...]:
-    from models.learning.training import require_compatible  # torch
-
     require_compatible(methods)
     return methods
 
@@ -200,9 +198,7 @@ class Quantize(Trained):
     @model_validator(mode="after")
     def _exceptions_can_be_served_too(self) -> "Quantize":
         if self.exceptions:
-            from models.checkpoints import mixed  # torch
-
-            mixed.require(self.method, self.exceptions)
+            require_exceptions(self.method, self.exceptions)
         return self
 
     @field_validator("method")

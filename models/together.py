@@ -9,10 +9,11 @@ A method's module, or its family's `__init__` for all of them, says
 A later method that changes what an earlier one keeps is refused. What is named in `LOST` can be kept.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from models import catalog
 from models.params import BaseParams
@@ -24,6 +25,15 @@ LOST = {
     "frozen weights": "rewrites the frozen weights of {}",
     "weight gradients": "changes gradients of weights, of which there are none with {}",
 }
+# What of training one regime can change: how linear layers multiply, which layers run, what of the weights is free,
+# which steps run, how documents become batches, what is kept for the backward pass, in which format is computed, where
+# the optimizer's state lies, when training ends, and the loop itself.
+PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "optimizer", "end", "loop")
+# What an exception of a quantized model leaves as it was, instead of naming another method.
+FLOAT = "float"
+# What engines multiply as one matrix.
+AS_ONE = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+_DEPTH = 256  # blocks that patterns are tried on before there is a model
 
 
 class Declared(NamedTuple):
@@ -59,3 +69,36 @@ def require_kept(methods: Iterable[Declared]) -> None:
         for what in LOST:
             if what in earlier.keeps and what in later.changes:
                 raise ValueError(f"{later.where} {LOST[what].format(earlier.where)}; choose one of the two")
+
+
+def require_compatible(regimes: Sequence[BaseParams]) -> None:
+    """Raise ValueError naming two regimes that change the same part of training, or one that combines with none."""
+    changed: dict[str, str] = {}
+    for regime in regimes:
+        parts = catalog.load("regimes", regime.name).CHANGES
+        if "loop" in parts and len(regimes) > 1:
+            raise ValueError(f'regime "{regime.name}" is a loop of its own and combines with no other')
+        for part in (part for part in PARTS if part in parts):
+            if part in changed:
+                raise ValueError(f'regimes "{changed[part]}" and "{regime.name}" both change the {part}; choose one')
+            changed[part] = regime.name
+
+
+def require_exceptions(method: BaseParams, exceptions: Mapping[str, Any]) -> None:
+    """Raise ValueError if exceptions can't be served beside a method, or tear layers apart; names the pattern."""
+    stored = catalog.load("quantize", method.name).STORED
+    for pattern, other in exceptions.items():
+        module = None if other == FLOAT else catalog.load("quantize", other.name)
+        if module is not None and (stored != module.STORED or hasattr(module, "regime")):
+            raise ValueError(
+                f'exception "{pattern}": "{other.name}" can\'t stand beside "{method.name}"; '
+                f"choose one that is stored as {stored} too and trains nothing, or {FLOAT!r}"
+            )
+        for number in range(_DEPTH):
+            for layers in AS_ONE:
+                fitting = [layer for layer in layers if fnmatchcase(f"model.layers.{number}.{layer}", pattern)]
+                if 0 < len(fitting) < len(layers):
+                    raise ValueError(
+                        f'exception "{pattern}" takes {", ".join(fitting)} of {", ".join(layers)}, '
+                        "which engines multiply as one matrix"
+                    )

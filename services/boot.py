@@ -2,7 +2,7 @@
 
 Memory that runs short, a port that is taken and files that are torn end a start too. So a draft that the engine does
 not start with is only passed over, and the next one is tried in the same process; what that says of the draft is in
-`services.states.Memory.after_start`. When nothing starts, nothing is said of any draft.
+`services.drafts.Memory.after_start`. When nothing starts, nothing is said of any draft.
 """
 
 import asyncio
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infra.versions import Version
-from services.drafts import DraftSource, choose_boot_draft, read_memory, remember
-from services.states import Loaded, Memory, label
+from services.drafts import DraftSource, Loaded, Memory, choose_boot_draft, label, read_memory, remember
 
 E = TypeVar("E")
 

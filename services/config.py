@@ -1,4 +1,4 @@
-"""What one service is started with: a JSON file, read once."""
+"""What one service is started with: tables `[serve]` and `[engine]` of a recipe, the settings, and what to serve."""
 
 import json
 from pathlib import Path
@@ -6,63 +6,61 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from infra.keys import keys_path
+from infra.settings import AbsolutePath, Settings
 from models import catalog
 from models.engines.vllm import Params, require_tool_parser
 from models.params import validate
-from models.serving import Serving
+from models.serving import Serve
 from models.types import Frozen
 
 OTHER_REQUESTS = 16  # for health, status and metrics
 
 
 class ServiceConfig(Frozen):
-    """One replica's world.
+    """One replica's world, written by `infra.service_process.write_config`.
 
     Attributes:
         target_dir: the target's Hugging Face directory, with its golden.json if drafts are followed.
         target_version: the target's number in the registry, 0 if it has none; rows of the query log carry it.
         follow_drafts: serve the draft that is the champion in the registry; false serves the target alone.
-        engine: table of the engine, with its name and Params.
-        mlflow_uri: MLflow's store.
-        mlflow_files: where MLflow keeps files.
-        querylog: the SQLite file.
-        cache: where downloaded versions lie.
-        state: the JSON file that remembers good and refused drafts over a restart.
-        keys: the file of the accepted keys (infra/keys.py).
-        host: address to bind; other than loopback it needs a client's key.
-        port: TCP port.
-        served_name: the model's name in requests.
         orchestrator: API of the Prefect server that gets an event when acceptance falls; "" sends none.
-        serve: how it serves, as table [serve] of a recipe says.
+        settings: where everything lies, without clients' keys.
+        engine: table of the engine, with its name and Params.
+        serve: how it serves; its port is known by now.
     """
 
-    target_dir: Path
+    target_dir: AbsolutePath  # a replica is another process with another working directory
     target_version: int = Field(default=0, ge=0)
     follow_drafts: bool = True
-    engine: dict[str, Any] = {"name": "vllm"}  # noqa: RUF012 - pydantic copies defaults
-    mlflow_uri: str = Field(min_length=1)
-    mlflow_files: Path
-    querylog: Path
-    cache: Path
-    state: Path
-    keys: Path
-    host: str = "127.0.0.1"
-    port: int = Field(ge=1, le=65535)
-    served_name: str = Field(default="target", pattern=r"^[\w./:-]{1,128}$")
     orchestrator: str = ""
-    serve: Serving = Serving()
+    settings: Settings
+    engine: dict[str, Any] = {"name": "vllm"}  # noqa: RUF012 - pydantic copies defaults
+    serve: Serve = Serve()
 
     @field_validator("serve")
     @classmethod
-    def _tools_can_be_parsed(cls, serve: Serving) -> Serving:
+    def _can_be_served(cls, serve: Serve) -> Serve:
+        if not serve.port:
+            raise ValueError("port is 0, wanted the one to bind")
         if serve.tool_parser:
             require_tool_parser(serve.tool_parser)
         return serve
 
-    @field_validator("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
-    @classmethod
-    def _absolute(cls, path: Path) -> Path:
-        return path.expanduser().absolute()  # a replica is another process with another working directory
+    @property
+    def keys(self) -> Path:
+        """The file of the accepted keys."""
+        return keys_path(self.settings)
+
+    @property
+    def memory(self) -> Path:
+        """The file that remembers good and refused drafts over a restart."""
+        return self.settings.home / "service-state.json"
+
+    @property
+    def url(self) -> str:
+        """Where it is asked."""
+        return f"http://{self.settings.host}:{self.serve.port}"
 
     @property
     def follows(self) -> bool:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def middlewares() -> list[Middleware]:
     """Return what Serve puts around its proxy; called by it, see `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     config = read_config(Path(os.environ[CONFIG_VARIABLE]))
-    return [Middleware(Edge, Keys(config.keys, is_loopback(config.host)), config.serve.limits)]
+    return [Middleware(Edge, Keys(config.keys, is_loopback(config.settings.host)), config.serve.limits)]
 
 
 class Edge:

@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from importlib.resources import files
 from pathlib import Path
 
-from infra.doctor import haproxy_binary
-from infra.processes import PR_SET_PDEATHSIG, wait_until
-from infra.service_process import front_folder
+from infra.identity import PR_SET_PDEATHSIG
+from infra.installed import haproxy_binary
+from infra.serving import front_folder
 from services.access import INTERNAL_ERROR, Refusal
 from services.config import ServiceConfig
 from services.edge import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
@@ -29,7 +30,7 @@ SHARE_OF_ADDRESS = 2
 OTHER_FILES = 100  # beyond two of a connection
 REWRITE_BYTES = 1024  # of a buffer that holds the headers, for what is added to them
 RESTART_S = 0.5
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S, POLL_S = 10.0, 0.05
 MALFORMED = Refusal(400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http")
 SLOW = Refusal(504, "the answer took longer than an hour", code="timeout")
 # By the status that HAProxy would answer with: what it says instead.
@@ -93,7 +94,7 @@ class Front:
             folder: for its files, which nobody else can enter.
         """
         self.socket = folder / "replica.sock"
-        self._address = (config.host, config.port)
+        self._address = (config.settings.host, config.serve.port)
         self._argv = [str(binary), "-db", "-f", str(_write(config, folder, self.socket))]
         self._ending = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -122,11 +123,12 @@ class Front:
             RuntimeError: it doesn't.
         """
         self._watch.start()
-        try:
-            wait_until(self._listens, START_TIMEOUT_S, None, "HAProxy to listen")
-        except TimeoutError as error:
-            self.stop(0.0)
-            raise RuntimeError(f"{error}; its messages are above") from error
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while not self._listens():
+            if time.monotonic() > until_s:
+                self.stop(0.0)
+                raise RuntimeError(f"HAProxy did not listen in {START_TIMEOUT_S:g} s; its messages are above")
+            time.sleep(POLL_S)
 
     def stop(self, grace_s: float) -> None:
         """Accept no more connections, wait for the answers that are on their way, and end."""
@@ -187,8 +189,8 @@ def _write(config: ServiceConfig, folder: Path, socket: Path) -> Path:
             guard=_quoted(files("services") / "guard.lua"),
             lost=_quoted(folder / "lost.events"),
             errors="\n".join(lines),
-            host=config.host,
-            port=config.port,
+            host=config.settings.host,
+            port=config.serve.port,
             overloaded=_quoted(folder / "overloaded.http"),
             requests=config.max_requests,
             socket=_quoted(socket),

@@ -19,7 +19,7 @@ from infra.home import close_to_others, open_home
 from infra.keys import bring_keys, require_client
 from infra.processes import hold_port
 from infra.secret import home_secret
-from infra.service_process import serving
+from infra.serving import serving
 from infra.settings import load_settings
 from services.config import read_config
 
@@ -40,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = read_config(arguments.config)
             config.engine_params()
             bring_keys(config.keys, [(key, None) for key in settings.api_keys])
-            require_client(config.keys, config.host)
-            home_secret(config.keys.parent)  # the replica's, which could tell nobody that it is wrong
-            held.enter_context(hold_port(config.host, config.port))  # Ray takes many before the proxy starts
-            held.enter_context(serving(settings.home, f"http://{config.host}:{config.port}"))
+            require_client(config.keys, config.settings.host)
+            home_secret(settings.home)  # the replica's, which could tell nobody that it is wrong
+            held.enter_context(
+                hold_port(config.settings.host, config.serve.port)
+            )  # Ray takes many before the proxy starts
+            held.enter_context(serving(settings.home, config.url))
         except ValueError as error:
             print(f"services.main: {error}", file=sys.stderr)
             return 2

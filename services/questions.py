@@ -1,12 +1,23 @@
 """What may be asked: a request's JSON, its limits, and what its headers say of it."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from starlette.datastructures import Headers
 
-from infra.consent import Consent, consent_level, group_of, parse_domain, subject_of, subjects_named
+from infra.consent import (
+    DEFAULT_DOMAIN,
+    OTHER_DOMAINS,
+    Consent,
+    Domain,
+    consent_level,
+    group_of,
+    parse_domain,
+    subject_of,
+    subjects_named,
+)
 from services.access import Caller, Refusal
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -17,6 +28,7 @@ MAX_PROMPTS = 16
 MAX_BAD_WORDS = 64
 # A JSON schema needs some; what is deeper overflows the stack of whoever walks it next.
 MAX_DEPTH = 100
+MAX_DOMAINS = 16  # of one key
 
 
 class Origin(NamedTuple):
@@ -174,3 +186,29 @@ def _require_shallow_arguments(message: Any) -> None:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+class Domains:
+    """Which domains a key may name: so many since the start, and what it names beyond them is `other`'s.
+
+    Names come from clients, and each is a series of the metrics, a share of every refresh and a probe set of its own.
+    One bound for all would let one key's made-up names hide the domains of others.
+    """
+
+    def __init__(self, max_per_key: int = MAX_DOMAINS) -> None:
+        self._max_per_key = max_per_key
+        self._named: defaultdict[str | None, set[Domain]] = defaultdict(set)
+
+    def admit(self, key: str | None, domain: Domain) -> Domain:
+        """Return the domain that a request counts for.
+
+        Args:
+            key: hash of the key that it came with; requests without one are one key's.
+            domain: what it names.
+        """
+        named = self._named[key]
+        if domain not in (DEFAULT_DOMAIN, OTHER_DOMAINS) and domain not in named:
+            if len(named) >= self._max_per_key:
+                return OTHER_DOMAINS
+            named.add(domain)
+        return domain

@@ -17,13 +17,12 @@ from pydantic import Field, ValidationError
 
 from models import catalog
 from models.chats import ChatEncoder
-from models.checkpoints.loading import stop_ids
 from models.engines import Engine, EngineParams, Sampling
 from models.engines.vllm.tap import EngineEnded
 from models.params import BaseParams, did_you_mean
 from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings
-from models.targets import describe
+from models.targets import describe, stop_ids
 from models.types import Frozen
 from services.access import Refusal
 from services.handlers import UNAVAILABLE
@@ -83,7 +82,7 @@ class Reasoning:
     """Both engines, and the methods that are offered. Made by `start`, ended by `close`.
 
     Attributes:
-        seeded: see `Serving`.
+        seeded: see `models.serving.Serve`.
     """
 
     seeded: Literal["plain", "draft"] = "plain"

@@ -1,8 +1,8 @@
 """The loop that makes the served draft follow alias `champion`, and takes a bad draft back by itself.
 
-What follows from what is decided in services/transitions.py; here it is done. The loop runs as a task beside the
-requests: what blocks (registry, disk) goes to a thread, what touches the engine is one call between two steps. Requests
-never wait for it and never fail by it. The ladder on failure: candidate, last good, no speculation.
+What follows from what is decided in services/swap.py; here it is done. The loop runs as a task beside the requests:
+what blocks (registry, disk) goes to a thread, what touches the engine is one call between two steps. Requests never
+wait for it and never fail by it. The ladder on failure: candidate, last good, no speculation.
 
 An operator's switch does not wait for the loop: its event is fed in between, where the loop awaits something. So what
 an action reads of the state it reads when it needs it, and the engine takes calls in the order in which they were made.
@@ -14,21 +14,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
-from models.engines import Engine
-from models.evaluation.acceptance import Tally
-from models.evaluation.canary import lost_on_traffic
-from models.evaluation.golden import Golden
-from services import events, transitions
-from services.canaries import look
+from models.engines import Completion, Engine, Sampling
+from models.evaluation.acceptance import Tally, mean_accepted_length
+from models.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
+from models.evaluation.canary import Params as CanaryParams
+from models.evaluation.golden import Golden, equal_output, first_difference
+from models.serving import Probation
+from services import swap
 from services.config import ServiceConfig
-from services.drafts import DraftSource, OtherReplica, ShortOfMemory, Unfit, remember, require_room
-from services.events import Action, Event
-from services.probation import TargetDiffers, prove
-from services.states import DraftState, Loaded, Memory, Patience, label
+from services.drafts import (
+    DraftSource,
+    DraftState,
+    Loaded,
+    Memory,
+    OtherReplica,
+    Patience,
+    ShortOfMemory,
+    Unfit,
+    label,
+    remember,
+    require_room,
+)  # fmt: skip
+from services.swap import Action, Event
+
+# Turns in a full engine; requests have 0. A probation is short, and until it ends an unproven draft serves; canary
+# prompts come after every request, whose turn is how many sequences their key runs.
+FIRST, LAST = -1, 1 << 16
+NUM_LOOKS = 2
+# Tokens of a golden prompt that are read in one step: every stream waits for each of them.
+PIECE = 64
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +90,8 @@ class Reconciler:
     ) -> None:
         self.counts = counts
         self.surroundings = Surroundings()
-        self._engine, self._source, self._goldens, self._threshold = engine, source, goldens, threshold
-        self._config = config
+        self._engine, self._source, self._config = engine, source, config
+        self._prompts = GoldenPrompts(engine, goldens, threshold)
         postponed = memory.postponed(self._patience(), time.monotonic())
         self._state = replace(DraftState.started(boot, memory), postponed=postponed)
         self._trial: asyncio.Task[Event] | None = None
@@ -100,16 +120,16 @@ class Reconciler:
         Raises:
             StoreUnavailable: nothing was changed, the last good draft serves.
         """
-        await self._feed(events.Ticked(time.monotonic(), self.surroundings.num_in_flight()))
+        await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.surroundings.num_in_flight()))
 
     async def set_speculation(self, on: bool) -> bool:
         """Do what an operator wants, at once; return whether there is speculation, never without a good draft."""
-        await self._feed(events.Switched(on))
+        await self._feed(partial(swap.switched, on=on))
         return self._state.speculates
 
     async def _feed(self, event: Event) -> None:
         """Take the step that an event asks for, and all that follows from it."""
-        self._state, actions = transitions.step(self._state, event, self._patience())
+        self._state, actions = event(self._state, self._patience())
         for action in actions:
             await self._do(action)
 
@@ -120,55 +140,57 @@ class Reconciler:
         )
 
     async def _do(self, action: Action) -> None:
+        serve = self._config.serve
         match action:
-            case events.Count(name, text):
+            case swap.Count(name, text):
                 self.counts[name] += 1
                 if text:
                     log.warning("%s", text)
-            case events.Say(text):
+            case swap.Say(text):
                 log.info("%s", text)
-            case events.Tell(event, text):
+            case swap.Tell(event, text):
                 self.surroundings.tell(event, text)
-            case events.Report():
+            case swap.Report():
                 await self._report()
-            case events.Ask():
+            case swap.Ask():
                 champion = await asyncio.to_thread(self._source.champion)
-                await self._feed(events.Named(champion, time.monotonic()))
-            case events.Fetch(version):
+                await self._feed(partial(swap.named, champion=champion, now_s=time.monotonic()))
+            case swap.Fetch(version):
                 await self._feed(await self._fetch(version))
-            case events.Inspect(version):
+            case swap.Inspect(version):
                 entry = await asyncio.to_thread(self._source.registry.get, "draft", version.number)
                 if is_quarantined(entry):
-                    await self._feed(events.Quarantined(entry, entry.quarantined))
-            case events.Prove(draft):
-                await self._await(draft, self._config.serve.probation.timeout_s, self._prove(draft))
-            case events.Try(draft):
-                await self._await(draft, self._config.serve.probation.timeout_s, self._try(draft))
-            case events.Check(draft):
-                await self._await(draft, self._config.serve.canary.timeout_s, self._check(draft))
-            case events.CallOff():
+                    await self._feed(partial(swap.quarantined, version=entry, reason=entry.quarantined))
+            case swap.Prove(draft):
+                await self._await(draft, serve.probation.timeout_s, self._prove(draft))
+            case swap.Try(draft):
+                await self._await(draft, serve.probation.timeout_s, self._try(draft))
+            case swap.Check(draft):
+                await self._await(draft, serve.canary.timeout_s, self._check(draft))
+            case swap.CallOff():
                 if self._trial is not None:
                     self._trial.cancel()
-            case events.PutBack():
+            case swap.PutBack():
                 await self._put_back()
-            case events.SetSpeculation(on):
+            case swap.SetSpeculation(on):
                 await self._engine.set_speculation(on)
-            case events.Remember():
-                await asyncio.to_thread(remember, self._config.state, self._state.memory, self.counts)
+            case swap.Remember():
+                await asyncio.to_thread(remember, self._config.memory, self._state.memory, self.counts)
 
     async def _fetch(self, version: Version) -> Event:
         try:
             draft = await self._ready(version)
             require_room(draft, self._config.serve.min_free_memory_gib)
         except Unfit as error:
-            return events.MadeForAnother(version, str(error))
+            return partial(swap.unfit, version=version, reason=str(error))
         except OtherReplica as error:
-            return events.NeedsReplica(version, str(error), await asyncio.to_thread(self._goes_back, version))
+            goes_back = await asyncio.to_thread(self._goes_back, version)
+            return partial(swap.needs_replica, version=version, reason=str(error), goes_back=goes_back)
         except ShortOfMemory as error:
-            return events.NoRoom(version, str(error), time.monotonic())
+            return partial(swap.no_room, version=version, reason=str(error), now_s=time.monotonic())
         except ValueError as error:
-            return events.Failed(version, str(error), time.monotonic())
-        return events.Fetched(draft, time.monotonic())
+            return partial(swap.failed, version=version, reason=str(error), now_s=time.monotonic())
+        return partial(swap.fetched, draft=draft, now_s=time.monotonic())
 
     def _goes_back(self, champion: Version) -> bool:
         """Return whether a newer draft than the champion was quarantined, one of those that this replica is about."""
@@ -192,38 +214,31 @@ class Reconciler:
             async with asyncio.timeout(timeout_s):
                 ended: Event = await self._trial
         except asyncio.CancelledError:
-            if self._is_cancelled():
+            if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the loop itself is to end
-            ended = events.CalledOff()
+            ended = swap.called_off
         except ValueError as error:
-            ended = events.Failed(draft.version, str(error), time.monotonic())
+            ended = partial(swap.failed, version=draft.version, reason=str(error), now_s=time.monotonic())
         except TimeoutError:
-            ended = events.Undecided(f"took more than {timeout_s:g} s", time.monotonic())
+            ended = partial(swap.undecided, reason=f"took more than {timeout_s:g} s", now_s=time.monotonic())
         except TargetDiffers as error:
-            ended = events.Undecided(str(error), time.monotonic())
+            ended = partial(swap.undecided, reason=str(error), now_s=time.monotonic())
         except Exception as error:
             self._trial = None
-            await self._feed(events.Undecided(type(error).__name__, time.monotonic()))
+            await self._feed(partial(swap.undecided, reason=type(error).__name__, now_s=time.monotonic()))
             raise
         self._trial = None
         await self._feed(ended)
 
-    @staticmethod
-    def _is_cancelled() -> bool:
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
-
     async def _try(self, draft: Loaded) -> Event:
         swap_ms = await self._engine.swap_draft(draft.directory, str(draft.version.number))
-        await self._feed(events.Swapped(swap_ms))
+        await self._feed(partial(swap.swapped, swap_ms=swap_ms))
         return await self._prove(draft)
 
     async def _prove(self, draft: Loaded) -> Event:
         await self._engine.set_speculation(True)
-        settings = self._config.serve.probation
-        return events.Passed(
-            *await prove(self._engine, draft.directory, draft.version, self._goldens, self._threshold, settings)
-        )
+        proof, answers = await self._prompts.prove(draft, self._config.serve.probation)
+        return partial(swap.passed, proof=proof, answers=answers)
 
     async def _check(self, draft: Loaded) -> Event:
         params, version = self._config.serve.canary, draft.version
@@ -231,8 +246,8 @@ class Reconciler:
         def lost() -> float | None:
             return lost_on_traffic(version.lineage.tau, self.surroundings.recent(str(version.number)), params)
 
-        found = await look(self._engine, version, self._goldens, self._threshold, self._state.answers, lost, params)
-        return events.Checked(*found, time.monotonic())
+        finding, text = await self._prompts.look(version.number, self._state.answers, lost, params)
+        return partial(swap.checked, finding=finding, text=text, now_s=time.monotonic())
 
     async def _put_back(self) -> None:
         """Load the last good draft again; the engine keeps serving meanwhile."""
@@ -240,9 +255,9 @@ class Reconciler:
             async with asyncio.timeout(self._config.serve.probation.put_back_s):
                 draft = await self._load_good()
         except TimeoutError:
-            await self._feed(events.Late())
+            await self._feed(swap.late)
         else:
-            await self._feed(events.Exhausted() if draft is None else events.Restored(draft))
+            await self._feed(swap.exhausted if draft is None else partial(swap.restored, draft=draft))
 
     async def _load_good(self) -> Loaded | None:
         """Return the first good draft that could be loaded."""
@@ -274,4 +289,134 @@ class Reconciler:
                     await asyncio.to_thread(registry.revert, "draft", number, reason)
             except NotFound:
                 log.warning("draft %s was refused and is gone from the registry", number)
-            await self._feed(events.Reported(name))
+            await self._feed(partial(swap.reported, name=name))
+
+
+class TargetDiffers(RuntimeError):
+    """The target alone gives another output than its reference too, so that no draft can be judged by it."""
+
+
+class GoldenPrompts:
+    """What an engine answers with a draft, against the target's reference outputs and their near-tie threshold.
+
+    Before a draft is blamed for an output, the target alone is asked for it, with the engine's speculation off; other
+    requests are not drafted for meanwhile. Speculation is left off then: the caller knows whether it is wanted.
+    """
+
+    def __init__(self, engine: Engine, goldens: Sequence[Golden], threshold: float) -> None:
+        self._engine, self._goldens, self._threshold = engine, goldens, threshold
+
+    async def prove(self, draft: Loaded, settings: Probation) -> tuple[Proof, tuple[Answer, ...]]:
+        """Check a draft that the engine just loaded, ahead of the traffic that waits; return what it showed.
+
+        Its weights arrived, the output is unchanged, it is as good as promised.
+
+        Raises:
+            ValueError: the draft failed; says in what.
+            TargetDiffers: the target failed, with or without the draft.
+        """
+        promised = draft.version.lineage.probe_tau
+        if promised is None:
+            raise ValueError("tag probe_tau is empty, wanted the mean accepted length on the golden prompts")
+        error = await self._engine.check_draft(draft.directory)
+        asked, name = self._goldens[: settings.num_prompts], f"probe-{draft.version.number}"
+        completions = await self._answer(asked, name, FIRST)
+        verdicts = self._verdicts(asked, completions)
+        if "different" in verdicts:
+            if (own := await self._differs_itself(asked, completions, name, FIRST)) is not None:
+                raise ValueError(f"golden prompt {own} gave another output than the target alone")
+            num_parting = verdicts.count("different")
+            raise TargetDiffers(f"the target alone parts from its reference too, on {num_parting} golden prompts")
+        traces = [completion.trace("probe") for completion in completions]
+        if not any(any(trace.drafted) for trace in traces):
+            raise ValueError(f"nothing was drafted on {len(traces)} golden prompts")
+        tau, wanted = mean_accepted_length(traces), 1 + (promised - 1) * (1 - settings.tolerance)
+        if tau < wanted:
+            raise ValueError(f"mean accepted length on the golden prompts is {tau:.3f}, promised {promised:.3f}")
+        proof = Proof(weight_error=error, num_near_ties=verdicts.count("near-tie"), tau=tau, promised_tau=promised)
+        return proof, _answers(completions)
+
+    async def look(
+        self,
+        number: int,
+        reference: Sequence[Answer],
+        lost_on_traffic: Callable[[], float | None],
+        params: CanaryParams,
+    ) -> tuple[Finding, str]:
+        """Ask the served draft the canary prompts, after all traffic; a fall is believed when a second look sees it.
+
+        Args:
+            number: the draft's.
+            reference: what it answered on probation.
+            lost_on_traffic: returns the share of the promised gain that is missing on its last requests.
+            params: what counts as a fall.
+
+        Returns:
+            What was found, in a word and in a line.
+        """
+        asked, name, lost = self._goldens[: len(reference)], f"probe-{number}-canary", None
+        for _ in range(NUM_LOOKS):
+            completions: list[Completion] = []
+            for golden in asked:  # one at a time, so that a user shares the engine with one of them at most
+                completions += await self._answer([golden], f"{name}-{len(completions)}", LAST)
+            if "different" in self._verdicts(asked, completions):
+                own = await self._differs_itself(asked, completions, name, LAST)
+                if own is None:
+                    return Finding.TARGET, "the target alone parts from its reference on a canary prompt"
+                return Finding.PAIR, f"with draft {number} canary prompt {own} gives another output"
+            lost = lost_on_canaries(reference, _answers(completions))
+            if not has_fallen(lost, params):
+                return Finding.SOUND, ""
+        traffic = lost_on_traffic()
+        said = "too little traffic to say" if traffic is None else f"{traffic:.0%} on traffic"
+        return judge(lost, traffic, params), f"draft {number} lost {lost:.0%} on canary prompts, {said}"
+
+    def _verdicts(self, asked: Sequence[Golden], completions: Sequence[Completion]) -> list[str]:
+        pairs = zip(asked, completions, strict=True)
+        return [equal_output(golden, one.token_ids, self._threshold) for golden, one in pairs]
+
+    async def _differs_itself(
+        self, asked: Sequence[Golden], completions: Sequence[Completion], name: str, priority: int
+    ) -> int | None:
+        """Return the first prompt that the draft alone answers otherwise; None if the target does too."""
+        verdicts = enumerate(self._verdicts(asked, completions))
+        different = [index for index, verdict in verdicts if verdict == "different"]
+        await self._engine.set_speculation(False)
+        alone = await self._answer([asked[index] for index in different], f"{name}-alone", priority)
+        pairs = zip(different, alone, strict=True)
+        return next((index for index, one in pairs if _parts_first(asked[index], completions[index], one)), None)
+
+    async def _answer(self, goldens: Sequence[Golden], name: str, priority: int) -> list[Completion]:
+        """Answer golden prompts side by side, each sent when the one before has been read.
+
+        Every stream waits while the engine reads what came together, so they must not come at once; one after the other
+        they would take so many steps that a busy engine does not end in time. When one fails the others are called off.
+        """
+        turns = [asyncio.Event() for _ in range(len(goldens) + 1)]
+        turns[0].set()
+
+        async def ask(index: int, golden: Golden) -> Completion:
+            await turns[index].wait()
+            sampling = Sampling(max_tokens=len(golden.token_ids), priority=priority, piece=PIECE)
+            return await self._engine.generate(
+                list(golden.prompt_ids), sampling, f"{name}-{index}", turns[index + 1].set
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask(index, golden)) for index, golden in enumerate(goldens)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+def _answers(completions: Sequence[Completion]) -> tuple[Answer, ...]:
+    """Return what later answers to the same prompts are held against."""
+    return tuple(Answer(one.token_ids, one.drafted, one.accepted) for one in completions)
+
+
+def _parts_first(golden: Golden, drafted: Completion, alone: Completion) -> bool:
+    """Whether an output parts from the reference where the target alone still follows it."""
+    of_both = (first_difference(golden.token_ids, one.token_ids) for one in (drafted, alone))
+    drafted_parts, alone_parts = (len(golden.token_ids) if at is None else at for at in of_both)
+    return drafted_parts < alone_parts

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
-from infra.doctor import openmp_preload
-from infra.service_process import compiled_folder
+from infra.installed import openmp_preload
+from infra.serving import compiled_folder
 from models.engines.vllm import child_environment
 from services.config import ServiceConfig
 from services.failures import VLLM_LOGGING
@@ -85,7 +85,7 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
         socket: where the replica listens for the proxy before it; None leaves that to Serve's own.
     """
     params = config.engine_params()
-    compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.cache))}
+    compiled = {"VLLM_CACHE_ROOT": str(compiled_folder(config.settings.cache))}
     environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}
     deployed = serve.deployment(
         name="replica",

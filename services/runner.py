@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 from infra.home import close_to_others
+from infra.identity import PR_SET_PDEATHSIG, children_named, process_identity
 from infra.memory import SERVICE_ENDS_AT
-from infra.processes import children_named, process_identity
 from infra.secret import home_secret
-from infra.service_process import ray_folder
-from infra.settings import load_settings
+from infra.serving import SERVED_NAME, ray_folder
 from services.config import ServiceConfig, read_config
 from services.edge import CONFIG_VARIABLE
 from services.front import Front
@@ -23,7 +22,6 @@ APP_NAME = "redraft"
 NUM_CPUS = 4
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 100 << 20
-PR_SET_PDEATHSIG = 1
 NODE = ("gcs_server", "raylet")  # Ray's own processes, without which nothing is served
 LOOK_S = 2.0  # between two looks at these, and at Ray's folder
 FLUSH_S = 5.0  # for the last bytes of answers that the replica has given, on their way to slow readers
@@ -51,7 +49,7 @@ HELD_OFF = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS":
 log = logging.getLogger(__name__)
 
 
-def run(config: ServiceConfig, home: Path) -> int:
+def run(config: ServiceConfig) -> int:
     """Serve until a signal comes; return 0 after a drained end, 1 if the replica never started or Ray is gone.
 
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
@@ -59,6 +57,7 @@ def run(config: ServiceConfig, home: Path) -> int:
     Raises:
         ValueError: see `ray_folder` and `Front.find`.
     """
+    home = config.settings.home
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
     os.environ |= HELD_OFF
     # By default a token lies in the user's folder, where another program's umask may have left it open.
@@ -87,12 +86,12 @@ def run(config: ServiceConfig, home: Path) -> int:
             front.start()
         serve.start(
             proxy_location="HeadOnly" if front is None else "Disabled",
-            http_options={"host": config.host, "port": config.port, "request_timeout_s": None},
+            http_options={"host": config.settings.host, "port": config.serve.port, "request_timeout_s": None},
         )
         deployed = deployment(config, None if front is None else front.socket)
         handle = serve.run(deployed, name=APP_NAME, route_prefix="/", blocking=False)
         by = "Ray's proxy" if front is None else "HAProxy"
-        print(f"serving {config.served_name} on http://{config.host}:{config.port} by {by}", flush=True)
+        print(f"serving {SERVED_NAME} on {config.url} by {by}", flush=True)
         while not ended.wait(LOOK_S):
             if is_lost := any(process_identity(pid) != identity for pid, identity in node.items()):
                 raise RuntimeError("a process of Ray's node has ended, and nobody would replace a lost replica")
@@ -123,7 +122,7 @@ def main(path: Path) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     os.environ[CONFIG_VARIABLE] = str(path.absolute())
     try:
-        return run(read_config(path), load_settings().home)
+        return run(read_config(path))
     except ValueError as error:
         print(f"services.runner: {error}", file=sys.stderr, flush=True)
         return 2

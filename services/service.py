@@ -18,7 +18,7 @@ from infra.logwriter import BackgroundWriter
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import home_secret
-from infra.settings import COSTS
+from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
@@ -33,16 +33,15 @@ from models.targets import describe
 from models.types import Pace
 from services.access import Admission, Keys
 from services.alone import Alone
-from services.background import BackgroundTasks
 from services.boot import start_engine
 from services.capture import Capture
 from services.config import ServiceConfig
-from services.domains import Domains
-from services.drafts import DraftSource
+from services.drafts import DraftSource, DraftState, Loaded, Memory, label
+from services.failures import BackgroundTasks
+from services.questions import Domains
 from services.reasoning import Reasoning
 from services.reconciler import Reconciler, Surroundings
 from services.recorder import Recorder, no_states
-from services.states import DraftState, Loaded, Memory, label
 from services.turns import Turns
 
 UNFOLLOWED = replace(DraftState.started(None, Memory()), fallback="drafts are not followed")
@@ -62,36 +61,27 @@ class Service:
         config: ServiceConfig,
         engine: VllmEngine,
         handlers: Handlers,
+        recorder: Recorder,
+        events: Emitter,
         reconciler: Reconciler | None,
-        capture: Capture | None = None,
-        reasoning: Reasoning | None = None,
+        capture: Capture | None,
+        reasoning: Reasoning | None,
     ) -> None:
         self.config, self.engine, self.handlers, self.reconciler = config, engine, handlers, reconciler
+        self.recorder, self._events, self._capture = recorder, events, capture
         self.reasoning = reasoning
-        self.admission = Admission(Keys(config.keys, is_loopback(config.host)))
-        self.secret = home_secret(config.keys.parent)
+        self.admission = Admission(Keys(config.keys, is_loopback(config.settings.host)))
+        self.secret = home_secret(config.settings.home)
         self.domains = Domains()
         engine_params = config.engine_params()
-        limits, busy = config.serve.limits, Busy(config.keys.parent)
+        limits, busy = config.serve.limits, Busy(config.settings.home)
         self.turns = Turns(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
-        writer = BackgroundWriter(QueryLog(config.querylog))
-        self._capture = capture
-        settle = capture.settle if capture is not None else no_states
-        self.recorder = Recorder(writer, handlers.tokenizer, config.target_version, settle=settle)
         engine.llm.merge_streams = config.serve.merge_streams
         engine.on_finish, engine.wishes_of = self.recorder.finished, self._wishes_of
         self._alone, self._doubted = Alone(), frozenset[str]()
         self._num_seeded = 0
         self._started_s = time.monotonic()
-        self._events = Emitter(config.orchestrator)
         self.background = BackgroundTasks()
-        self.background.start("drift detector", self._watch())
-        self.background.start("erasures", self._follow_erasures())
-        if capture is not None:
-            self.background.start("capture", capture.run())
-        if reconciler is not None:
-            reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, self.recorder.recent, self._tell)
-            self.background.start("reconciler", reconciler.run())
 
     @classmethod
     async def start(cls, config: ServiceConfig) -> "Service":
@@ -110,21 +100,37 @@ class Service:
         else:
             target = await asyncio.to_thread(describe, config.target_dir)
             goldens, threshold = load_golden(config.target_dir)
-            registry = open_registry(config)
-            source = DraftSource(registry, config.cache, target, config.engine_params().num_draft_tokens)
+            registry = open_registry(config.settings)
+            source = DraftSource(registry, config.settings.cache, target, config.engine_params().num_draft_tokens)
             start = partial(_start, config, source)
-            engine, boot, memory = await start_engine(start, source, config.state, counts)
+            engine, boot, memory = await start_engine(start, source, config.memory, counts)
             follow = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
         try:
             if follow is not None:
-                files = CapturedFiles(config.querylog)
+                files = CapturedFiles(config.settings.querylog)
                 capture = await Capture.start(engine, files, config.serve.capture, target.sha256)
             built = await Handlers.build(engine, config.serve.tool_parser, config.serve.structured)
             reasoning = await _reasoning(config, engine, built)
-            return cls(config, engine, built, follow, capture, reasoning)
+            settle = capture.settle if capture is not None else no_states
+            writer = BackgroundWriter(QueryLog(config.settings.querylog))
+            recorder = Recorder(writer, built.tokenizer, config.target_version, settle=settle)
+            service = cls(config, engine, built, recorder, Emitter(config.orchestrator), follow, capture, reasoning)
         except BaseException:
             await engine.close()
             raise
+        service.begin()
+        return service
+
+    def begin(self) -> None:
+        """Start what runs beside the requests: the loop that follows the registry, and all that looks now and then."""
+        self.background.start("drift detector", self._watch())
+        self.background.start("erasures", self._follow_erasures())
+        if self._capture is not None:
+            self.background.start("capture", self._capture.run())
+        if self.reconciler is not None:
+            recent, tell = self.recorder.recent, self._tell
+            self.reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, recent, tell)
+            self.background.start("reconciler", self.reconciler.run())
 
     async def set_speculation(self, on: bool) -> bool:
         """Switch speculation for an operator; returns whether the engine speculates."""
@@ -176,7 +182,7 @@ class Service:
             requests={str(status): number for status, number in sorted(self.admission.responses.items())},
             in_flight=self.admission.in_flight,
             target_version=self.config.target_version,
-            served_name=self.config.served_name,
+            served_name=SERVED_NAME,
             uptime_s=round(now_s - self._started_s, 3),
         )
 
@@ -231,7 +237,7 @@ class Service:
 
     async def _follow_erasures(self) -> None:
         """Forget recent answers when rows were erased: which of them were the person's, nobody knows any more."""
-        journal = QueryLog(self.config.querylog)
+        journal = QueryLog(self.config.settings.querylog)
 
         def last_erasure() -> int:
             try:
@@ -261,7 +267,7 @@ class Service:
 
         It is told anew at every look, so nothing is lost if the file can't be written now.
         """
-        params, trigger = self.config.serve.watch, TriggerFile(self.config.querylog)
+        params, trigger = self.config.serve.watch, TriggerFile(self.config.settings.querylog)
         judge, judged, last = watch.Judge({}, params), "", -1
         while True:
             await asyncio.sleep(params.period_s)
@@ -298,9 +304,7 @@ async def _reasoning(config: ServiceConfig, engine: VllmEngine, handlers: Handle
     if not config.serve.reasoning.model:
         return None
     length, tokenizer = config.engine_params().max_model_len, handlers.tokenizer
-    reasoning = await Reasoning.start(
-        engine, config.target_dir, length, config.served_name, tokenizer, config.serve.reasoning
-    )
+    reasoning = await Reasoning.start(engine, config.target_dir, length, SERVED_NAME, tokenizer, config.serve.reasoning)
     reasoning.seeded = config.serve.seeded
     return reasoning
 
@@ -324,9 +328,9 @@ async def _start(config: ServiceConfig, source: DraftSource, draft: Loaded | Non
 
 async def _measured(config: ServiceConfig, params: Params, draft: Path | None = None, version: str = "") -> VllmEngine:
     """Start an engine, and measure what its steps take."""
-    costs, captures = config.cache / COSTS, config.serve.capture.is_on
+    costs, captures = config.settings.costs, config.serve.capture.is_on
     engine = await VllmEngine.start(
-        config.target_dir, draft, params, config.served_name, version, costs, serves=True, captures=captures
+        config.target_dir, draft, params, SERVED_NAME, version, costs, serves=True, captures=captures
     )
     try:
         await measure(engine)

@@ -70,7 +70,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
         kind="draft",
         params={"source_sha256": sha256, **({} if num_layers is None else {"num_layers": num_layers})},
         inputs={"target": target},
-        code=(__name__, f"models.drafts.{name_of(family)}"),
+        code=(make, family),
         make=make,
     )
     return Adopted(draft=draft, source=str(source), source_sha256=sha256, num_layers=num_layers)
@@ -88,7 +88,7 @@ def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: 
     """
     source, target_dir, num = Path(adopted.source), open_artifact(target), recipe.num_draft_tokens
     family = adopter_of(source)
-    code = (__name__, f"models.drafts.{name_of(family)}", "models.evaluation.scoring")
+    code = (_digest, family, score)
     params = {"num_draft_tokens": num, "rules": [rule.model_dump() for rule in recipe.engine.rules]}
     opened = family.readings(open_draft(open_artifact(adopted.draft), target_dir), source, target_dir)
     if len(opened) == 1:

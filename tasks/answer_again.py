@@ -25,12 +25,13 @@ from infra.settings import load_settings
 from infra.versions import Pair
 from infra.windows import Window
 from models.chats import ChatEncoder
-from models.checkpoints.loading import load_model, stop_ids
+from models.checkpoints.loading import load_model
 from models.learning import answering
 from models.learning.answering import Ask
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Again, Recipe
+from models.targets import stop_ids
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import progress, run_logger
@@ -82,7 +83,7 @@ def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) 
             "window": [window.first_seq, window.last_seq],
         },
         inputs={"target": pair.target_files, "samples": samples},
-        code=(__name__, "tasks.stages.samples", "models.learning.answering"),
+        code=(make, write_samples, answering),
         make=gently(make),
     )
 

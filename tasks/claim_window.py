@@ -15,16 +15,14 @@ from pydantic import Field
 
 from infra.artifacts import Artifact
 from infra.consent import QueryRow
-from infra.erase import finish_erasures
+from infra.identity import process_identity
 from infra.manifest import canonical_json
 from infra.probes import SIZE, Conversation, plan
-from infra.processes import process_identity
 from infra.querylog import QueryLog
 from infra.secret import home_secret
 from infra.settings import load_settings
-from infra.triggerfile import now_ms
+from infra.triggerfile import now_ms, since
 from infra.versions import Pair
-from infra.waiting import since
 from infra.windows import Window
 from models.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
@@ -47,8 +45,6 @@ def claim_window(refresh: Refresh) -> Window | None:
     Raises:
         WindowBusy: another process is at work on the window.
     """
-    with suppress(TimeoutError, ConnectionError):  # the next refresh completes it
-        finish_erasures(load_settings())
     log = QueryLog(load_settings().querylog)
     owner = f"refresh {process_identity(os.getpid())}"
     others = None if log.stats().attempt else rows_of_others(log, refresh, now_ms())
@@ -286,7 +282,7 @@ def _write_parts(
             write_samples(directory, part, samples)
 
     content = canonical_json({part: [list(sample) for sample in samples] for part, samples in parts.items()})
-    params, code = {"sha256": hashlib.sha256(content).hexdigest()}, (__name__, "tasks.stages.samples")
+    params, code = {"sha256": hashlib.sha256(content).hexdigest()}, (make, write_samples)
     of_window = {sample.id for sample in traffic}
     ids = {part: [sample.id for sample in samples] for part, samples in parts.items()}
     log = QueryLog(load_settings().querylog)

@@ -116,7 +116,7 @@ def _train(
     }
     if params.validation and window is not None:
         settings["validated"] = [window.first_seq, window.last_seq]
-    code = (__name__, "models.learning.distill", f"models.drafts.{name_of(family)}")
+    code = (untrained, distill, family)
     end = load_settings().artifacts / STATE / stage_key("draft", settings, inputs, code)
 
     def make(directory: Path, work: Path) -> None:

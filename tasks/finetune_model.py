@@ -22,7 +22,7 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Finetune the target; an artifact of kind "target"."""
-    code = ("models.learning.training", "models.learning.second_task")
+    code = (training, SecondTask)
     return change_target("finetune", table, seed, target, text, code, partial(change, table, seed))
 
 

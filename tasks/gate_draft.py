@@ -19,7 +19,7 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.versions import Pair, is_usable
 from infra.windows import Window
-from models.drafting.draft_families import module_of, open_draft
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
 from models.evaluation.gate import Evidence, decide, judge_floor
 from models.evaluation.paired import Score
@@ -180,12 +180,7 @@ class Scorer:
                 "samples": samples,
             },
             inputs={"target": self.pair.target_files, "draft": draft},
-            code=(
-                __name__,
-                "tasks.measure_draft",
-                "models.evaluation.scoring",
-                module_of(open_artifact(draft)),
-            ),
+            code=(make, measure_probe, score, family_of(open_artifact(draft))),
             make=gently(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())

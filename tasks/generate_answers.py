@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.artifacts import Artifact, open_artifact
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.settings import load_settings
 from models import catalog
 from models.chats import ChatEncoder
@@ -62,7 +62,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
             "domains": {domain: recipe.traffic[domain].send_groups for domain in recipe.first_domains},
         },
         inputs={"target": target, "prompts": prompts},
-        code=(__name__, "models.evaluation.golden"),
+        code=(make, save_golden),
         make=make,
     )
 

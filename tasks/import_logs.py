@@ -36,13 +36,12 @@ from infra.registry import open_registry
 from infra.secret import home_secret
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.checkpoints.loading import stop_ids
 from models.conversations import Answer, Conversation, given, read_conversation
 from models.engines import Engine, Sampling
 from models.exchanges import paired, structure
 from models.recipe import Recipe
 from models.rowfiles import FAULTS, WRONG, Row, Skipped, Unusable, count_rows, read_rows
-from models.targets import describe
+from models.targets import describe, stop_ids
 from models.types import Frozen
 from tasks.generate_answers import open_engine
 from tasks.stages.reporting import progress

@@ -9,8 +9,9 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
-from models.drafting.draft_families import module_of, open_draft
+from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
+from models.engines import Rules
 from models.evaluation.acceptance import CONFIDENCE, resample_sums
 from models.evaluation.golden import load_golden
 from models.evaluation.paired import Score
@@ -18,7 +19,6 @@ from models.evaluation.scoring import STANDARD, score
 from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateReport
-from models.verify import Rules
 from tasks.stages import produce
 from tasks.stages.beside import gently
 from tasks.stages.reporting import table
@@ -82,7 +82,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
             "seed": recipe.seed,
         },
         inputs={"target": target, "draft": draft, "samples": samples},
-        code=(__name__, "models.evaluation.scoring", module_of(open_artifact(draft))),
+        code=(make, score, family_of(open_artifact(draft))),
         make=gently(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())

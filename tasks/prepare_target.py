@@ -26,7 +26,7 @@ def prepare_target(params: BaseParams) -> Artifact:
             **{key: value for table in tables for key, value in local_content(getattr(table, "path", "")).items()},
         },
         inputs={},
-        code=(__name__,),
+        code=(_tables,),
         make=lambda directory, _: method.build(params, directory),
     )
 
@@ -52,6 +52,6 @@ def complete_target(target: Artifact, samples: Artifact) -> Artifact:
         kind="target",
         params={},
         inputs={"target": target, "samples": samples},
-        code=(__name__,),
+        code=(make,),
         make=make,
     )

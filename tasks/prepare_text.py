@@ -37,7 +37,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
         kind="text",
         params={"seed": seed, "text": {domain: _content(table) for domain, table in text.items()}},
         inputs={},
-        code=(__name__,),
+        code=(make,),
         make=make,
     )
 

@@ -14,8 +14,7 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def pretrain_model(table: Pretrain, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Train all of the target's weights; an artifact of kind "target"."""
-    code = ("models.learning.training",)
-    return change_target("pretrain", table, seed, target, text, code, partial(change, table, seed))
+    return change_target("pretrain", table, seed, target, text, (training,), partial(change, table, seed))
 
 
 def change(table: Pretrain, seed: int, start: Start) -> Changed:

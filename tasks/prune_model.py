@@ -14,7 +14,7 @@ from tasks.stages.change_target import Changed, Start, change_target
 @task(cache_policy=NO_CACHE)
 def prune_model(table: Prune, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Prune the linear layers of the decoder blocks; an artifact of kind "target"."""
-    return change_target("prune", table, seed, target, text, ("models.prune",), partial(change, table, seed))
+    return change_target("prune", table, seed, target, text, (prune,), partial(change, table, seed))
 
 
 def change(table: Prune, seed: int, start: Start) -> Changed:

@@ -16,7 +16,7 @@ from tasks.stages.change_target import Changed, Start, change_target, training_m
 @task(cache_policy=NO_CACHE)
 def quantize_target(table: Quantize, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Quantize the target; an artifact of kind "target" in a format that the engine serves."""
-    code = ("models.checkpoints.mixed", "models.quantize")
+    code = (mixed, quantize)
     return change_target("quantize", table, seed, target, text, code, partial(change, table, seed))
 
 

@@ -29,7 +29,7 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
         kind="prompts",
         params={"seed": seed, "traffic": {domain: _content(table) for domain, table in traffic.items()}},
         inputs={},
-        code=(__name__,),
+        code=(make,),
         make=make,
     )
 

@@ -71,7 +71,7 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         kind="text",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
-        code=(__name__, "tasks.prepare_text"),
+        code=(make, tokenise),
         make=gently(make),
     )
 

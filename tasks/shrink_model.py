@@ -16,7 +16,7 @@ from tasks.stages.change_target import Changed, Start, change_target
 @task(cache_policy=NO_CACHE)
 def shrink_model(table: Shrink, seed: int, target: Artifact, text: Artifact) -> Artifact:
     """Make a smaller target; an artifact of kind "target"."""
-    return change_target("shrink", table, seed, target, text, ("models.shrink",), partial(change, table, seed))
+    return change_target("shrink", table, seed, target, text, (num_stored,), partial(change, table, seed))
 
 
 def change(table: Shrink, seed: int, start: Start) -> Changed:

@@ -17,7 +17,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from models.engines.vllm import child_environment
 
 settings.register_profile("quick", max_examples=50, derandomize=True, database=None, deadline=None)

@@ -15,11 +15,12 @@ import httpx
 import openai
 
 from infra.artifacts import staged
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.keys import add_key, bring_keys, operator_key
 from infra.processes import Child, answers, free_port, wait_until
 from infra.querylog import QueryLog
-from infra.registry import Registry
+from infra.registry import open_registry
+from infra.settings import Settings
 from models.drafting.draft_families import family_named, open_draft
 from models.engines import Sampling
 from models.evaluation.golden import Golden, save_golden
@@ -93,6 +94,7 @@ class World(Served):
         registry_uri: str = "",
         serve: dict[str, Any] | None = None,
         family: str = "eagle3",
+        cache: Path | None = None,
         **config: Any,
     ) -> None:
         """Register two drafts and promote the first.
@@ -103,11 +105,14 @@ class World(Served):
             registry_uri: of a running MLflow server; by default a database in the folder.
             serve: keys of its table "serve" that differ.
             family: of its drafts.
+            cache: where the service keeps what it downloads; by default a folder in the home.
             config: other settings of the service that differ.
         """
         self.home, self.target, self.family = home, target, family
-        self.registry = Registry(registry_uri or f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.querylog = home / "log" / "queries.db"
+        uri = registry_uri or f"sqlite:///{home}/mlflow.db"
+        self.settings = Settings(home=home, mlflow_uri=uri, querylog=self.querylog, cache=cache or home / "cache")
+        self.registry = open_registry(self.settings)
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", home)
         self.headers = {"Authorization": f"Bearer {KEY}"}
@@ -148,16 +153,10 @@ class World(Served):
     def config(self) -> Path:
         """Write the service's settings."""
         file = self.home / "service.json"
-        paths = {
-            "target_dir": self.target,
-            "mlflow_files": self.home / "artifacts",
-            "querylog": self.querylog,
-            "cache": self.home / "cache",
-            "state": self.home / "state.json",
-            "keys": self.home / "keys.json",
-        }
-        config = {name: str(path) for name, path in paths.items()} | {
-            "mlflow_uri": self.registry.store.uri,
+        serve = {"poll_s": 0.2, "min_swap_interval_s": 0.2, "limits": {"body_timeout_s": 5.0}, **self.serve}
+        config = {
+            "target_dir": str(self.target),
+            "settings": self.settings.model_dump(mode="json"),
             "engine": {
                 "name": "vllm",
                 "num_draft_tokens": 3,
@@ -165,8 +164,7 @@ class World(Served):
                 "max_num_seqs": 16,
                 "enforce_eager": True,
             },
-            "port": self.port,
-            "serve": {"poll_s": 0.2, "min_swap_interval_s": 0.2, "limits": {"body_timeout_s": 5.0}, **self.serve},
+            "serve": {"port": self.port, **serve},
         }
         file.write_text(json.dumps(config | self._changed))
         return file

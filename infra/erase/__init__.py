@@ -2,9 +2,9 @@
 
 Rows leave the log first, in one transaction; then each store gives up what it made of them; then every other file is
 searched for their text; the text itself, which that takes, goes last. After each step the journal (`infra.erasures`)
-knows what was done, so that an erasure that was killed anywhere is completed by `finish_erasures`, which `redraft up`,
-`serve`, `refresh` and the next erasure call. Each step may be repeated. An erasure that finds no row is in the journal
-alone, for the service to forget its recent answers.
+knows what was done, so that an erasure that was killed anywhere is completed by `finish_erasures`, which `redraft
+up`, `serve`, `refresh`, `clean` and the next erasure call. Each step may be repeated. An erasure that finds no row is
+in the journal alone, for the service to forget its recent answers.
 
 What can't be undone: weights that were trained on the rows. The certificate names them.
 """

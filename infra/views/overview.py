@@ -11,8 +11,7 @@ from infra.probes import SIZE
 from infra.querylog import LogStats
 from infra.status import RunningService
 from infra.supervisor import Running
-from infra.triggerfile import now_ms
-from infra.waiting import since
+from infra.triggerfile import now_ms, since
 from infra.watches import WATCHING, Watch
 from infra.windows import MAX_ATTEMPTS
 

@@ -3,7 +3,8 @@
 In all of them the label is what the target says after the text before, so that a text may be anybody's. A file has
 `PAPER`, `Params`, and
 
-- `WRITES`: whether tokens may be the draft's own. Then its `Params` are `Written`, and
+- `WRITES`: whether tokens may be the draft's own. Then its `Params` are `Written`, `ROUNDS` is the class that writes
+  them (`Rounds`), and
   `by_draft(lengths, params, rng) -> list[list[bool] | None]` says of answers of these lengths who writes which token;
   None keeps the target's answer as it is;
 - `LOGGED`: whether it reads what drafts did in served requests;
@@ -14,14 +15,15 @@ In all of them the label is what the target says after the text before, so that 
 The first token of an answer is the target's in any case: no draft is asked for it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, Protocol
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.learning.hidden import Sample
+from models.learning.hidden import HiddenStates, Sample
 from models.params import BaseParams
 
 
@@ -35,6 +37,30 @@ class Written(BaseParams):
 
     rounds: int = Field(4, ge=1)
     temperature: float = Field(1.0, ge=0)
+
+
+OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], None]
+
+
+class Rounds(Protocol):
+    """The rounds in which a run writes what it learns; see `models.learning.written`.
+
+    Attributes:
+        samples: the target's answers, in whose place others are written.
+        tokens_per_s: at which the target read the last ones.
+    """
+
+    samples: list[Sample]
+    tokens_per_s: float
+
+    def at(self, step: int, total: int) -> int:
+        """Return which round a step is of."""
+
+    def begin(self, number: int, key: str, report: OnProgress) -> HiddenStates:
+        """Return what is learnt in a round, with the target's states."""
+
+    def end(self) -> None:
+        """Remove what was written."""
 
 
 def token_counts(samples: Sequence[Sample], answers: BaseParams) -> dict[str, Tensor]:

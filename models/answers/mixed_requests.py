@@ -7,9 +7,10 @@ import torch
 from pydantic import Field
 
 from models.answers import Written
+from models.learning.written import Rounds
 
 PAPER = "arXiv:2310.08461; arXiv:2310.07177, mixed by request"
-WRITES, LOGGED = True, False
+WRITES, LOGGED, ROUNDS = True, False, Rounds
 
 
 class Params(Written):

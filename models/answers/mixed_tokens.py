@@ -12,9 +12,10 @@ import torch
 from pydantic import Field
 
 from models.answers import Written
+from models.learning.written import Rounds
 
 PAPER = "arXiv:2306.08543, section 2.2 (teacher-mixed sampling); arXiv:2310.07177, mixed by token"
-WRITES, LOGGED = True, False
+WRITES, LOGGED, ROUNDS = True, False, Rounds
 
 
 class Params(Written):

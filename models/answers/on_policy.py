@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 
 from models.answers import Written
+from models.learning.written import Rounds
 
 PAPER = "arXiv:2310.08461; arXiv:2306.13649"
-WRITES, LOGGED = True, False
+WRITES, LOGGED, ROUNDS = True, False, Rounds
 
 
 class Params(Written):

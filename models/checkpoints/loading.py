@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models.checkpoints import compressed
 from models.checkpoints.checkpoint import read_stored, read_tensors
@@ -115,11 +115,3 @@ def complete(directory: Path, like: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     config.pop("_name_or_path", None)  # a path of this machine
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def stop_ids(directory: Path) -> frozenset[int]:
-    """Return the token ids that end an answer, from the target's generation settings, else from its configuration."""
-    has_settings = (directory / "generation_config.json").is_file()
-    settings = GenerationConfig if has_settings else AutoConfig
-    ids = settings.from_pretrained(directory).eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or ())

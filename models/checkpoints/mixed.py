@@ -16,30 +16,7 @@ from models import catalog
 from models.layers.linears import linears, sparing
 from models.params import BaseParams
 from models.quantize import Quantized
-
-FLOAT = "float"
-TOGETHER = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-_DEPTH = 256  # blocks that patterns are tried on before there is a model
-
-
-def require(method: BaseParams, exceptions: Mapping[str, Any]) -> None:
-    """Raise ValueError if exceptions can't be served beside a method, or tear layers apart; names the pattern."""
-    stored = catalog.load("quantize", method.name).STORED
-    for pattern, other in exceptions.items():
-        module = None if other == FLOAT else catalog.load("quantize", other.name)
-        if module is not None and (stored != module.STORED or hasattr(module, "regime")):
-            raise ValueError(
-                f'exception "{pattern}": "{other.name}" can\'t stand beside "{method.name}"; '
-                f"choose one that is stored as {stored} too and trains nothing, or {FLOAT!r}"
-            )
-        for number in range(_DEPTH):
-            for layers in TOGETHER:
-                fitting = [layer for layer in layers if fnmatchcase(f"model.layers.{number}.{layer}", pattern)]
-                if 0 < len(fitting) < len(layers):
-                    raise ValueError(
-                        f'exception "{pattern}" takes {", ".join(fitting)} of {", ".join(layers)}, '
-                        "which engines multiply as one matrix"
-                    )
+from models.together import FLOAT
 
 
 def chosen(names: Iterable[str], exceptions: Mapping[str, Any]) -> dict[str, str]:

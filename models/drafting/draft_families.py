@@ -10,7 +10,6 @@ from typing import Any, cast
 from models import catalog
 from models.drafting.draft_files import own, read_json
 from models.drafts import Adopter, Draft, Family, Procedure
-from models.layers.decoder import Decoder
 from models.params import did_you_mean
 from models.targets import TargetCard
 
@@ -27,11 +26,6 @@ def family_named(name: str) -> Family:
 def name_of(family: Family) -> str:
     """Return a family's name, its module's."""
     return str(cast("Any", family).__name__).rpartition(".")[2]
-
-
-def module_of(directory: Path) -> str:
-    """Return the name of the module of the family that a draft directory belongs to; raises what `family_of` does."""
-    return f"models.drafts.{name_of(family_of(directory))}"
 
 
 def class_of(family: Family) -> type[Draft]:
@@ -93,15 +87,6 @@ def adopter_of(directory: Path) -> Adopter:
 def open_draft(directory: Path, target_dir: Path) -> Draft:
     """Load a draft of whatever family; ValueError as the family's `check`."""
     return family_of(directory).load(directory, target_dir)
-
-
-def open_for(decoder: Decoder, directory: Path, target_dir: Path) -> Draft:
-    """Load a draft that drafts for a target's forward pass, where that is and in its number format, and learns no more.
-
-    Raises:
-        ValueError: as the family's `check`.
-    """
-    return open_draft(directory, target_dir).to(decoder.device).pack(decoder.dtype)
 
 
 def check_draft(directory: Path, like: Path | None, target: TargetCard) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.layers.decoder import MODEL_TYPES
-from models.targets import TargetCard
+from models.targets import MODEL_TYPES, TargetCard
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # What vLLM's layers of the Llama kind keep as one matrix, in its order.

@@ -12,18 +12,16 @@ Letters: B places, k siblings of a place, V vocabulary, M outcomes of drawing si
 """
 
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from models.drafting.proposal import Choose, Siblings
+
 PAPER = "arXiv:2502.18779"
 
-# How siblings are drawn: each by itself from q; each from what the ones before it left of q; the most likely tokens; or
-# all but the last the most likely tokens, the last from what they leave of q.
-Siblings = Literal["independent", "without replacement", "certain", "certain but one"]
 LARGEST_ENUMERATION = 1_000_000
 STEP = 0.5  # in log t of the integral of `_all_inside`: found to 1e-7
 
@@ -33,17 +31,6 @@ class Drawn(NamedTuple):
 
     token_ids: Tensor  # [B, k]
     q: Tensor  # [B, k, V]
-
-
-class Choice(NamedTuple):
-    """What a rule does with the siblings of a place."""
-
-    chances: Tensor  # [n, k] that each is kept
-    rest: Tensor  # [n, V] the law of the token that is emitted where none is
-
-
-# p [n, V], token_ids [n, k], q [n, k, V] what each was drawn from → what is kept.
-Choose = Callable[[Tensor, Tensor, Tensor], Choice]
 
 
 class Outcome(NamedTuple):

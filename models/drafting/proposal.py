@@ -3,16 +3,32 @@
 A proposal goes from the drafter to the target's pass, to the verification rule, and to the cache, which keeps the path
 that was accepted.
 
-Letters: B blocks, N drafted tokens (nodes) of a block, V target vocabulary. Row 0 of the target's pass is the last
-certain token, row i + 1 is node i.
+Letters: B blocks, N drafted tokens (nodes) of a block, n nodes with k children each, V target vocabulary.
+Row 0 of the target's pass is the last certain token, row i + 1 is node i.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+# How siblings are drawn: each by itself from q; each from what the ones before it left of q; the most likely tokens; or
+# all but the last the most likely tokens, the last from what they leave of q.
+Siblings = Literal["independent", "without replacement", "certain", "certain but one"]
+
+
+class Choice(NamedTuple):
+    """What a rule does with the siblings of a place."""
+
+    chances: Tensor  # [n, k] that each is kept
+    rest: Tensor  # [n, V] the law of the token that is emitted where none is
+
+
+# p [n, V], token_ids [n, k], q [n, k, V] what each was drawn from → what is kept.
+Choose = Callable[[Tensor, Tensor, Tensor], Choice]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from transformers import AutoConfig
 from models.drafting.proposal import Proposal
 from models.drafting.weightless import Format, Weightless
 from models.drafts import Draft, Draw, GoOn, KeepRows, Rows, Unrolled, confidence, step_by_step
-from models.layers.decoder import MODEL_TYPES, Begun, Cache, Decoder, Sublayers
+from models.layers.decoder import Begun, Cache, Decoder, Sublayers
 from models.params import BaseParams
-from models.targets import TargetCard
+from models.targets import MODEL_TYPES, TargetCard
 from models.trees import lay_out
 
 

@@ -21,9 +21,9 @@ from models.checkpoints.checkpoint import output_embedding, read_stored, read_te
 from models.drafting.draft_files import Shapes, check_config, made_for, read_config, require_tensors, write_config
 from models.drafting.self_draft import Drafter, TargetPart
 from models.drafts import KeepRows, Rows, Unrolled, step_by_step
-from models.layers.decoder import MODEL_TYPES, Begun, Cache, Decoder, Sublayers, rope_frequencies
+from models.layers.decoder import Begun, Cache, Decoder, Sublayers, rope_frequencies
 from models.params import BaseParams
-from models.targets import TargetCard, describe
+from models.targets import MODEL_TYPES, TargetCard, describe
 
 PAPER = "arXiv:2404.18911"
 FAMILY = "kangaroo"

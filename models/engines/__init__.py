@@ -10,7 +10,7 @@ ValueError if it can't serve so.
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -18,12 +18,19 @@ from models.evaluation.acceptance import Trace, counted
 from models.params import BaseParams
 from models.types import Frozen
 
-if TYPE_CHECKING:
-    from models.verify import Rules  # torch
-
-
 # How a request is drafted: as the engine finds it fastest, by the draft alone and up to K, or not at all.
 Way = Literal["auto", "head", "off"]
+
+
+class Rules(NamedTuple):
+    """The rules that an engine verifies by."""
+
+    greedy: BaseParams  # at temperature 0
+    sampling: BaseParams  # above
+
+    def at(self, temperature: float) -> BaseParams:
+        """Return the rule of requests of a temperature."""
+        return self.sampling if temperature > 0 else self.greedy
 
 
 class EngineParams(BaseParams):
@@ -40,7 +47,7 @@ class EngineParams(BaseParams):
 
     @property
     @abstractmethod
-    def rules(self) -> "Rules":
+    def rules(self) -> Rules:
         """What drafted tokens are verified by."""
 
 

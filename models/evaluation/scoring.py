@@ -17,13 +17,14 @@ from torch import Tensor
 from models import catalog
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Draft, Rows
+from models.engines import Rules
 from models.evaluation.acceptance import Trace
 from models.evaluation.paired import Score
 from models.learning.batches import hidden_states, pack
 from models.learning.captured import Captures
 from models.learning.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
-from models.verify import Rules, greedy, rejection
+from models.verify import greedy, rejection
 
 STANDARD = Rules(greedy.Params(), rejection.Params())
 STARTS = 64  # of one sampled answer at a time: p and q hold the whole vocabulary for each of their tokens

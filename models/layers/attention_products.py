@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 
 # [..., R, I] times [..., C, I] → [..., R, C]: rows by rows, as a linear layer does it.
 Pairs = Callable[[Tensor, Tensor], Tensor]

@@ -20,8 +20,8 @@ from models.checkpoints.checkpoint import read_parts
 from models.layers import factors
 from models.layers.kernels import gated, rms_norm, rotated
 from models.layers.packed_product import Product, product
+from models.targets import MODEL_TYPES
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 CHUNK = 512
 
 

@@ -1,11 +1,14 @@
 """The parts of a decoder block of Llama's layout, as type checkers see them.
 
 transformers makes the real ones, for each architecture of classes of its own, and what an `nn.Module` holds has no type
-unless a class says so. None of these is ever made: `models.layers.linears.blocks` promises them.
+unless a class says so. None of these is ever made: `blocks` promises them.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class Norm(nn.Module):
@@ -40,3 +43,15 @@ class Block(nn.Module):
     self_attn: Attention
     post_attention_layernorm: Norm
     mlp: Mlp
+
+
+def blocks(model: PreTrainedModel) -> Sequence[Block]:
+    """Return the decoder blocks.
+
+    Raises:
+        ValueError: the model is not of Llama's layout.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(model).__name__} has no model.layers; models of Llama's layout are handled")
+    return cast("Sequence[Block]", layers)

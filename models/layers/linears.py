@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.layout import Block
+from models.layers.layout import Block, blocks
 
 # Tokens for each input of the widest layer below which methods that solve for weights fit the sample instead.
 ENOUGH = 4
@@ -46,18 +46,6 @@ def sparing(model: PreTrainedModel, names: Collection[str]) -> Iterator[None]:
     finally:
         for layer in spared:
             delattr(layer, _SPARED)
-
-
-def blocks(model: PreTrainedModel) -> Sequence[Block]:
-    """Return the decoder blocks.
-
-    Raises:
-        ValueError: the model is not of Llama's layout.
-    """
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(model).__name__} has no model.layers; models of Llama's layout are handled")
-    return cast("Sequence[Block]", layers)
 
 
 def replace(model: PreTrainedModel, make: Callable[[str, nn.Linear], nn.Module]) -> None:

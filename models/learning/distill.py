@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.answers import Written, require_labels, target, token_counts
+from models.answers import Rounds, require_labels, target, token_counts
 from models.drafts import Draft, Procedure
 from models.learning.averaged import Averaged
 from models.learning.batches import hidden_states
@@ -28,7 +28,6 @@ from models.learning.resume import load_state, save_state
 from models.learning.teacher import TeacherParams, Teachers, require_reader, require_teachers
 from models.learning.unrolled_loss import UnrolledLoss
 from models.learning.validation import Validated, Validation, split
-from models.learning.written import Rounds
 from models.params import BaseParams
 
 
@@ -164,8 +163,9 @@ def train(
     report = on_progress or (lambda progress: None)
     samples, kept = split(samples, params.validation, seed, unseen)
     learnt: HiddenStates | Rounds
-    if isinstance(params.answers, Written):
-        learnt = Rounds(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
+    source = catalog.load("answers", params.answers.name)
+    if source.WRITES:
+        learnt = source.ROUNDS(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
     else:
         learnt = hidden_states(
             draft,
@@ -228,7 +228,7 @@ class _Loop(Loop[list[Sample]]):
         if isinstance(self.learnt, HiddenStates):
             self._read(self.learnt)
         self.run_steps()
-        if isinstance(self.learnt, Rounds):
+        if not isinstance(self.learnt, HiddenStates):
             self.learnt.end()
         self.validation.put_back(self.trained, self.optimizer, self.key, self.averaged)
         if state_out is not None:
@@ -256,7 +256,7 @@ class _Loop(Loop[list[Sample]]):
 
     def before_step(self) -> None:
         """Where the draft writes, let it write what is learnt from this step on, unless it has."""
-        if not isinstance(self.learnt, Rounds) or (number := self.learnt.at(self.step, self.total)) == self.round:
+        if isinstance(self.learnt, HiddenStates) or (number := self.learnt.at(self.step, self.total)) == self.round:
             return
         if self.step:
             self.save()  # nobody goes on from before it: what was written there is removed

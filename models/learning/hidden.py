@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models.checkpoints.loading import load_model
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.learning.captured import Captured, Captures
 from models.precision import fast_dtype
 

@@ -25,11 +25,10 @@ from torch.nn.utils.rnn import pad_sequence
 from models import catalog
 from models.checkpoints.checkpoint import output_embedding, read_tensor
 from models.drafts import Draft, Unrolled
-from models.layers.decoder import MODEL_TYPES
 from models.learning.hidden import HiddenStates, Sample
 from models.losses import Drafted
 from models.params import BaseParams
-from models.targets import describe
+from models.targets import MODEL_TYPES, describe
 from models.tokens import differing_tokens
 from models.types import Frozen
 

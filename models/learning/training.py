@@ -19,8 +19,8 @@ from models import catalog
 from models.checkpoints.invariants import Holding, note_zeroes
 from models.learning.loop import Loop
 from models.params import BaseParams, TrainingParams
-from models.regimes import PARTS, Batch, Plan, Regime
-from models.together import Declared, declared, require_kept
+from models.regimes import Batch, Plan, Regime
+from models.together import Declared, declared, require_compatible, require_kept
 
 IGNORED = -100
 
@@ -141,19 +141,6 @@ def _train_by_name(
     ]
     label = json.dumps([method.model_dump(mode="json") for method in methods], sort_keys=True)
     return train(model, documents, params, [*hooks, *more], seed, work_dir, on_progress, label)
-
-
-def require_compatible(methods: Sequence[BaseParams]) -> None:
-    """Raise ValueError naming two regimes that change the same part of training, or one that combines with none."""
-    changed: dict[str, str] = {}
-    for method in methods:
-        parts = catalog.load("regimes", method.name).CHANGES
-        if "loop" in parts and len(methods) > 1:
-            raise ValueError(f'regime "{method.name}" is a loop of its own and combines with no other')
-        for part in (part for part in PARTS if part in parts):
-            if part in changed:
-                raise ValueError(f'regimes "{changed[part]}" and "{method.name}" both change the {part}; choose one')
-            changed[part] = method.name
 
 
 def pad(documents: Sequence[Sequence[int]]) -> Batch:

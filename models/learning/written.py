@@ -11,28 +11,26 @@ on with the same text. One sequence is written at a time, since a drafter is one
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from models import catalog
-from models.answers import Written
-from models.checkpoints.loading import stop_ids
+from models.answers import OnProgress, Written
 from models.drafting.drafters import SelfDrafter
+from models.drafting.sampling import draw
 from models.drafts import Draft
 from models.engines import Sampling
-from models.engines.torch.sampling import draw
 from models.layers.decoder import Cache, Decoder
 from models.learning.batches import hidden_states
 from models.learning.hidden import HiddenStates, Sample
 from models.precision import fast_dtype
+from models.targets import stop_ids
 
 MIN_TOKENS = 3  # of an answer that there is something to learn from: one that is given, one drafted, one after it
-OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], None]
 
 
 def write(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.learning import binary_head
 from models.learning.binary_head import BinaryHead
 from models.regimes import Regime

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 from models.checkpoints import compressed
 from models.layers import integers
-from models.layers.decoder import MODEL_TYPES
 from models.layers.integers import Integers
-from models.layers.layout import Block
-from models.layers.linears import Rows, blocks, calibrate, linears
+from models.layers.layout import Block, blocks
+from models.layers.linears import Rows, calibrate, linears
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check, check_documents
+from models.targets import MODEL_TYPES
 
 PAPER = "arXiv:2306.00978, section 3"
 CALIBRATED = True

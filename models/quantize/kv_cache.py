@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from models.layers.integer_linear import HIGH, token_scales
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.params import BaseParams
 from models.quantize import Quantized, assemble, check
 

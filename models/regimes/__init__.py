@@ -4,8 +4,8 @@ Letters: B documents of a batch, T tokens of a document, L layers of the model.
 
 A method's module has
 
-- `CHANGES`: which parts of training it changes, of `PARTS`; two methods that change the same part can't be combined.
-  What else it changes, and `KEEPS`, is in `models.together`;
+- `CHANGES`: which parts of training it changes, of `models.together.PARTS`; two methods that change the same part
+  can't be combined. What else it changes, and `KEEPS`, is in `models.together`;
 - `regime(params, rng) -> Regime`: its hooks; or, where the algorithm is another loop,
 - `train(model, documents, params, training, seed, work_dir, on_progress) -> models.learning.training.Trained`: that
   loop, which runs the one loop inside of it where it can. Such a method changes part "loop", and combines with no
@@ -19,11 +19,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
-
-# What can be changed once: how linear layers multiply, which layers run, what of the weights is free, which steps run,
-# how documents become batches, what is kept for the backward pass, in which format is computed, where the optimizer's
-# state lies, when training ends, and the loop itself.
-PARTS = ("products", "depth", "weights", "steps", "batches", "activations", "precision", "optimizer", "end", "loop")
 
 
 class Batch(NamedTuple):

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.layers.partial import make_partial, make_whole
 from models.params import BaseParams, require_unsaid
 from models.regimes import Batch, Plan, Regime

@@ -18,12 +18,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.layers.decoder import MODEL_TYPES
-from models.layers.layout import Norm
-from models.layers.linears import blocks
+from models.layers.layout import Norm, blocks
 from models.layers.reshape import head_dim
 from models.learning.training import cut
 from models.params import BaseParams, TrainingParams
+from models.targets import MODEL_TYPES
 
 
 class Measured(BaseParams):

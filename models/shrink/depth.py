@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.layers.reshape import spread_layers, take_layers
 from models.learning.training import OnProgress
 from models.params import TrainingParams, require_unsaid

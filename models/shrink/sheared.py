@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from models.checkpoints.invariants import keep_zeroes
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.layers.reshape import Kept, head_dim, take_layers, take_widths
 from models.learning.training import OnProgress, cut, num_steps, train
 from models.params import TrainingParams

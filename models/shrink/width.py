@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.layers.reshape import Kept, head_dim, take_widths
 from models.learning.training import OnProgress
 from models.params import TrainingParams

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from models.types import Frozen
 
+# Those whose forward pass `models.layers.decoder` knows.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -48,6 +50,16 @@ def describe(directory: Path) -> TargetCard:
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
     )
+
+
+def stop_ids(directory: Path) -> frozenset[int]:
+    """Return the token ids that end an answer, from the target's generation settings, else from its configuration."""
+    from transformers import AutoConfig, GenerationConfig  # takes seconds, and recipes are parsed without it
+
+    has_settings = (directory / "generation_config.json").is_file()
+    settings = GenerationConfig if has_settings else AutoConfig
+    ids = settings.from_pretrained(directory).eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 
 def _digest(files: list[Path], what: str) -> str:

@@ -7,7 +7,7 @@ module has
 
 - `LOSSLESS`: emitted tokens follow p whatever the draft is;
 - `SAMPLES`: it takes any p, not only one with a single 1 a row;
-- `SIBLINGS`: how children of one node may have been drawn (`models.drafting.multi_draft`), first the way that it is
+- `SIBLINGS`: how children of one node may have been drawn (`models.drafting.proposal`), first the way that it is
   made for; others are a ValueError where losslessness hangs on it. An only child may have been drawn in any way;
 - `verify(proposal, p, rng, params) -> Verified`: keep a path of the proposed trees and emit one token more;
 - `READS_STATES`: only in rules whose `verify` takes `states` besides, [B, N+1, H] what the output matrix multiplied;
@@ -24,25 +24,13 @@ SpecInfer's rules for trees (arXiv:2305.09781) are `greedy` and `rejection`, giv
 import os.path
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.drafting.multi_draft import Choice, Choose
-from models.drafting.proposal import Proposal
+from models.drafting.proposal import Choice, Choose, Proposal
 from models.params import BaseParams
-
-
-class Rules(NamedTuple):
-    """The rules that an engine verifies by."""
-
-    greedy: BaseParams  # at temperature 0
-    sampling: BaseParams  # above
-
-    def at(self, temperature: float) -> BaseParams:
-        """Return the rule of requests of a temperature."""
-        return self.sampling if temperature > 0 else self.greedy
 
 
 @dataclass(frozen=True, eq=False)

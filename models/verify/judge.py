@@ -24,8 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.multi_draft import Siblings
-from models.drafting.proposal import Proposal
+from models.drafting.proposal import Proposal, Siblings
 from models.drafts import Draft
 from models.layers.decoder import Cache, Decoder
 from models.learning import binary_head

@@ -17,8 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from models.drafting.multi_draft import Choice, Siblings
-from models.drafting.proposal import Proposal
+from models.drafting.proposal import Choice, Proposal, Siblings
 from models.params import BaseParams
 from models.verify import Verified, check_block, emit, expected_of_chain
 

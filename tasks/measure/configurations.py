@@ -24,12 +24,12 @@ import torch
 from pydantic import Field
 
 from models import catalog
-from models.drafting.draft_families import class_of, family_named, open_for
+from models.drafting.draft_families import class_of, family_named
 from models.drafting.self_draft import TargetRunner
 from models.drafting.weightless import Weightless
 from models.drafts import Draft
 from models.engines.torch import Params as EngineParams
-from models.engines.torch import TorchEngine
+from models.engines.torch import TorchEngine, open_for
 from models.layers.decoder import Decoder
 from models.learning import distill
 from models.params import BaseParams, validate

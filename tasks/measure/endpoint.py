@@ -4,7 +4,7 @@ import asyncio
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from infra.client import Answer, Client, LogLevel, Speculation
@@ -102,17 +102,16 @@ class Asked(ABC):
 class Endpoint(Asked):
     """The service."""
 
-    def __init__(self, recipe: Recipe, settings: Settings, changed: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, recipe: Recipe, settings: Settings) -> None:
         """Say what is to run.
 
         Args:
             recipe: what is served.
             settings: of the home it is served from.
-            changed: keys of the service's configuration that differ from the recipe's.
         """
         super().__init__(settings.host, operator_key(settings.home), recipe.generate.max_tokens)
-        self._recipe, self._settings = recipe, settings
-        self._changed = {**(changed or {}), "port": self.port}
+        serve = recipe.serve.model_copy(update={"port": self.port})
+        self._recipe, self._settings = recipe.model_copy(update={"serve": serve}), settings
         self._key_name = ""
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +120,7 @@ class Endpoint(Asked):
 
     def start(self) -> None:
         """Start the service and wait until it answers; RuntimeError if it ends by itself."""
-        config = configure_service.fn(self._recipe, changed=self._changed)
+        config = configure_service.fn(self._recipe)
         self._child, _ = start_service(config, self._settings)
 
     def stop(self) -> None:

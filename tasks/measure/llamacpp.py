@@ -14,9 +14,9 @@ from typing import Any
 from infra.client import Answer
 from infra.peers import INTERPRETER
 from models import catalog
-from models.checkpoints.loading import stop_ids
 from models.recipe import Recipe
 from models.sources import Prompt
+from models.targets import stop_ids
 from tasks.measure.offline import run_process
 from tasks.measure.peers import encoder
 from tasks.measure.run import Bar

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from infra.client import Answer
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.processes import Child
 from models.sources import Prompt
 from tasks.measure.peers import Peer, Timed, encoder, open_peers

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 
-from infra.client import SERVED_NAME
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.peers import SUFFIX_TREES, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.service_process import END_TIMEOUT_S
+from infra.serving import SERVED_NAME
 from infra.settings import Settings
 from models.drafting.draft_families import family_of
 from models.drafts import ngram

@@ -12,10 +12,11 @@ import ast
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 from infra.artifacts import Artifact, publish, staged
 from infra.locks import lock_folder
@@ -37,7 +38,7 @@ def produce(
     kind: str,
     params: object,
     inputs: Mapping[str, Artifact],
-    code: tuple[str, ...],
+    code: Sequence[object],
     make: Callable[[Path, Path], None],
 ) -> Artifact:
     """Return the directory of a stage, made now unless a good one is there.
@@ -47,7 +48,8 @@ def produce(
         kind: of the artifact.
         params: what the result depends on besides the inputs, as JSON.
         inputs: role to what the result is made from.
-        code: the modules that compute it, besides the methods that `params` name.
+        code: functions that compute it, and modules, besides the methods that `params` name; the module that each
+            function stands in counts as a whole.
         make: fills an empty directory, its first argument. The second one is a directory that lasts until the stage is
             complete, so that a killed run is gone on with.
     """
@@ -80,13 +82,13 @@ def _made(final: Path, kind: str) -> Artifact | None:
     return artifact
 
 
-def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: tuple[str, ...]) -> str:
+def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: Sequence[object]) -> str:
     """Return the first 16 hexadecimal digits of the hash of all that a stage's result depends on."""
     parts = {
         "stage": stage,
         "params": params,
         "inputs": {role: artifact.sha256 for role, artifact in inputs.items()},
-        "code": code_version(*code, *_methods_in(params)),
+        "code": code_version(*map(_module_of, code), *_methods_in(params)),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
@@ -137,6 +139,10 @@ def code_hashes(*modules: str) -> dict[str, str]:
             if imported.startswith(("models.", "tasks.measure.")) and imported not in SCHEMAS
         ]
     return hashes
+
+
+def _module_of(code: object) -> str:
+    return code.__name__ if isinstance(code, ModuleType) else code.__module__
 
 
 def _methods_in(params: object) -> list[str]:

@@ -82,7 +82,7 @@ def change_target(
     seed: int,
     target: Artifact,
     text: Artifact,
-    code: Sequence[str],
+    code: Sequence[object],
     change: Callable[[Start], Changed],
 ) -> Artifact:
     """Return the target that a stage makes of another, made now unless a good one is there; of kind "target".
@@ -93,7 +93,7 @@ def change_target(
         seed: of all that is drawn.
         target: what it starts from.
         text: what it trains, calibrates and measures on.
-        code: the modules of its methods.
+        code: functions and modules of its methods.
         change: the algorithm; may use up the model.
 
     Raises:
@@ -120,7 +120,7 @@ def change_target(
         kind="target",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
-        code=(__name__, "tasks.prepare_text", *code),
+        code=(make, tokenise, *code),
         make=gently(make),
     )
 

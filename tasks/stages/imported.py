@@ -14,11 +14,12 @@ from infra.consent import ELSEWHERE
 from infra.manifest import canonical_json
 from infra.settings import load_settings
 from models.chats import ChatEncoder
-from models.checkpoints.loading import load_model, stop_ids
+from models.checkpoints.loading import load_model
 from models.evaluation import own_answers
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe
+from models.targets import stop_ids
 from models.types import Estimate
 from tasks.stages import produce
 from tasks.stages.beside import gently
@@ -26,7 +27,6 @@ from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import MIN_COMPLETION, Part, draw_per_domain, read_samples, write_samples
 
 FILE = "differences.json"
-CODE = (__name__, "models.evaluation.own_answers", "tasks.stages.samples")
 Make = Callable[[Path, Path], None]
 Samples = Mapping[Part, Sequence[Sample]]
 
@@ -130,4 +130,5 @@ def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Se
         "max_model_len": recipe.engine.max_model_len,
         "seed": recipe.seed,
     }
-    return produce(stage=stage, kind=kind, params=params, inputs={"target": target}, code=CODE, make=gently(make))
+    code = (make, own_answers, write_samples)
+    return produce(stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=gently(make))

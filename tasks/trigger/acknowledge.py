@@ -6,12 +6,12 @@ from contextlib import ExitStack, suppress
 from functools import wraps
 from typing import Literal
 
-from infra.memory import Watchdog, gives_way
-from infra.service_process import is_served
+from infra.serving import is_served
 from infra.settings import load_settings
 from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile
 from infra.triggers import Ok, Result, Retry
 from infra.versions import Version
+from infra.watchdog import Watchdog, gives_way
 from models.recipe import Recipe
 from tasks.promote import Outcome
 from tasks.stages.reporting import run_logger

@@ -22,7 +22,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from infra.captured import CapturedFiles
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from models.engines import Completion
 from models.engines import vllm as served
 from models.engines.vllm.capture import Claim

@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from models.chats import ChatEncoder
 from models.engines import Completion, Sampling, Way
 from models.engines import vllm as served

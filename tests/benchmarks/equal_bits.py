@@ -25,7 +25,7 @@ import numpy as np
 import vllm
 from transformers import AutoTokenizer
 
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from models.chats import ChatEncoder
 from models.drafting.draft_families import family_named
 from models.engines import Completion, LookUp, Sampling, Way

@@ -38,7 +38,7 @@ from infra.machine import git_commit
 from models.checkpoints.loading import load_model
 from models.drafts import Rows, eagle3
 from models.evaluation.acceptance import Trace, difference, mean_accepted_length
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.learning import distill
 from models.learning.hidden import Sample, length_buckets
 from models.precision import fast_dtype

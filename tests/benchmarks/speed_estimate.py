@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from infra.doctor import openmp_preload
+from infra.installed import openmp_preload
 from infra.machine import describe_machine
 from models.chats import ChatEncoder
 from models.engines import Completion, LookUp

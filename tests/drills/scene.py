@@ -131,7 +131,7 @@ def running(home: Path) -> Iterator[Scene]:
                 home / "target",
                 registry.url,
                 orchestrator=f"http://127.0.0.1:{unheard.getsockname()[1]}/api",  # where nobody listens, or will
-                cache=str(home / "log" / "cache"),
+                cache=home / "log" / "cache",
                 serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
             )
             (machine := home / "machine").mkdir()

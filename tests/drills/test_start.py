@@ -18,9 +18,8 @@ from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
 from services.boot import start_engine
 from services.config import read_config
-from services.drafts import DraftSource, choose_boot_draft, read_memory, write_memory
+from services.drafts import DraftSource, Loaded, Memory, choose_boot_draft, label, read_memory, write_memory
 from services.service import UNDRAFTED, Service
-from services.states import Loaded, Memory, label
 from tests.world import World, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -26,7 +26,8 @@ import pytest
 
 from flows.up import MLFLOW, PREFECT
 from infra.guard import pages_login
-from infra.processes import process_identity, wait_until
+from infra.identity import process_identity
+from infra.processes import wait_until
 from infra.secret import home_secret
 from infra.supervisor import read_state
 from infra.triggerfile import TriggerFile

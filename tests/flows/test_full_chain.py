@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infra.processes import wait_until
-from infra.service_process import config_path
+from infra.serving import config_path
 from infra.settings import load_settings
 from models.checkpoints.checkpoint import read_tensors
 from models.checkpoints.loading import load_model
@@ -84,7 +84,7 @@ def service(chain, tmp_path: Path) -> Iterator[str]:
     file = config_path(load_settings({"REDRAFT_HOME": str(cli.home)}))
 
     def url() -> str:
-        return f"http://127.0.0.1:{json.loads(file.read_text())['port']}"
+        return f"http://127.0.0.1:{json.loads(file.read_text())['serve']['port']}"
 
     def answers() -> bool:
         assert process.poll() is None, process.communicate()[0]

@@ -1,6 +1,7 @@
 """What a service may say of itself."""
 
-from infra.status import DomainAcceptance, EventCounts, LogCounts, Phase, Proof, ServiceStatus
+from infra.events import EventCounts
+from infra.status import DomainAcceptance, LogCounts, Phase, Proof, ServiceStatus
 from models.types import Pace, Speed
 
 STATUS = ServiceStatus(

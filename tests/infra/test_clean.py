@@ -17,7 +17,7 @@ from infra.clean import DAY_S, clean_up
 from infra.locks import lock_folder
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
-from infra.service_process import ray_folder
+from infra.serving import ray_folder
 from infra.settings import Settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Retry

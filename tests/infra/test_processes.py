@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from infra.identity import process_identity
 from infra.processes import (
     Child,
     answers,
-    children_named,
     free_port,
     hold_port,
     port_is_free,
-    process_identity,
     require_port_free,
     wait_until,
 )
@@ -146,21 +145,3 @@ def test_a_server_answers_once_it_is_up(tmp_path: Path) -> None:
     with Child.start(argv, {}, tmp_path / "log", "server") as child:
         wait_until(lambda: answers(url), 60, child, url)
         assert not answers(url + "absent")
-
-
-def test_an_identity_belongs_to_one_living_process() -> None:
-    own = process_identity(os.getpid())
-    other = subprocess.Popen(["sleep", "60"])
-    assert own == process_identity(os.getpid()) != process_identity(other.pid)
-    other.kill()
-    wait_until(lambda: process_identity(other.pid) is None, 60, None, "the zombie")
-    other.wait()
-    assert process_identity(other.pid) is None
-
-
-def test_children_are_found_by_their_name_while_they_live() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert children_named("sleep", "raylet")[child.pid] == process_identity(child.pid)
-        assert children_named("raylet") == {}
-        child.kill()
-        wait_until(lambda: child.pid not in children_named("sleep"), 60, None, "its end")

@@ -1,11 +1,9 @@
 """A service is found again by the file that it was started with."""
 
 import json
-import os
 import re
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,23 +13,19 @@ import pytest
 
 from infra import service_process
 from infra.keys import keys_path, operator_key, read_keys, sha256_of
-from infra.processes import Child, free_port, wait_until
+from infra.processes import free_port
 from infra.service_process import (
     client_of,
-    compiled_folder,
-    config_path,
-    front_folder,
     last_status,
     last_url,
     require_startable,
-    serving,
     start_service,
     starting,
     write_config,
 )
+from infra.serving import compiled_folder, config_path, serving
 from infra.settings import Settings
 from infra.status import RunningService
-from tests.infra.rows import ROOT
 from tests.infra.statuses import STATUS
 
 # Compiles one kernel, and answers a second after that, where the file of settings says.
@@ -45,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["port"]), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", json.loads(config.read_text())["serve"]["port"]), Handler).serve_forever()
 """
 
 
@@ -71,7 +65,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def server(settings: Settings) -> Iterator[HTTPServer]:
     """A server that runs where the last service was started."""
-    url = write_config({"host": "127.0.0.1", "port": 0}, settings)
+    url = write_config({"serve": {"port": 0}}, settings)
     with HTTPServer(("127.0.0.1", int(url.rpartition(":")[2])), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -81,10 +75,10 @@ def server(settings: Settings) -> Iterator[HTTPServer]:
 
 
 def test_the_file_names_the_port_that_was_taken_and_only_its_owner_can_read_it(settings: Settings) -> None:
-    url = write_config({"host": "127.0.0.1", "port": 0}, settings)
+    url = write_config({"serve": {"port": 0}}, settings)
     written = json.loads(config_path(settings).read_text())
-    assert url == last_url(settings) == f"http://127.0.0.1:{written['port']}"
-    assert written["port"] > 0
+    assert url == last_url(settings) == f"http://127.0.0.1:{written['serve']['port']}"
+    assert written["serve"]["port"] > 0
     assert config_path(settings).stat().st_mode & 0o777 == 0o600
 
 
@@ -93,7 +87,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(settings: Settings) -> 
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ValueError, match="is in use"):
-            write_config({"host": "127.0.0.1", "port": taken.getsockname()[1]}, settings)
+            write_config({"serve": {"port": taken.getsockname()[1]}}, settings)
     assert not config_path(settings).exists()
 
 
@@ -102,25 +96,12 @@ def test_f39_a_home_is_served_once_and_who_comes_second_is_told_where(settings: 
     with serving(settings.home, "http://127.0.0.1:4711"):
         for second in (
             lambda: serving(settings.home, "http://127.0.0.1:4712").__enter__(),
-            lambda: write_config({"host": "127.0.0.1", "port": 0}, settings),
+            lambda: write_config({"serve": {"port": 0}}, settings),
         ):
             with pytest.raises(ValueError, match=r"^this home is served already, at http://127\.0\.0\.1:4711$"):
                 second()
         assert not config_path(settings).exists()  # the first one is still found
-    write_config({"host": "127.0.0.1", "port": 0}, settings)
-
-
-@pytest.mark.slow
-def test_f39_a_service_that_was_killed_holds_its_home_no_more(settings: Settings) -> None:
-    code = "import sys, time; from pathlib import Path; from infra.service_process import serving\n"
-    code += "with serving(Path(sys.argv[1]), 'http://gone'): print('serving', flush=True); time.sleep(60)"
-    argv = [sys.executable, "-c", code, str(settings.home)]
-    with Child.start(argv, {"PYTHONPATH": str(ROOT)}, settings.home / "log", "the first") as first:
-        wait_until(lambda: "serving" in first.tail(), 60, first, "the first")
-        with pytest.raises(ValueError, match="at http://gone"):
-            require_startable(settings, 0)
-        first.stop(0.0)  # kill -9 of all of it
-        require_startable(settings, 0)
+    write_config({"serve": {"port": 0}}, settings)
 
 
 def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_path: Path) -> None:
@@ -138,22 +119,11 @@ def test_f42_what_can_not_be_bound_is_refused_by_the_name_of_what_to_change(tmp_
     assert [file.name for file in tmp_path.glob("*.json")] == ["keys.json"]
 
 
-def test_the_fronts_folder_is_for_nobody_else_and_its_sockets_path_is_never_too_long(tmp_path: Path) -> None:
-    folders = [front_folder(tmp_path / (letter * 100)) for letter in "ab"]
-    with tempfile.TemporaryDirectory() as home:
-        assert front_folder(Path(home)) == Path(home, "front")
-    assert folders[0] != folders[1]
-    for folder in folders:
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert len(os.fsencode(folder / "replica.sock.1234567")) < 108
-        folder.rmdir()
-
-
 def test_without_a_service_there_is_no_status(settings: Settings) -> None:
     assert last_status(settings) is None
     with pytest.raises(ValueError, match="run: redraft serve"):
         last_url(settings)
-    write_config({"host": "127.0.0.1", "port": free_port()}, settings)
+    write_config({"serve": {"port": free_port()}}, settings)
     assert last_status(settings) is None
 
 
@@ -168,7 +138,7 @@ def test_a_service_tells_its_status_once_it_is_ready(settings: Settings, server:
 def test_keys_of_the_variable_are_accepted_by_their_hashes(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, api_keys=("the-first-key",))
     for _ in range(2):
-        write_config({"host": "127.0.0.1", "port": 0}, settings)
+        write_config({"serve": {"port": 0}}, settings)
     [key] = read_keys(keys_path(settings))
     assert (key.role, key.sha256, key.accepted) == ("client", sha256_of("the-first-key"), True)
     assert not [file for file in tmp_path.iterdir() if b"the-first-key" in file.read_bytes()]
@@ -205,7 +175,7 @@ def test_while_a_start_compiles_it_is_told_how_far_it_is(settings: Settings, mon
     monkeypatch.setattr(service_process, "service_argv", lambda _: argv)
     monkeypatch.setattr(service_process, "TELL_S", 0.1)
     told: list[str] = []
-    config = {"engine": {"name": "vllm"}, "host": "127.0.0.1", "port": 0}
+    config = {"engine": {"name": "vllm"}, "serve": {"port": 0}}
     child, _ = start_service(config, settings, told.append)
     child.stop()
     compiles = "starting the service: it compiles its models, once on this machine, which takes minutes"

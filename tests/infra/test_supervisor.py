@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import answers, free_port, process_identity, wait_until
+from infra.identity import process_identity
+from infra.processes import answers, free_port, wait_until
 from infra.supervisor import STATE, UpState, read_state
 
 ROOT = Path(__file__).parents[2]

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, Snapshot
+from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, Snapshot, duration
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
 from infra.versions import Version
-from infra.waiting import Queue, duration, waiting_for
+from infra.waiting import Queue, waiting_for
 from tests.tags import draft_tags
 
 NOW_MS = 1_700_000_000_000

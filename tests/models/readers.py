@@ -128,11 +128,10 @@ _KEYS: dict[str, dict[str, str]] = {
     "services/bodies.py": {"serving.Limits": "max_body_bytes max_held_bytes body_timeout_s"},
     "services/capture.py": {"serving.Capture": "share max_disk_mib max_memory_mib keep_days"},
     "services/front.py": {"serving.Serve": "front port"},
-    "services/probation.py": {"serving.Probation": "num_prompts tolerance"},
     "services/reasoning.py": {"serving.Reasoning": "model engine methods"},
     "services/reconciler.py": {
         "serving.Serve": "poll_s min_swap_interval_s min_free_memory_gib probation canary",
-        "serving.Probation": "timeout_s put_back_s",
+        "serving.Probation": "num_prompts tolerance timeout_s put_back_s",
         "evaluation.canary": "period_s max_in_flight timeout_s",
     },
     "services/service.py": {

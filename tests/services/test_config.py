@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from infra.processes import Child, free_port, wait_until
-from infra.service_process import is_served
+from infra.serving import is_served
+from infra.settings import Settings
 from models.serving import Limits, Probation, Serve
 from services.config import ServiceConfig, read_config
 from services.main import main
@@ -15,23 +16,16 @@ from services.main import main
 ROOT = Path(__file__).parents[2]
 
 
-def table(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    values = {
-        "target_dir": str(tmp_path / "target"),
-        "mlflow_uri": f"sqlite:///{tmp_path}/mlflow.db",
-        "mlflow_files": str(tmp_path / "artifacts"),
-        "querylog": str(tmp_path / "queries.db"),
-        "cache": str(tmp_path / "cache"),
-        "state": str(tmp_path / "state.json"),
-        "keys": str(tmp_path / "keys.json"),
-        "port": 8000,
-    }
-    return values | changes
+def table(tmp_path: Path) -> dict[str, Any]:
+    settings = Settings(home=tmp_path).model_dump(mode="json", exclude={"api_keys"})
+    return {"target_dir": str(tmp_path / "target"), "settings": settings}
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "service.json"
-    path.write_text(json.dumps(table(tmp_path, **changes)))
+    values = table(tmp_path) | changes
+    values["settings"] = table(tmp_path)["settings"] | values["settings"]
+    path.write_text(json.dumps(values))
     return path
 
 
@@ -42,9 +36,8 @@ def test_a_config_survives_its_own_json(tmp_path: Path) -> None:
 
 
 def test_a_service_is_told_how_to_serve_by_the_table_of_its_recipe(tmp_path: Path) -> None:
-    table = Serve(port=0, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
-    serve = read_config(write(tmp_path, serve=table.model_dump(mode="json", exclude={"port"}))).serve
-    assert serve.model_dump() == table.model_dump(exclude={"port"})
+    table = Serve(port=1, drain_s=3, probation=Probation(timeout_s=12), limits=Limits(max_queued_requests=7))
+    assert read_config(write(tmp_path, serve=table.model_dump(mode="json"))).serve == table
 
 
 def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> None:
@@ -55,7 +48,7 @@ def test_drafts_are_followed_where_the_engine_is_to_draft(tmp_path: Path) -> Non
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_config(write(tmp_path, cache="here")).cache == tmp_path / "here"
+    assert read_config(write(tmp_path, target_dir="here")).target_dir == tmp_path / "here"
 
 
 @pytest.mark.parametrize(
@@ -64,8 +57,8 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
         ({"pol_s": 1}, "pol_s"),
         ({"serve": {"probation": {"timeout": 1}}}, r"serve\.probation\.timeout"),
         ({"serve": {"tool_parser": "herms"}}, r'did you mean "hermes"'),
-        ({"port": 0}, "port"),
-        ({"served_name": "a\nb"}, "served_name"),
+        ({"serve": {"port": 0}}, "port is 0"),
+        ({"settings": {"hom": "here"}}, r"settings\.hom"),
     ],
 )
 def test_a_wrong_key_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
@@ -84,7 +77,7 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"host": "0.0.0.0"}, "no client has a key; make one: redraft keys add NAME"),
+        ({"settings": {"host": "0.0.0.0"}}, "no client has a key; make one: redraft keys add NAME"),
         ({"engine": {"name": "vllm", "max_len": 1}}, "max_len"),
         ({"engine": {"name": "torch"}}, "has no endpoint"),
     ],
@@ -100,7 +93,7 @@ def test_the_service_does_not_start_with_a_wrong_config(
 
 @pytest.mark.slow
 def test_the_port_is_the_services_before_ray_starts_which_takes_many(tmp_path: Path) -> None:
-    config, home = write(tmp_path, port=(port := free_port())), tmp_path / "home"
+    config, home = write(tmp_path, serve={"port": (port := free_port())}), tmp_path / "home"
     argv = [sys.executable, "-m", "services.main", "--config", str(config)]
     environment = {"REDRAFT_HOME": str(home), "PYTHONPATH": str(ROOT)}
     with Child.start(argv, environment, tmp_path / "log", "the service") as service, socket.socket() as stranger:

@@ -1,12 +1,13 @@
 """A failure in a log: where, and of which class, without a word of the request."""
 
+import asyncio
 import json
 import logging
 import logging.config
 
 import pytest
 
-from services.failures import VLLM_LOGGING, PlainFormatter, place_of
+from services.failures import VLLM_LOGGING, BackgroundTasks, PlainFormatter, place_of
 
 CLIENTS = "(what the client wrote"
 
@@ -48,3 +49,36 @@ def test_what_vllm_logs_of_an_exception_has_no_message(capfd: pytest.CaptureFixt
     assert "Failed to compile grammar for request 7" in said
     assert "RuntimeError" in said
     assert CLIENTS not in said
+
+
+def test_a_task_that_fails_is_told_of_and_keeps_nothing_from_closing() -> None:
+    closed = []
+
+    async def fails() -> None:
+        raise TypeError("the text of a request")
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.append("goes on")
+
+    async def fails_as_it_ends() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("no disk")
+
+    async def live() -> dict[str, str]:
+        background = BackgroundTasks()
+        for task in (fails, goes_on, fails_as_it_ends):
+            background.start(task.__name__, task())
+        while not background.failed:
+            await asyncio.sleep(0)
+        before = dict(background.failed)
+        await background.close()
+        assert background.failed.keys() == {"fails", "fails_as_it_ends"}
+        return before
+
+    assert asyncio.run(live()) == {"fails": "TypeError"}
+    assert closed == ["goes on"]

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from infra.processes import Child, free_port, wait_until
+from infra.settings import Settings
 from services.config import ServiceConfig
 from services.edge import LOST_FRAMES
 from services.front import Front
@@ -77,8 +78,7 @@ class Scene:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.port, self._folder, self._stack, self._number = free_port(), folder, stack, 0
-        names = ("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
-        config = ServiceConfig(mlflow_uri="sqlite://", port=self.port, **{name: folder / name for name in names})
+        config = ServiceConfig(target_dir=folder, settings=Settings(home=folder), serve={"port": self.port})
         found = Front.find(config, folder)
         assert found is not None
         self.front, self.url = found, f"http://127.0.0.1:{self.port}"
@@ -234,10 +234,8 @@ def test_at_its_end_what_runs_is_answered_whole_and_nobody_new_is_let_in(tmp_pat
 def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("target_dir", "mlflow_files", "querylog", "cache", "state", "keys")
-    paths = {name: tmp_path / name for name in names}
     by_name = {
-        front: ServiceConfig(mlflow_uri="sqlite://", port=1, serve={"front": front}, **paths)
+        front: ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"front": front})
         for front in ("auto", "haproxy", "ray")
     }
     assert Front.find(by_name["ray"], tmp_path) is None

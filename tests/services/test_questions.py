@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from infra.consent import subject_of
+from infra.consent import OTHER_DOMAINS, subject_of
 from infra.keys import sha256_of
 from services.access import Caller, Refusal
-from services.questions import MAX_DEPTH, check_limits, describe_origin, parse_body, wants_steps
+from services.questions import MAX_DEPTH, Domains, check_limits, describe_origin, parse_body, wants_steps
 
 FIRST, SECOND = "first-key-123", "second-key-123"
 SECRET = b"s" * 32
@@ -209,3 +209,19 @@ def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
     with pytest.raises(Refusal, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
         said("fast")
     assert refused.value.status == 400
+
+
+def test_a_keys_made_up_domains_hide_nobody_elses() -> None:
+    domains = Domains(max_per_key=2)
+    assert [domains.admit("flooder", f"junk-{number}") for number in range(64)] == ["junk-0", "junk-1"] + [
+        OTHER_DOMAINS
+    ] * 62
+    assert domains.admit("flooder", "junk-1") == "junk-1"
+    assert domains.admit("other", "code") == domains.admit(None, "code") == "code"
+    assert domains.admit("other", "junk-2") == "junk-2"
+    assert domains.admit("flooder", "code") == OTHER_DOMAINS
+
+
+def test_a_request_that_names_none_never_counts() -> None:
+    domains = Domains(max_per_key=0)
+    assert [domains.admit("k", name) for name in ("default", "other", "chat")] == ["default", "other", "other"]

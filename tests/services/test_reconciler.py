@@ -26,6 +26,7 @@ from torch import Tensor
 from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.manifest import write_manifest
 from infra.registry import CHAMPION, Registry
+from infra.settings import Settings
 from infra.status import Phase
 from infra.store import StoreUnavailable
 from infra.versions import ForeignVersion, Version, is_quarantined
@@ -39,17 +40,14 @@ from models.evaluation.acceptance import Tally
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.golden import Golden
 from models.params import BaseParams
-from models.serving import Probation, Serving
+from models.serving import Probation, Serve
 from models.targets import describe
 from models.verify import Verified, emit
 from services.boot import start_engine
-from services.canaries import LAST
 from services.config import ServiceConfig
-from services.drafts import DraftSource, read_memory, write_memory
-from services.events import Fetch
-from services.probation import FIRST
-from services.reconciler import Reconciler, Surroundings
-from services.states import MAX_FAILED_STARTS, MAX_WAIT_S, Loaded, Memory, label
+from services.drafts import MAX_FAILED_STARTS, MAX_WAIT_S, DraftSource, Loaded, Memory, label, read_memory, write_memory
+from services.reconciler import FIRST, LAST, Reconciler, Surroundings
+from services.swap import Fetch
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
@@ -137,12 +135,12 @@ class World:
         self.home, self.target, self.goldens = home, target, goldens
         self.registry = Registry(f"sqlite:///{home}/mlflow.db", home / "artifacts")
         self.config = ServiceConfig(
-            target_dir=target, mlflow_uri="unused", mlflow_files=home, querylog=home / "q.db", cache=home / "cache",
-            state=home / "state.json", keys=home / "keys.json", port=1,
-            serve=Serving(min_swap_interval_s=0, probation=Probation(timeout_s=60)),
-        )  # fmt: skip
+            target_dir=target,
+            settings=Settings(home=home),
+            serve=Serve(min_swap_interval_s=0, probation=Probation(timeout_s=60)),
+        )
         self.card = describe(target)
-        self.source = DraftSource(self.registry, self.config.cache, self.card, Params().num_draft_tokens)
+        self.source = DraftSource(self.registry, self.config.settings.cache, self.card, Params().num_draft_tokens)
         self.engine: FaultyEngine
         self.faults: dict[str, str] = {}
         self.unstartable: dict[str, Exception] = {}  # by version, "" for the target alone
@@ -195,7 +193,7 @@ class World:
         self.config = self.config.model_copy(update={"serve": serve})
         self.counts = Counter()
         self.engine, boot, memory = self.runner.run(
-            start_engine(self.start, self.source, self.config.state, self.counts)
+            start_engine(self.start, self.source, self.config.memory, self.counts)
         )
         self.engine.faults, self.engine.priorities = self.faults, set()
         self.loop = Reconciler(
@@ -285,7 +283,7 @@ def test_a_new_champion_is_swapped_in_and_remembered(running: World) -> None:
     assert (running.serving(), running.counts["swaps"]) == (2, 1)
     assert running.loop.state.proof is not None
     assert (running.loop.state.proof.weight_error, running.loop.state.proof.promised_tau) == (0.0, 1.0)
-    assert [version.number for version in read_memory(running.config.state).good] == [2, 1]
+    assert [version.number for version in read_memory(running.config.memory).good] == [2, 1]
 
 
 @pytest.mark.slow
@@ -345,7 +343,7 @@ def test_a_bad_draft_is_taken_back_quarantined_and_never_tried_again(
     assert reason in running.loop.state.refused[label(bad)]
     assert reason in running.registry.get("draft", bad.number).tags["quarantined"]
     assert running.champion() == 1
-    assert read_memory(running.config.state).refused == {label(bad): running.loop.state.refused[label(bad)]}
+    assert read_memory(running.config.memory).refused == {label(bad): running.loop.state.refused[label(bad)]}
 
 
 @pytest.mark.slow
@@ -355,7 +353,7 @@ def test_a_draft_for_another_target_is_left_alone(running: World, tag: str) -> N
     running.tick(3)
     assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
     assert tag in running.loop.state.refused[label(other)]
-    assert read_memory(running.config.state).refused == {}
+    assert read_memory(running.config.memory).refused == {}
 
 
 def test_files_that_are_not_what_was_registered_are_refused(running: World) -> None:
@@ -428,7 +426,7 @@ def test_a_champion_that_is_promoted_after_a_quarantine_is_served_if_it_fits_and
 
 def test_a_replica_without_a_draft_answers_on_where_a_quarantine_brings_another_champion(running: World) -> None:
     running.push(spoil=lambda tensors: tensors.pop("fc.weight"))
-    running.config.state.unlink()
+    running.config.memory.unlink()
     assert running.boot() is None
     running.tick(2)
     assert (running.champion(), running.loop.state.replacement) == (1, None)
@@ -486,7 +484,7 @@ def test_a_good_draft_of_another_k_is_not_fallen_back_to(world: World) -> None:
         world.push({"num_draft_tokens": str(k)})
         world.boot()
         world.tick()
-    assert [version.number for version in read_memory(world.config.state).good] == [2, 1]
+    assert [version.number for version in read_memory(world.config.memory).good] == [2, 1]
     world.faults["2"] = "refuses"
     world.push({"num_draft_tokens": "5"}, fault="corrupts")
     world.tick()
@@ -496,7 +494,7 @@ def test_a_good_draft_of_another_k_is_not_fallen_back_to(world: World) -> None:
 def test_a_configured_k_of_0_stays(world: World) -> None:
     version = world.push({"num_draft_tokens": "5"})
     assert world.source.served_k(version) == 5
-    assert DraftSource(world.registry, world.config.cache, world.card, 0).served_k(version) == 0
+    assert DraftSource(world.registry, world.config.settings.cache, world.card, 0).served_k(version) == 0
 
 
 def test_a_draft_of_a_family_that_a_newer_release_has_is_left_alone(running: World) -> None:
@@ -509,7 +507,7 @@ def test_a_draft_of_a_family_that_a_newer_release_has_is_left_alone(running: Wor
     running.tick(3)
     assert (running.serving(), running.counts["unfit"], running.champion()) == (1, 1, other.number)
     assert "is of family 'of_a_newer_release'" in running.loop.state.refused[label(other)]
-    assert read_memory(running.config.state).refused == {}
+    assert read_memory(running.config.memory).refused == {}
 
 
 def test_an_engine_without_a_draft_asks_to_be_replaced_when_one_comes(world: World) -> None:
@@ -634,7 +632,7 @@ def test_a_draft_that_the_engine_did_not_start_with_waits_and_is_then_served(
     running.make_due()
     running.tick()
     assert (running.serving(), running.is_quarantined(version)) == (2, False)
-    assert read_memory(running.config.state).failed_starts == {}
+    assert read_memory(running.config.memory).failed_starts == {}
 
 
 def test_a_draft_that_only_the_target_starts_without_asks_for_a_new_replica_after_its_wait(world: World) -> None:
@@ -654,12 +652,12 @@ def test_a_draft_that_only_the_target_starts_without_asks_for_a_new_replica_afte
 
 def test_when_nothing_starts_no_draft_is_blamed(running: World) -> None:
     version = running.push()
-    before = read_memory(running.config.state)
+    before = read_memory(running.config.memory)
     running.unstartable = {"2": MACHINE[0], "1": MACHINE[0], "": RuntimeError("the target does not start")}
     for _ in range(MAX_FAILED_STARTS + 1):
         with pytest.raises(RuntimeError, match="the target does not start"):
             running.boot()
-    assert read_memory(running.config.state) == before
+    assert read_memory(running.config.memory) == before
     running.unstartable.clear()
     boot = running.boot()
     running.tick()
@@ -708,19 +706,19 @@ def test_a_boot_draft_is_not_blamed_for_an_output_that_the_target_alone_gives_to
 
 @pytest.mark.slow
 def test_a_champion_is_not_blamed_for_an_output_that_the_target_alone_gives_too(running: World) -> None:
-    running.loop._goldens = misquote(running.goldens)
+    running.loop._prompts._goldens = misquote(running.goldens)
     version = running.push()
     running.tick()
     assert (running.serving(), running.engine.speculating, running.champion()) == (1, True, 2)
     assert (running.loop.state.refused, set(running.loop.state.postponed)) == ({}, {label(version)})
-    running.loop._goldens = running.goldens
+    running.loop._prompts._goldens = running.goldens
     running.make_due()
     running.tick()
     assert (running.serving(), running.is_quarantined(version)) == (2, False)
 
 
 def test_a_draft_is_blamed_for_its_own_output_though_the_target_fails_elsewhere(running: World) -> None:
-    running.loop._goldens = misquote(running.goldens)
+    running.loop._prompts._goldens = misquote(running.goldens)
     version = running.push(fault="corrupts")
     running.tick()
     assert (running.serving(), running.engine.speculating) == (1, True)
@@ -736,7 +734,7 @@ def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried
     running.clear(version)
     running.tick()
     assert (running.serving(), running.champion(), running.is_quarantined(version)) == (2, 2, False)
-    assert read_memory(running.config.state).refused == {}
+    assert read_memory(running.config.memory).refused == {}
 
 
 @pytest.mark.slow
@@ -744,8 +742,8 @@ def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried
 def test_a_replica_that_starts_again_does_not_report_what_somebody_cleared(running: World, keys: set[str]) -> None:
     version = running.push(fault="corrupts")
     running.tick()
-    remembered = json.loads(running.config.state.read_text())
-    running.config.state.write_text(json.dumps({key: remembered[key] for key in keys}))
+    remembered = json.loads(running.config.memory.read_text())
+    running.config.memory.write_text(json.dumps({key: remembered[key] for key in keys}))
     running.faults.clear()
     running.clear(version)
     boot = running.boot()
@@ -765,11 +763,11 @@ def test_a_draft_that_fails_again_after_it_was_cleared_is_quarantined_again(runn
 
 def test_a_refusal_that_the_registry_could_not_be_told_of_is_reported_after_a_restart(running: World) -> None:
     version = running.push()
-    write_memory(running.config.state, read_memory(running.config.state).with_refused(version, "bad"))
+    write_memory(running.config.memory, read_memory(running.config.memory).with_refused(version, "bad"))
     running.boot()
     running.tick()
     assert (running.serving(), running.champion(), running.is_quarantined(version)) == (1, 1, True)
-    assert read_memory(running.config.state).unreported == ()
+    assert read_memory(running.config.memory).unreported == ()
 
 
 @pytest.mark.slow
@@ -838,7 +836,9 @@ def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_
 def test_a_replica_starts_from_the_cache_while_the_registry_is_down(running: World) -> None:
     (running.home / "mlflow.db").write_bytes(b"not a database")
     running.registry = Registry(f"sqlite:///{running.home}/mlflow.db", running.home / "artifacts")
-    running.source = DraftSource(running.registry, running.config.cache, running.card, Params().num_draft_tokens)
+    running.source = DraftSource(
+        running.registry, running.config.settings.cache, running.card, Params().num_draft_tokens
+    )
     boot = running.boot()
     assert boot is not None
     assert boot.version.number == 1
@@ -972,7 +972,7 @@ class SlowSource(DraftSource):
 
 
 def make_slow(world: World) -> SlowSource:
-    slow = SlowSource(world.registry, world.config.cache, world.card, Params().num_draft_tokens)
+    slow = SlowSource(world.registry, world.config.settings.cache, world.card, Params().num_draft_tokens)
     world.source = world.loop._source = slow
     return slow
 
@@ -1002,7 +1002,7 @@ def test_a_draft_that_is_not_put_back_in_time_leaves_speculation_off_until_it_is
     running.tick()
     assert (running.engine.speculating, running.counts["late"]) == (False, 1)
     assert running.loop.state.fallback == "the last good draft is being put back"
-    running.loop._source = DraftSource(running.registry, running.config.cache, running.card, 3)
+    running.loop._source = DraftSource(running.registry, running.config.settings.cache, running.card, 3)
     slow.may_go.set()  # the fetch that went on holds the folder
     assert slow.fetched.wait(60)
     allow(running, 60)
@@ -1120,7 +1120,7 @@ def test_a_served_draft_that_was_quarantined_elsewhere_is_retired(running: World
     running.tick()
     assert (running.serving(), running.engine.speculating) == (None, False)
     assert running.loop.state.fallback == "draft 1 was quarantined"
-    assert read_memory(running.config.state).good == ()
+    assert read_memory(running.config.memory).good == ()
 
 
 @pytest.mark.slow
@@ -1128,7 +1128,7 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
     running.push(fault="crashes")
 
     async def run() -> None:
-        serve = Serving(poll_s=0.01, min_swap_interval_s=0, probation=Probation(timeout_s=0.1))
+        serve = Serve(poll_s=0.01, min_swap_interval_s=0, probation=Probation(timeout_s=0.1))
         running.loop._config = running.config.model_copy(update={"serve": serve})
         task = asyncio.create_task(running.loop.run())
         async with asyncio.timeout(60):
@@ -1152,7 +1152,7 @@ def test_a_damaged_state_is_refused_and_a_missing_one_is_empty(tmp_path: Path, c
 
 def test_a_state_survives_writing(world: World) -> None:
     state = Memory().with_good(world.push()).with_refused(world.push(), "bad")
-    write_memory(world.config.state, state)
-    assert read_memory(world.config.state) == state
+    write_memory(world.config.memory, state)
+    assert read_memory(world.config.memory) == state
     assert state.with_refused(state.good[0], "too").good == ()
     assert list(world.home.glob(".state*")) == []

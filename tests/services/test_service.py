@@ -14,7 +14,7 @@ from infra.captured import CapturedFiles
 from infra.keys import ROLES, add_key, revoke_key
 from infra.processes import wait_until
 from infra.querylog import QueryLog
-from infra.service_process import ray_folder
+from infra.serving import ray_folder
 from models.learning.captured import read
 from models.targets import describe
 from tests.infra.rows import erase

@@ -19,7 +19,7 @@ from infra.keys import bring_keys
 from infra.processes import free_port, port_is_free, wait_until
 from infra.querylog import QueryLog
 from infra.registry import Registry
-from infra.service_process import is_served
+from infra.serving import is_served
 from infra.supervisor import read_state
 from infra.versions import Version, is_usable
 from models.drafting.draft_families import open_draft

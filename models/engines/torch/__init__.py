@@ -19,11 +19,10 @@ import torch
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from models import catalog
-from models.checkpoints.loading import stop_ids
-from models.drafting.draft_families import class_of, family_named, family_of, open_draft, open_for
+from models.drafting.draft_families import class_of, family_named, family_of, open_draft
 from models.drafting.self_draft import TargetRunner
 from models.drafts import Draft
-from models.engines import Completion, EngineParams, LookUp, Sampling
+from models.engines import Completion, EngineParams, LookUp, Rules, Sampling
 from models.engines.torch.joined import Joined
 from models.engines.torch.overlapped import Overlapped
 from models.engines.torch.request import Request, Took
@@ -32,10 +31,10 @@ from models.learning import fitted
 from models.lengths import fixed
 from models.params import BaseParams, require_unsaid
 from models.precision import fast_dtype
-from models.targets import describe
+from models.targets import describe, stop_ids
 from models.throughput.cost import Cost, Time
 from models.trees import chain
-from models.verify import Rules, greedy, rejection
+from models.verify import greedy, rejection
 
 PAPER = "arXiv:2211.17192, algorithm 1"
 FACTORS = True  # layers of low rank may be stored as two matrices
@@ -356,3 +355,12 @@ def _require_siblings(proposer: str, params: Params) -> None:
             raise ValueError(
                 f"{proposer} proposes siblings that are certain; {key} rule {rule.name} wants {' or '.join(drawn)} ones"
             )
+
+
+def open_for(decoder: Decoder, directory: Path, target_dir: Path) -> Draft:
+    """Load a draft that drafts for a target's forward pass, where that is and in its number format, and learns no more.
+
+    Raises:
+        ValueError: as the family's `check`.
+    """
+    return open_draft(directory, target_dir).to(decoder.device).pack(decoder.dtype)

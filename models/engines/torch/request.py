@@ -10,10 +10,10 @@ from torch import Tensor
 
 from models.drafting.drafters import Asker, Expander, Nested, Observer, Remembering, SelfDrafter
 from models.drafting.proposal import Proposal
+from models.drafting.sampling import draw, probabilities
 from models.drafts import Draft, Drafter, GoOn
 from models.engines import Completion, Sampling
 from models.engines.torch.joined import NO_TURN
-from models.engines.torch.sampling import draw, probabilities
 from models.layers.decoder import Cache
 from models.lengths import View
 from models.verify import Verified

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from models import catalog
-from models.engines import Engine, EngineParams, LookUp
+from models.engines import Engine, EngineParams, LookUp, Rules
 from models.engines.vllm.installed import engine_arguments, tool_parsers
 from models.lengths import goodput
 from models.params import BaseParams, did_you_mean, require_unsaid
 
 if TYPE_CHECKING:
-    from models.serving import Serving
-    from models.verify import Rules
+    from models.serving import Serve
 
 PAPER = "arXiv:2309.06180"
 # Whether a sequence's keys are divided among threads, by how many rows attend at once: then their bits differ.
@@ -74,10 +73,8 @@ class Params(EngineParams):
     extra: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
 
     @property
-    def rules(self) -> "Rules":
+    def rules(self) -> Rules:
         """What vLLM verifies drafted tokens by."""
-        from models.verify import Rules  # torch
-
         return Rules(*(catalog.parse("verify", {"name": name}) for name in ("greedy", "rejection")))
 
     @field_validator("lengths")
@@ -140,7 +137,7 @@ def require_draft(draft: BaseParams, params: Params) -> None:
         require_unsaid(params, ("lookup", "lengths", "draft_sample_method"), "[engine]", why)
 
 
-def require_serving(serve: "Serving", draft: BaseParams) -> None:
+def require_serving(serve: "Serve", draft: BaseParams) -> None:
     """Raise ValueError if the endpoint has no such tool parser, or no hidden states can be captured."""
     if serve.tool_parser:
         require_tool_parser(serve.tool_parser)

@@ -14,12 +14,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from models import catalog
-from models.engines import Completion, Way
+from models.engines import Completion, Rules, Way
 from models.engines.vllm.drafting import STRUCTURED, WISHES, PlannedPace, Wishes
 from models.engines.vllm.grammars import Grammars
 from models.engines.vllm.scheduler import PACE, SPEED, STEP
 from models.types import Speed
-from models.verify import Rules
 
 # What an output carries from `Steps` on: all that the scheduler told of its request so far, and its steps in that.
 TOLD = "redraft_told"

@@ -30,7 +30,8 @@ from models.checkpoints import invariants, mixed
 from models.checkpoints.loading import load_model, moved
 from models.checkpoints.sparsity import Pattern
 from models.evaluation.perplexity import score
-from models.layers.linears import blocks, enough_tokens
+from models.layers.layout import blocks
+from models.layers.linears import enough_tokens
 from models.learning import training
 from models.params import TrainingParams
 from models.prune import prune_model

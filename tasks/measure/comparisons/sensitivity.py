@@ -15,8 +15,10 @@ import torch
 
 from models.checkpoints import mixed
 from models.checkpoints.loading import load_floats, moved
-from models.layers.linears import blocks, enough_tokens
+from models.layers.layout import blocks
+from models.layers.linears import enough_tokens
 from models.stages import Quantize
+from models.together import FLOAT
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw, shuffled
 
@@ -44,14 +46,14 @@ def rows(budget: float) -> list[Row]:
     """See `tasks.measure.comparisons`; `budget` scales the tokens that are calibrated on and read."""
     found = [Row(BASELINE, {"exceptions": {}})]
     for kind in KINDS:
-        others = {pattern: mixed.FLOAT for other, pattern in KINDS.items() if other != kind}
+        others = {pattern: FLOAT for other, pattern in KINDS.items() if other != kind}
         found.append(Row(f"only {kind}", {"exceptions": others}))
     found += [Row(f"only quarter {part + 1}", {"part": part}) for part in range(NUM_PARTS)]
     found += [Row(f"{kind} dynamic", {"exceptions": {pattern: DYNAMIC}}) for kind, pattern in KINDS.items()]
     found += [
         Row(f"{size} of {sum(SIZES.values())} by lot, dynamic", {"by_lot": size}) for size in sorted({*SIZES.values()})
     ]
-    found.append(Row("down in floats", {"exceptions": {KINDS["down"]: mixed.FLOAT}}))
+    found.append(Row("down in floats", {"exceptions": {KINDS["down"]: FLOAT}}))
     found.append(Row("all dynamic", {"exceptions": {"*": DYNAMIC}}))
     return found
 
@@ -78,7 +80,7 @@ def _exceptions(settings: Mapping[str, Any], num_blocks: int, seed: int) -> dict
     if "part" not in settings:
         return dict(settings["exceptions"])
     own = range(settings["part"] * num_blocks // NUM_PARTS, (settings["part"] + 1) * num_blocks // NUM_PARTS)
-    return {f"model.layers.{number}.*": mixed.FLOAT for number in range(num_blocks) if number not in own}
+    return {f"model.layers.{number}.*": FLOAT for number in range(num_blocks) if number not in own}
 
 
 def _by_lot(num_layers: int, num_blocks: int, seed: int) -> list[str]:

@@ -18,9 +18,9 @@ from transformers import AutoConfig
 from models import catalog
 from models.checkpoints.loading import load_model
 from models.drafting.multi_draft import exact_outcome, most_kept
+from models.drafting.sampling import probabilities
 from models.drafts import lm
 from models.engines import Sampling
-from models.engines.torch.sampling import probabilities
 from tasks.measure.comparisons import Bench, Row, draw
 from tasks.measure.spread import Mean
 

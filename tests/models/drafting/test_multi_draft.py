@@ -8,7 +8,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from models.drafting.multi_draft import Siblings, draw, exact_outcome, most_kept
+from models.drafting.multi_draft import draw, exact_outcome, most_kept
+from models.drafting.proposal import Siblings
 from models.verify import reject_in_turn
 
 WAYS: tuple[Siblings, ...] = ("independent", "without replacement", "certain", "certain but one")

@@ -9,10 +9,10 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
+from models.drafting.sampling import probabilities
 from models.drafts import Draft
 from models.engines import Sampling, Way
 from models.engines.torch import Params, TorchEngine
-from models.engines.torch.sampling import probabilities
 from models.layers.decoder import Decoder
 from tests.models.drafts.answered import prompts
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from models import catalog
 from models.drafting.draft_families import class_of, family_named
 from models.drafting.proposal import Proposal
+from models.drafting.sampling import probabilities
 from models.drafts import Draft, Draw, GoOn, Unrolled, eagle3
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Request
-from models.engines.torch.sampling import probabilities
 from models.evaluation.scoring import score
 from models.layers.decoder import Cache, Decoder
 from models.learning.hidden import Sample

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.checkpoints.loading import load_model, stop_ids
+from models.checkpoints.loading import load_model
 from models.evaluation.own_answers import (
     BATCH,
     MOST_TOKENS,
@@ -20,6 +20,7 @@ from models.evaluation.own_answers import (
     unlike,
 )
 from models.learning.hidden import Sample
+from models.targets import stop_ids
 
 MAX_LEN = 256
 

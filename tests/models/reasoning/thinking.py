@@ -6,13 +6,12 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from models import catalog
-from models.checkpoints.loading import stop_ids
 from models.engines import Sampling
 from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.params import BaseParams
 from models.reasoning import Step, Vocabulary, Writers
-from models.targets import random
+from models.targets import random, stop_ids
 
 MAX_MODEL_LEN = 512
 MAX_TOKENS = 60

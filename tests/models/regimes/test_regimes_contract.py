@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from models import catalog
+from models import catalog, together
 from models.evaluation.perplexity import perplexity, score
 from models.learning import training
 from models.params import BaseParams
@@ -88,14 +88,14 @@ def test_a_killed_run_resumes_to_the_weights_of_one_that_was_not(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_regime_does_not_go_with_itself(name: str) -> None:
     with pytest.raises(ValueError, match=f'"{name}"'):
-        training.require_compatible(defaults(name, name))
+        together.require_compatible(defaults(name, name))
 
 
 def test_two_regimes_that_change_the_same_part_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match='"layer_dropout" and "layer_skip_gate" both change the depth; choose one'):
-        training.require_compatible(defaults("layer_dropout", "layer_skip_gate"))
+        together.require_compatible(defaults("layer_dropout", "layer_skip_gate"))
     with pytest.raises(ValueError, match='"iterative_magnitude" is a loop of its own and combines with no other'):
-        training.require_compatible(defaults("packing", "iterative_magnitude"))
+        together.require_compatible(defaults("packing", "iterative_magnitude"))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_regimes_of_different_parts_train_together(first: str, tiny_target: Path
     chosen = defaults(first)
     for name in reversed(NAMES):
         try:
-            training.require_compatible([*chosen, *defaults(name)])
+            together.require_compatible([*chosen, *defaults(name)])
         except ValueError:
             continue
         chosen += defaults(name)

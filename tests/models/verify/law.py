@@ -13,10 +13,9 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
-from models.drafting.multi_draft import Siblings
-from models.drafting.proposal import Proposal
+from models.drafting.proposal import Proposal, Siblings
+from models.drafting.sampling import probabilities
 from models.engines import Sampling
-from models.engines.torch.sampling import probabilities
 from models.verify import Verified
 
 NUM_BLOCKS = 200_000

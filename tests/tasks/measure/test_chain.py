@@ -12,7 +12,7 @@ import torch
 from models import catalog
 from models.checkpoints.invariants import promises, require
 from models.checkpoints.loading import load_floats, load_model
-from models.layers.linears import blocks
+from models.layers.layout import blocks
 from models.recipe import parse_recipe, shipped_recipes
 from tasks.measure import chain
 from tasks.measure.comparisons import Bench, Row, adapters, prune, quantize, regimes, select, shrink

@@ -10,10 +10,11 @@ import torch
 from infra.artifacts import Artifact, publish, staged
 from infra.home import open_home
 from infra.settings import load_settings
-from models.checkpoints.loading import load_model, stop_ids
+from models.checkpoints.loading import load_model
 from models.evaluation import own_answers
 from models.learning.hidden import Sample
 from models.recipe import load_recipe
+from models.targets import stop_ids
 from tasks.stages.imported import judge_by_own
 from tests.models.drafts.answered import prompts
 

@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from infra.artifacts import Artifact
+from models.evaluation import gate
 from tasks import stages
 from tasks.stages import code_version, local_content, produce, stage_key
 
@@ -33,7 +35,7 @@ class Maker:
 
 
 def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
-    return produce("stage", "kind", params, inputs, ("models.evaluation.gate",), maker)
+    return produce("stage", "kind", params, inputs, (gate,), maker)
 
 
 def test_a_stage_is_made_once():
@@ -96,7 +98,7 @@ def test_of_two_that_make_a_stage_at_once_one_makes_it_and_both_have_it(artifact
 
 def test_where_an_input_lies_makes_no_difference():
     inputs = [Artifact(uri=f"file:///{name}", sha256="0" * 64, kind="k") for name in "ab"]
-    keys = {stage_key("s", 1, {"input": artifact}, ("models.evaluation.gate",)) for artifact in inputs}
+    keys = {stage_key("s", 1, {"input": artifact}, (gate,)) for artifact in inputs}
     assert len(keys) == 1
 
 
@@ -134,10 +136,10 @@ def test_the_key_follows_the_methods_that_the_params_name(tmp_path, monkeypatch)
     params = {"distill": {"loss": {"name": "forward_kl"}}, "rules": [{"name": "rejection"}], "domains": {"jsd": "name"}}
 
     def keys() -> Iterator[str]:
-        yield stage_key("s", params, {}, ("models.first",))
+        yield stage_key("s", params, {}, (ModuleType("models.first"),))
         for number, method in enumerate(methods):
             method.write_text(f"a = {number + 2}\n")
-            yield stage_key("s", params, {}, ("models.first",))
+            yield stage_key("s", params, {}, (ModuleType("models.first"),))
 
     for method in methods:
         method.write_text("a = 1\n")
@@ -149,10 +151,10 @@ def test_the_key_follows_the_methods_that_the_params_name(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("library", ["torch", "transformers"])
 def test_another_version_of_a_library_that_computes_makes_a_stage_anew(library, monkeypatch):
-    key = stage_key("s", 1, {}, ("models.evaluation.gate",))
+    key = stage_key("s", 1, {}, (gate,))
     version = stages.version
     monkeypatch.setattr(stages, "version", lambda name: "99.0" if name == library else version(name))
-    assert stage_key("s", 1, {}, ("models.evaluation.gate",)) != key
+    assert stage_key("s", 1, {}, (gate,)) != key
 
 
 def test_a_module_that_is_not_there_is_refused():

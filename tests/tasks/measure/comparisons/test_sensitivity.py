@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models import together
 from models.checkpoints import mixed
 from models.quantize import int8_static
 from tasks.measure.comparisons import Bench, sensitivity
@@ -37,7 +38,7 @@ def test_exceptions_by_lot_fit_exactly_as_many_layers_and_no_part_of_what_engine
     layers = [f"model.layers.{number}.{name}" for number in range(30) for name in LAYERS]
     drawn = [sensitivity._by_lot(size * 30, 30, seed) for seed in range(20)]
     for patterns in drawn:
-        exceptions = dict.fromkeys(patterns, mixed.FLOAT)
+        exceptions = dict.fromkeys(patterns, together.FLOAT)
         assert len(mixed.chosen(layers, exceptions)) == size * 30
-        mixed.require(int8_static.Params(), exceptions)
+        together.require_exceptions(int8_static.Params(), exceptions)
     assert len({tuple(patterns) for patterns in drawn}) == 20

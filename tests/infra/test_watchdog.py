@@ -1,0 +1,88 @@
+"""Who goes when memory runs short: by readings that are given, and by processes that really end."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from infra.memory import SERVICE_ENDS_AT, TRAINER_ENDS_AT, Memory, own_gib
+from infra.serving import serving
+from infra.watchdog import FIRST_TO_GO, KILLED, PERIOD_S, Watchdog
+from services.runner import RAY_VARIABLES
+from tests.infra.rows import ROOT
+
+# A trainer with a child, whose machine has as much memory left as a file says.
+TRAINER = """
+import subprocess, sys, time
+from pathlib import Path
+from infra import memory, serving, watchdog
+home, reading = map(Path, sys.argv[1:])
+watchdog.go_first()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+dog = watchdog.Watchdog(
+    lambda: serving.is_served(home),
+    lambda why: (home / "why").write_text(why),
+    lambda: memory.Memory(100, int(reading.read_text())),
+)
+with dog.watching():
+    print(child.pid, Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_trainer_goes_first_then_the_service_and_ray_is_told_when() -> None:
+    assert TRAINER_ENDS_AT < SERVICE_ENDS_AT < 1
+    assert RAY_VARIABLES["RAY_memory_usage_threshold"] == str(SERVICE_ENDS_AT)
+    assert RAY_VARIABLES["RAY_worker_oom_score_adjustment"] == "0"  # by Ray's own the kernel would take the replica
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served", [True, False])
+def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_service(tmp_path: Path, served: bool) -> None:
+    reading = tmp_path / "used"
+    reading.write_text("89")
+    argv = [sys.executable, "-c", TRAINER, str(tmp_path), str(reading)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
+        assert trainer.stdout is not None
+        child, score = trainer.stdout.readline().split()
+        try:
+            assert int(score) == FIRST_TO_GO
+            time.sleep(3 * PERIOD_S)
+            assert trainer.poll() is None
+            if served:
+                with serving(tmp_path, "http://127.0.0.1:1"):
+                    (tmp_path / "more").write_text("91")
+                    (tmp_path / "more").replace(reading)
+                    assert trainer.wait(60) == KILLED
+                assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_bytes()
+                assert (tmp_path / "why").read_text() == "91% of 0.0 GiB are used, 90% may be"
+            else:
+                (tmp_path / "more").write_text("99")
+                (tmp_path / "more").replace(reading)
+                time.sleep(3 * PERIOD_S)
+                assert trainer.poll() is None  # there is nobody to make room for
+        finally:
+            trainer.kill()
+
+
+@pytest.mark.slow
+def test_last_words_that_hang_do_not_keep_the_process_from_its_end() -> None:
+    ended = threading.Event()
+    dog = Watchdog(lambda: True, lambda why: ended.wait(60), lambda: Memory(100, 95), ended.set)
+    with dog.watching():
+        assert ended.wait(30)
+
+
+@pytest.mark.slow
+def test_who_watches_knows_what_the_process_held_at_most() -> None:
+    dog = Watchdog(lambda: True, read=lambda: Memory(100, 10))
+    with dog.watching():
+        held = bytearray(1 << 28)
+        time.sleep(3 * PERIOD_S)
+        before = own_gib()
+        del held
+    assert dog.peak_gib >= before - 0.05
+    assert own_gib() < dog.peak_gib - 0.2
