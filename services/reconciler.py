@@ -354,7 +354,8 @@ class GoldenPrompts:
         Returns:
             What was found, in a word and in a line.
         """
-        asked, name, lost = self._goldens[: len(reference)], f"probe-{number}-canary", None
+        asked, name = self._goldens[: len(reference)], f"probe-{number}-canary"
+        lost = None
         for _ in range(NUM_LOOKS):
             completions: list[Completion] = []
             for golden in asked:  # one at a time, so that a user shares the engine with one of them at most
