@@ -28,7 +28,7 @@ from models.engines.vllm.tap import TappedLLM
 # sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
 # (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
 OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
-# vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
+# vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
 RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from models.engines.vllm import patches
-from models.engines.vllm.patches import INSTALLED, replace
+from models.engines.vllm.patches import replace
 from tests.imports import ROOT
 
 NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
+# What changes one model runner when a worker is asked to.
+ASKED_FOR = ("proposer", "switch")
 TOLD = re.compile(
     r"\nReplaces: (?P<replaced>.+)\nTried with: vLLM [^\n]+\.\nNo hook: .+\nWithout it: .+\n$", flags=re.DOTALL
 )
@@ -48,13 +50,9 @@ def test_a_change_names_symbols_that_vllm_has_its_versions_why_no_hook_serves_an
         pkgutil.resolve_name(symbol)
 
 
-def test_all_are_installed_but_those_that_a_worker_is_asked_for() -> None:
-    assert {*NAMES} == {name for names in INSTALLED.values() for name in names} | {"proposer", "switch"}
-
-
 @pytest.mark.slow
 def test_importing_replaces_nothing_and_one_call_replaces_what_the_files_say() -> None:
-    symbols = {symbol for names in INSTALLED.values() for name in names for symbol in replaced_by(name)}
+    symbols = {symbol for name in NAMES if name not in ASKED_FOR for symbol in replaced_by(name)}
     argv = [sys.executable, "-c", TRIED, " ".join(symbols), " ".join(NAMES)]
     imported, installed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert {*imported.split()} == symbols

@@ -9,24 +9,32 @@ in each of its processes; an embedded engine installs in a process what that pro
 
 from collections.abc import Callable
 from functools import cache, wraps
-from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal
 
 # What runs in a process: AsyncLLM, which renders requests and hands answers on, or a worker, which computes.
 Side = Literal["frontend", "worker"]
-# In the order in which they are installed: `linear_kernels` wraps what `few_rows` has replaced.
-INSTALLED: dict[Side, tuple[str, ...]] = {
-    "frontend": ("renderer", "outputs"),
-    "worker": ("attention", "compiled", "sampling", "dflash", "last_tap", "few_rows", "linear_kernels"),
-}
 
 
 @cache
 def install(*sides: Side) -> None:
     """Make the changes of some sides, of both where none is named; before vLLM makes an engine or loads a model."""
-    for side in sides or INSTALLED:
-        for name in INSTALLED[side]:
-            import_module(f"{__name__}.{name}").install()
+    for side in sides or ("frontend", "worker"):
+        for changed in _frontend() if side == "frontend" else _worker():
+            changed.install()
+
+
+# Imported here because all import `replace`, and because those of a worker take seconds to import.
+def _frontend() -> tuple[ModuleType, ...]:
+    from models.engines.vllm.patches import outputs, renderer
+
+    return renderer, outputs
+
+
+def _worker() -> tuple[ModuleType, ...]:
+    from models.engines.vllm.patches import attention, compiled, dflash, few_rows, last_tap, linear_kernels, sampling
+
+    return attention, compiled, sampling, dflash, last_tap, few_rows, linear_kernels
 
 
 def require(holder: Any, *names: str) -> None:
