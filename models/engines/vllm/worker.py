@@ -59,6 +59,8 @@ class DraftWorker(Worker):
         planned: what follows the scheduler's plans; None where vLLM's own proposer drafts the same number in each step.
     """
 
+    vllm_config: Any
+    model_runner: Any
     planned: Planned | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:

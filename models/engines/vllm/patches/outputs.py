@@ -19,7 +19,8 @@ from models.engines.vllm.fields import PACE, SPEED, STEP, STEPS, TOLD
 
 def install() -> None:
     """Let engines that are made from now on do so."""
-    async_llm.OutputProcessor = Steps  # type: ignore[misc]  # a subclass of it
+    module: Any = async_llm
+    module.OutputProcessor = Steps
 
 
 class Steps(OutputProcessor):

@@ -49,12 +49,13 @@ class Planned:
         Raises:
             ValueError: vLLM's proposer has another layout than the one this was written for.
         """
-        drafter = runner.drafter
-        if not isinstance(drafter, SpecDecodeBaseProposer):
+        drafter: Any = runner.drafter
+        if not isinstance(runner.drafter, SpecDecodeBaseProposer):
             raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
         require(runner, *READS)
         require(drafter, "propose", "_last_draft_probs")
-        self.library, self.ring = library, None
+        self.library = library
+        self.ring: Ring | None = None
         self._runner, self._drafter = runner, drafter
         # Residual streams that the draft reads, where the target hands out its last one too.
         self._num_read: int | None = getattr(runner, NUM_READ, None)

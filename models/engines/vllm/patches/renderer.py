@@ -32,7 +32,7 @@ def install() -> None:
     replace(online_renderer, "_reused_prompt_token_ids", _refuse_ids)
 
 
-def _refuse_ids(own: Callable[..., None], request: Any, *args: Any) -> None:
+def _refuse_ids(own: Callable[..., Any], request: Any, *args: Any) -> Any:
     if (getattr(request, "kv_transfer_params", None) or {}).get(IDS) is not None:
         raise VLLMValidationError(
             "a chat's token ids come from its messages alone; leave kv_transfer_params.prompt_token_ids out",

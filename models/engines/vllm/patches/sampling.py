@@ -12,6 +12,7 @@ Without it: temperature, top-p and top-k of the verified tokens are whatever the
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ NAME = "vllm.v1.sample.rejection_sampler.expand_kernel"
 def install() -> None:
     """Put both in place, on CPUs only."""
     if current_platform.is_cpu():
-        cpu_triton_utils._expand_kernel_impl = expand
+        stand_ins: Any = cpu_triton_utils
+        stand_ins._expand_kernel_impl = expand
         register_kernels({NAME: expand})
         replace(rejection_sampler, "apply_top_k_top_p", constrain_rows)
 
