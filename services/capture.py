@@ -18,7 +18,7 @@ from services.questions import Origin
 
 if TYPE_CHECKING:
     from models.engines import Completion
-    from models.engines.vllm import VllmEngine
+    from models.engines.vllm.engine import VllmEngine
 
 MIB = 1 << 20
 SWEEP_S = 10.0

@@ -22,8 +22,9 @@ from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
-from models.engines.vllm import Params, VllmEngine
-from models.engines.vllm.drafting import Wishes
+from models.engines.vllm import Params
+from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.fields import Wishes
 from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.engines.vllm.tap import is_seeded, tells_of_draft
@@ -77,7 +78,7 @@ class Service:
         limits, busy = config.serve.limits, Busy(config.settings.home)
         self.turns = Turns(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
-        engine.on_finish, engine.wishes_of = self.recorder.finished, self._wishes_of
+        engine.llm.on_finish, engine.llm.wishes_of = self.recorder.finished, self._wishes_of
         self._alone, self._doubted = Alone(), frozenset[str]()
         self._num_seeded = 0
         self._started_s = time.monotonic()
@@ -159,7 +160,7 @@ class Service:
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
             pace=self._pace(),
-            speed=dict(sorted(self.engine.speeds.items())),
+            speed=dict(sorted(self.engine.llm.speeds.items())),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
             fallback=state.fallback,
@@ -225,11 +226,11 @@ class Service:
 
     def _pace(self) -> Pace | None:
         """Return how steps are drafted, with what judging costs at the present load."""
-        return None if (pace := self.engine.pace) is None else pace.at(self.admission.in_flight)
+        return None if (pace := self.engine.llm.pace) is None else pace.at(self.admission.in_flight)
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight
-        lost = 0.0 if (pace := self.engine.pace) is None else pace.judging_of(num) * num
+        lost = 0.0 if (pace := self.engine.llm.pace) is None else pace.judging_of(num) * num
         return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:

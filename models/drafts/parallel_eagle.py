@@ -11,7 +11,7 @@ a share drawn by chance (COD sampling), at least so many of all. The paper's dra
 don't.
 
 The directory is in the layout of vLLM's `parallel_drafting` (`mask_hidden`, `ptd_token_id`), and served. There a
-step has as many places as its plan says (models/engines/vllm/proposer.py).
+step has as many places as its plan says (models/engines/vllm/patches/proposer.py).
 """
 
 from pathlib import Path

@@ -26,8 +26,8 @@ from infra.installed import openmp_preload
 from models.engines import Completion
 from models.engines import vllm as served
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.fields import Wishes
 from models.learning.captured import Captures
 from models.learning.hidden import HiddenStates, Sample
 from models.targets import describe
@@ -44,7 +44,7 @@ class Asker:
         self.captured: list[Completion] = []
         self._engine, self._files, self._target = engine, files, target
         self._claims: set[asyncio.Task[Any]] = set()
-        engine.on_finish = self._finished
+        engine.llm.on_finish = self._finished
 
     async def block(self, prompts: Sequence[list[int]], streams: int, capture: bool) -> float:
         """Return tokens/s of all streams together."""

@@ -22,8 +22,8 @@ from vllm import SamplingParams
 
 from models.chats import ChatEncoder
 from models.engines import vllm as served
-from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.fields import Wishes
 from models.sources import chitchat
 
 SYSTEM_TOKENS = 400

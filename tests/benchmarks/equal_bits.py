@@ -31,7 +31,7 @@ from models.drafting.draft_families import family_named
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.planning import measured_for
+from models.engines.vllm.measuring import measured_for
 from models.evaluation.golden import first_difference
 from models.lengths import goodput
 from models.precision import fast_dtype

@@ -30,8 +30,8 @@ from infra.machine import describe_machine
 from models.chats import ChatEncoder
 from models.engines import Completion, LookUp
 from models.engines import vllm as served
-from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.fields import Wishes
 from models.engines.vllm.measuring import measure as measure_steps
 from tasks.measure.latency import Decoded, compare_blocks
 
@@ -86,7 +86,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                 for _ in range(2):
                     await engine.llm.reset_prefix_cache()
                     await ask(engine, of_domain, on, streams, given.tokens)
-                told, pace = engine.speeds[domain], engine.pace
+                told, pace = engine.llm.speeds[domain], engine.llm.pace
                 blocks = []
                 for number in tqdm(range(given.rounds), f"{streams} streams, {domain}", mininterval=5):
                     pair = {}
@@ -100,7 +100,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                     "domain": domain,
                     "told": round(told.tokens_per_s / told.plain_tokens_per_s, 3),
                     "told_after": round(
-                        engine.speeds[domain].tokens_per_s / engine.speeds[domain].plain_tokens_per_s, 3
+                        engine.llm.speeds[domain].tokens_per_s / engine.llm.speeds[domain].plain_tokens_per_s, 3
                     ),
                     "speed": [round(one, 3) for one in told],
                     "on_off": [round(one, 3) for one in (ratio.value, ratio.low, ratio.high)],

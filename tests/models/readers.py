@@ -53,16 +53,15 @@ _KEYS: dict[str, dict[str, str]] = {
         )
     },
     "models/engines/vllm/__init__.py": {"engines.vllm": "kv_cache_gib"},
-    "models/engines/vllm/engine.py": {
-        "engines.vllm": "num_draft_tokens max_model_len max_num_seqs dtype extra",
-        "engines.EngineParams": "num_draft_tokens max_model_len",
-    },
+    "models/engines/vllm/engine.py": {"engines.vllm": "dtype"},
     "models/engines/vllm/grammars.py": {
         "serving.Structured": "enabled max_bytes max_depth max_regex timeout_s max_memory_mib"
     },
-    "models/engines/vllm/measuring.py": {"engines.LookUp": "num_tokens"},
-    "models/engines/vllm/mode.py": {"engines.vllm": "enforce_eager"},
-    "models/engines/vllm/speculation.py": {"engines.vllm": "draft_sample_method lookup lengths"},
+    "models/engines/vllm/launch.py": {
+        "engines.vllm": "num_draft_tokens max_model_len max_num_seqs extra draft_sample_method lookup lengths",
+        "engines.EngineParams": "num_draft_tokens max_model_len",
+    },
+    "models/engines/vllm/measuring.py": {"engines.LookUp": "num_tokens", "engines.vllm": "enforce_eager"},
     "models/engines/vllm/worker.py": {"engines.LookUp": "shortest longest remembered"},
     "models/evaluation/canary.py": {"evaluation.canary": "fall num_requests"},
     "models/evaluation/gate.py": {"recipe.Gate": "floor confidence num_resamples floor_conversations alpha_total"},

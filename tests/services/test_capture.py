@@ -1,15 +1,20 @@
-"""The folder of captured states fills up, and is written to again once there is room."""
+"""The folder of captured states fills up, and is written to again once there is room; names are kept by the loop."""
 
 import asyncio
+import threading
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.captured import CapturedFiles
+from models.engines.vllm.capture import Claim, Ring
 from models.serving import Capture as Params
 from services import capture
 from services.capture import MIB, Capture
 from services.questions import Origin
+from tests.services.test_recorder import completion
 
 ASKED = Origin("asked", "chat", "full", None)
 
@@ -39,3 +44,45 @@ def test_a_full_folder_takes_no_more_until_files_are_gone_from_it(
         sweeping.cancel()
 
     asyncio.run(fill_and_empty())
+
+
+class Fickle(OrderedDict[str, None]):
+    """Loses a name once another thread than the event loop's has seen it, as if the loop had forgotten it then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if found and threading.get_ident() != self._thread:
+            self.popitem()
+        return found
+
+
+def test_a_name_that_the_event_loop_forgets_meanwhile_does_not_end_the_thread_that_settles_it(tmp_path: Path) -> None:
+    class Engine:
+        """Holds states as a worker does, and remembers whose were claimed."""
+
+        def __init__(self) -> None:
+            self.ring, self.claimed = Ring([1], 1 << 20), list[str]()
+
+        async def settle_states(self, claims: list[Claim]) -> dict[str, int]:
+            self.claimed += [claim.name for claim in claims]
+            return self.ring.settle(claims)
+
+    async def settle() -> list[str]:
+        engine: Any = Engine()
+        states = Capture(engine, CapturedFiles(tmp_path / "queries.db"), Params(share=1.0), "target", width=8)
+        states._named = Fickle()
+        assert states.name_for("asked", ASKED) == "asked"
+        await asyncio.to_thread(states.settle, completion("asked"), None)  # as the recorder does, in its own thread
+        async with asyncio.timeout(60):
+            while not engine.claimed:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(states.settle, completion("asked"), None)  # of whom nothing is held any more
+        await asyncio.sleep(0.1)
+        claimed: list[str] = engine.claimed
+        return claimed
+
+    assert asyncio.run(settle()) == ["asked"]

@@ -4,8 +4,11 @@ All of vLLM comes into redraft through this package. Importing it starts nothing
 does.
 """
 
+import ast
 import os
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -13,7 +16,6 @@ from pydantic import Field, field_validator, model_validator
 
 from models import catalog
 from models.engines import Engine, EngineParams, LookUp, Rules
-from models.engines.vllm.installed import engine_arguments, tool_parsers
 from models.lengths import goodput
 from models.params import BaseParams, did_you_mean, require_unsaid
 
@@ -53,7 +55,7 @@ class Params(EngineParams):
         max_num_seqs: sequences decoded at once.
         dtype: "auto" takes bfloat16 where the processor multiplies it natively.
         enforce_eager: start in 20–30 s without compiling, and with the products of `linear_kernels`; "auto" compiles
-            what serves, see models/engines/vllm/mode.py.
+            what serves, see models/engines/vllm/measuring.py.
         kv_cache_gib: memory for keys and values (CPU).
         draft_sample_method: "probabilistic" draws drafted tokens from q and accepts more at temperature > 0.
         lookup: what is looked up beside the draft.
@@ -152,6 +154,33 @@ def require_tool_parser(name: str) -> None:
         raise ValueError(f'vLLM has no tool_parser "{name}"{did_you_mean(name, known)}')
 
 
+@cache
+def engine_arguments() -> frozenset[str] | None:
+    """Return the names of vLLM's engine arguments, off its source, as an import takes seconds; None without vLLM."""
+    if (tree := _parsed("engine/arg_utils.py")) is None:
+        return None
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("EngineArgs")]
+    fields = (line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
+    return frozenset(field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_"))
+
+
+@cache
+def tool_parsers() -> frozenset[str] | None:
+    """Return the names of the parsers of tool calls; None if vLLM is not installed here."""
+    if (tree := _parsed("tool_parsers/__init__.py")) is None:
+        return None
+    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
+    keys = (key for table in tables for key in table.keys)
+    return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def _parsed(file: str) -> ast.Module | None:
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return ast.parse(Path(spec.submodule_search_locations[0], file).read_bytes())
+
+
 async def start(
     target: Path,
     draft: Path | None,
@@ -168,12 +197,3 @@ async def start(
     if costs is not None:
         await measure(engine)
     return engine
-
-
-def __getattr__(name: str) -> Any:
-    """Import the engine itself on first use, because vLLM takes seconds to import."""
-    if name == "VllmEngine":
-        from models.engines.vllm.engine import VllmEngine
-
-        return VllmEngine
-    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,8 +1,8 @@
 """Compile what an engine will run before it starts: `python -m models.engines.vllm.ahead --target DIR --params JSON`.
 
-A graph follows from the configs of target and draft and not from their weights (`compiled`). So a start with any draft
-of the shape leaves in vLLM's cache folder what the start of the engine that serves will find. The process must have the
-environment of that engine (`child_environment`) and its cache folder.
+A graph follows from the configs of target and draft and not from their weights (`patches.compiled`). So a start with
+any draft of the shape leaves in vLLM's cache folder what the start of the engine that serves will find. The process
+must have the environment of that engine (`child_environment`) and its cache folder.
 """
 
 import argparse

@@ -1,50 +1,31 @@
 """The engine's outside: one object around vLLM's AsyncLLM."""
 
-import argparse
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import vllm
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import StructuredOutputsConfig, VllmConfig
-from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.usage.usage_lib import UsageContext
-from vllm.utils.ompmultiprocessing import OMPProcessManager
-from vllm.utils.system_utils import set_env_var
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params, renderer
+from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import PlannedPace, Wishes
-from models.engines.vllm.interrupts import interruptible
-from models.engines.vllm.mode import Mode, Times, mode_of
-from models.engines.vllm.parent import WithParent
-from models.engines.vllm.planning import Setup, measured_for
-from models.engines.vllm.speculation import Speculation
-from models.engines.vllm.tap import OnFinish, TappedLLM, WishesOf
+from models.engines.vllm.fields import Setup, Wishes
+from models.engines.vllm.launch import Speculation, launch
+from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of
+from models.engines.vllm.tap import TappedLLM
 from models.precision import fast_dtype
-from models.types import Speed
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
 # is near 1.
 TOLERANCE = 0.05
-# How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
-# sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
-# (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
-OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
-# vLLM has two model runners and chooses by what is installed; the worker's extension steers the first.
-RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +34,8 @@ class VllmEngine:
     """A target and its draft, running.
 
     Attributes:
-        llm: the AsyncLLM; vLLM's OpenAI handlers are built over it.
-        frontend_args: what those handlers are configured by.
+        llm: the AsyncLLM; vLLM's OpenAI handlers are built over it, and whoever serves says there what is to be told.
+        args: what it was made by, and those handlers are configured by.
         draft: directory of the draft that is loaded, or None.
         setup: how steps are planned; None where vLLM drafts the same number of tokens in each.
         unplanned: why that is so; "" where steps are planned or nothing is drafted.
@@ -67,9 +48,7 @@ class VllmEngine:
     def __init__(
         self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None, setup: Setup | None, mode: Mode, times: Times
     ) -> None:
-        self.llm, self.draft, self.setup, self.mode, self.times = llm, draft, setup, mode, times
-        frontend = FrontendArgs()
-        self.frontend_args = argparse.Namespace(**{**vars(frontend), **vars(args)})
+        self.llm, self.args, self.draft, self.setup, self.mode, self.times = llm, args, draft, setup, mode, times
 
     @classmethod
     async def start(
@@ -99,10 +78,9 @@ class VllmEngine:
             ValueError: a directory can't be loaded, vLLM can't draft with the draft or only another number of tokens,
                 or it is asked for a model runner that is not supported.
         """
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
-            raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
-        dtype = _dtype() if params.dtype == "auto" else params.dtype
+        dtype: str = params.dtype
+        if dtype == "auto":
+            dtype = str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")
         holds = {eager: measured_for(target, None, dtype, eager, vllm.__version__) for eager in (True, False)}
         times = Times(costs, holds)
         mode = mode_of(params, target, dtype, serves, times)
@@ -125,36 +103,7 @@ class VllmEngine:
     async def _launch(
         cls, wanted: Speculation, served_name: str, draft_version: str, mode: Mode, times: Times
     ) -> "VllmEngine":
-        """Start the processes; what is to follow plans does not yet."""
-        params, (speculative, setup) = wanted.params, wanted.arguments()
-        args = AsyncEngineArgs(
-            **{
-                "model": str(wanted.target),
-                "served_model_name": [served_name],
-                "dtype": wanted.dtype,
-                "max_model_len": params.max_model_len,
-                "max_num_seqs": params.max_num_seqs,
-                "enforce_eager": mode.eager,
-                "distributed_executor_backend": "mp",
-                "worker_extension_cls": "models.engines.vllm.worker.DraftWorker",
-                "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
-                "scheduling_policy": "priority",
-                # "auto" compiles all by what the first request needed.
-                "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
-                "async_scheduling": False,
-                "disable_log_stats": False,
-                **speculative,
-                **params.extra,
-            }
-        )
-        renderer.install()
-        config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        config.additional_config = setup or config.additional_config or WithParent()
-        with _worker_inside(config), interruptible():
-            # Annotated with the base class; it makes one of the class it is called on.
-            llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
-        llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
-        llm.rules = params.rules
+        llm, args, setup = launch(wanted, served_name, draft_version)
         engine = cls(llm, args, wanted.draft, setup, mode, times)
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
         try:
@@ -176,34 +125,6 @@ class VllmEngine:
     def speculating(self) -> bool:
         """Whether steps are drafted."""
         return self.llm.speculating
-
-    @property
-    def on_finish(self) -> OnFinish | None:
-        """Called once for every request that ended, in the event loop; must not block."""
-        return self.llm.on_finish
-
-    @on_finish.setter
-    def on_finish(self, callback: OnFinish | None) -> None:
-        self.llm.on_finish = callback
-
-    @property
-    def pace(self) -> PlannedPace | None:
-        """What the planner expected when a request ended last; None before, and where nothing is planned."""
-        return self.llm.pace
-
-    @property
-    def speeds(self) -> dict[str, Speed]:
-        """How fast requests of each domain are decoded, and would be without any draft, from the times of steps."""
-        return self.llm.speeds
-
-    @property
-    def wishes_of(self) -> WishesOf | None:
-        """Asked by a request's id how it is to be drafted, in the event loop; must not block."""
-        return self.llm.wishes_of
-
-    @wishes_of.setter
-    def wishes_of(self, callback: WishesOf | None) -> None:
-        self.llm.wishes_of = callback
 
     async def generate(
         self,
@@ -351,25 +272,3 @@ class VllmEngine:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer["value"]
-
-
-@contextmanager
-def _worker_inside(config: VllmConfig) -> Iterator[None]:
-    """Let a single worker share the scheduler's process, which is to be started in the block.
-
-    For a CPU vLLM always gives the worker a process of its own, because OpenMP learns its cores from the environment.
-    The two then wait for each other in loops that yield their core; on two cores under Linux 6.18 the tokens of a
-    stream came in bunches, up to a second late. The same environment does for one process.
-    """
-    if config.parallel_config.world_size_across_dp > 1:
-        yield
-        return
-    config.parallel_config.distributed_executor_backend = UniProcExecutor
-    with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0), ExitStack() as stack:
-        for name, value in OPENMP.items():
-            stack.enter_context(set_env_var(name, value))
-        yield
-
-
-def _dtype() -> str:
-    return str(fast_dtype("cpu" if current_platform.is_cpu() else "cuda")).removeprefix("torch.")

@@ -7,7 +7,6 @@ compiles too, with the same compiler; it is known then to end soon. Run as a pro
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import pickle
@@ -25,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from models.engines.vllm.fields import end_with
 from models.serving import Structured
 
 MIB = 1 << 20
@@ -33,7 +33,6 @@ MOST_CHECKING_S = 0.05
 MOST_REMEMBERED = 256
 TOO_LONG, TOO_MUCH_MEMORY = "it takes too long", "it takes too much memory"
 BAD_ALLOC = "std::bad_alloc"  # which reaches Python as another error than MemoryError
-PR_SET_PDEATHSIG = 1
 LENGTH = struct.Struct("<I")
 
 
@@ -197,7 +196,7 @@ class _Compiler:
 
 def main() -> None:
     """Compile what comes on standard input, each in a fork, and write the verdicts to standard output."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(os.getppid())
     read, write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     config, bounds = _next(read)
@@ -212,11 +211,11 @@ def in_fork(
 ) -> str:
     """Return what a fork says, or why it ended without a word: it took more time or memory than it may."""
     answer, told = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
             os.close(answer)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with(parent)
             resource.setrlimit(resource.RLIMIT_AS, (_used_bytes() + bounds.max_memory_mib * MIB,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.write(told, compile_form(wanted).encode())

@@ -1,16 +1,35 @@
-"""Measure what steps take in the engine at hand, before it serves."""
+"""What steps take on the machine at hand: measured before an engine serves, and kept for the ones after it.
+
+One choice follows from it here, whether an engine compiles its models or runs them operation by operation. Compiling
+takes minutes once for a machine and shape, and even what was compiled starts later. So an engine that only answers a
+batch, as a build's does, is eager. One that serves runs as is faster here: each engine leaves what a plain step of one
+sequence takes (`Times`), and the next one compares. Until both are known it compiles, as was faster wherever both were
+tried (AVX2 in float32, and bfloat16 units). 8-bit and 4-bit targets stay eager on processors without bfloat16 units:
+`patches.linear_kernels` multiplies their packed weights as they are, outside of compiled code.
+"""
 
 import asyncio
+import hashlib
+import json
 import logging
+import os
+import platform
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import Field, ValidationError
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from models.engines.vllm.drafting import MEASURE, WISHES, Wishes
-from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.turns import cycles, turns
+from models.engines.vllm import Params, native
+from models.engines.vllm.fields import MEASURE, WISHES, Wishes
+from models.engines.vllm.planning import cycles, turns
+
+if TYPE_CHECKING:
+    from models.engines.vllm.engine import VllmEngine
 
 # Times that all is measured, some time apart, since what else runs on the machine comes and goes.
 NUM_ROUNDS = 2
@@ -23,7 +42,78 @@ NUM_PLAIN, PLAIN_TOKENS = 5, 16
 log = logging.getLogger(__name__)
 
 
-async def measure(engine: VllmEngine) -> None:
+class Mode(NamedTuple):
+    """How an engine runs, and why.
+
+    Attributes:
+        eager: operation by operation.
+        why: for whoever reads the status.
+    """
+
+    eager: bool
+    why: str
+
+    def __str__(self) -> str:
+        """Return it as the status says it."""
+        return f"{'eager' if self.eager else 'compiled'}: {self.why}"
+
+
+class _File(Frozen):
+    measured_for: str
+    plain_ms: float = Field(gt=0, allow_inf_nan=False)
+
+
+class Times:
+    """What a plain step of one sequence takes in each mode, kept in a folder over restarts."""
+
+    def __init__(self, folder: Path | None, measured_for: Mapping[bool, str]) -> None:
+        """Keep nothing without a folder; `measured_for` says by mode, eager or not, what a time holds for."""
+        names = {eager: hashlib.sha256(holds.encode()).hexdigest()[:16] for eager, holds in measured_for.items()}
+        self._files = {} if folder is None else {eager: folder / f"plain-{name}.json" for eager, name in names.items()}
+        self._measured_for = measured_for
+
+    def plain_ms(self, eager: bool) -> float | None:
+        """Return what an earlier engine left; None if none ran here so, or its file is torn."""
+        try:
+            saved = _File.model_validate_json(self._files[eager].read_bytes())
+        except (KeyError, OSError, ValidationError):
+            return None
+        return saved.plain_ms if saved.measured_for == self._measured_for[eager] else None
+
+    def keep(self, eager: bool, plain_ms: float) -> None:
+        """Leave a time for later engines; OSError if it can't be written."""
+        if (file := self._files.get(eager)) is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f"{file.name}.new")
+            new.write_text(_File(measured_for=self._measured_for[eager], plain_ms=plain_ms).model_dump_json())
+            os.replace(new, file)
+
+
+def mode_of(params: Params, target: Path, dtype: str, serves: bool, times: Times) -> Mode:
+    """Return how an engine of a target runs.
+
+    Args:
+        params: its settings; anything but "auto" decides.
+        target: a Hugging Face directory.
+        dtype: what it computes in.
+        serves: whether it is to run on, rather than to answer a batch.
+        times: what was measured.
+    """
+    if params.enforce_eager != "auto":
+        return Mode(params.enforce_eager, "[engine] enforce_eager says so")
+    if not serves:
+        return Mode(True, "it ends before compiling would have paid")
+    if dtype == "float32" and "quantization_config" in json.loads((target / "config.json").read_text()):
+        return Mode(True, "this processor multiplies a quantized target's weights as they are only in eager mode")
+    eager_ms, compiled_ms = times.plain_ms(eager=True), times.plain_ms(eager=False)
+    if eager_ms is None or compiled_ms is None:
+        return Mode(False, "compiled steps were faster wherever both were tried; here they were not both measured yet")
+    if eager_ms < compiled_ms:
+        return Mode(True, f"a plain step takes {eager_ms:.1f} ms here, {compiled_ms:.1f} compiled")
+    return Mode(False, f"a plain step takes {compiled_ms:.1f} ms here, {eager_ms:.1f} eager")
+
+
+async def measure(engine: "VllmEngine") -> None:
     """Measure what steps of an engine take, for some seconds at most; what an earlier engine left is taken as it is.
 
     Plain steps of one sequence are timed in any engine that keeps its times, for the choice of the next one's mode.
@@ -45,16 +135,46 @@ async def measure(engine: VllmEngine) -> None:
             await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
 
 
-async def _plain_ms(engine: VllmEngine, request_id: str) -> float:
+async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:
     """Return milliseconds of a step, over the tokens of an answer after its first."""
     times_s = await _answer(engine, Wishes("off"), PLAIN_TOKENS, request_id)
     return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 
 
-async def _answer(engine: VllmEngine, wishes: Wishes, num_tokens: int, request_id: str) -> list[float]:
+async def _answer(engine: "VllmEngine", wishes: Wishes, num_tokens: int, request_id: str) -> list[float]:
     """Return when each output came; nobody is told of the request."""
     most = engine.llm.vllm_config.model_config.max_model_len // 2
     prompt = TokensPrompt(prompt_token_ids=[1] * min(NUM_PROMPT_TOKENS, most))
     wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     wanted.extra_args = {WISHES: wishes}
     return [time.monotonic() async for _ in AsyncLLM.generate(engine.llm, prompt, wanted, request_id)]
+
+
+def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str, num_verified: int = 1) -> str:
+    """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode.
+
+    And how many rows are verified of one sequence at most, by which their kernel is chosen.
+    """
+    models = {"target": target} if draft is None else {"target": target, "draft": draft}
+    shapes = {name: hashlib.sha256((at / "config.json").read_bytes()).hexdigest()[:12] for name, at in models.items()}
+    facts = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        **shapes,
+        **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native.kernel_for(target)) else {}),
+        "attention": native.version(native.ATTENTION),
+        "dtype": dtype,
+        "mode": "eager" if eager else "compiled",
+        "vLLM": version,
+    }
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "cpu family", "model", "stepping")
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return " ".join(value.strip() for name, value in found.items() if name.strip() in wanted)

@@ -10,6 +10,10 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.utils import cpp_extension
 
+from models.layers import grids
+
+# The operators: attention layers in one call, and products of few rows.
+ATTENTION, FEW_ROWS = (Path(__file__).with_name("patches") / name for name in ("attention.cpp", "few_rows.cpp"))
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 # Linked without OpenMP's library: the process has one, and threads of a second would fight its own for the cores.
 OPENMP = "-fopenmp"
@@ -48,6 +52,16 @@ def is_loaded(source: Path, without: str) -> bool:
 def version(source: Path) -> str:
     """Return what tells a file's operators from those of its other versions."""
     return f"{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
+
+
+def kernel_for(target: Path) -> str:
+    """Return what tells the kernel that products with a target's weights may use from others; "" if there is no grid.
+
+    Graphs that were compiled and times that were measured hold for it.
+    """
+    if not (target / grids.FILE).is_file():
+        return ""
+    return f"{version(FEW_ROWS)}, drafts in 8 bits"
 
 
 def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 from starlette.requests import Request
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -20,7 +21,7 @@ from vllm.exceptions import VLLMError
 
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.grammars import Grammars
-from models.engines.vllm.renderer import require_guarded
+from models.engines.vllm.patches.renderer import require_guarded
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Structured
 
@@ -74,7 +75,7 @@ class Handlers:
         if structured is not None:
             engine.llm.grammars = Grammars(engine.llm.vllm_config, structured)
         state = State()
-        args = Namespace(**vars(engine.frontend_args))
+        args = Namespace(**{**vars(FrontendArgs()), **vars(engine.args)})
         args.enable_auto_tool_choice, args.tool_call_parser = bool(tool_parser), tool_parser or None
         await init_app_state(engine.llm, state, args, await engine.llm.get_supported_tasks())
         return cls(state, engine.llm.renderer.tokenizer)

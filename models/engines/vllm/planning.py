@@ -2,25 +2,18 @@
 
 The policy (models/lengths) decides; what it decides by is kept here: how much is accepted
 (models/throughput/running.py) and what steps take (models/throughput/cost.py). This runs in the scheduler, between two
-steps, so it must take a small part of one.
+steps, so it must take a small part of one. Imports no vLLM.
 """
 
-import hashlib
 import logging
-import os
-import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from types import ModuleType
+from typing import NamedTuple
 
 from models import catalog
-from models.engines import LookUp
-from models.engines.vllm import attention, few_rows, native
-from models.engines.vllm.drafting import MEASURE, Drafting, Passes, PlannedPace, Row, Wishes
-from models.engines.vllm.judging import Judging
-from models.engines.vllm.parent import WithParent
-from models.engines.vllm.turns import turns
+from models.engines.vllm.fields import MEASURE, Choice, Drafting, Passes, PlannedPace, Row, Setup, Wishes
 from models.lengths import Plan, Running
 from models.params import BaseParams
 from models.throughput import costfile
@@ -35,9 +28,18 @@ SAVE_EVERY = 2000
 PROMPTS_RATE = 0.01
 # A step that took so many times as long as expected waited for something else, such as a swap.
 LONGEST = 3.0
-
-# How a request's tokens are chosen, as far as that takes time.
-Choice = Literal["greedy", "sampled", "logprobs"]
+# Numbers of sequences whose steps are measured, beside the most that the engine runs, and how often each kind of step
+# takes its turn. Steps of many sequences vary less and take longer.
+NUM_CYCLES = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4, 32: 3, 64: 2, 128: 2}
+# Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
+MANY_ROWS = 16
+# Sequences up to which each number of rows is measured that few tokens give: products of few rows have kernels of their
+# own (`few_rows`), so that a row more can take as long as all before it.
+FEW_ROWS, FEW_TOKENS = 2, 4
+# Numbers of requests for which `Judging` reckons, and steps between two times that it does.
+NUMS = (1, 2, 4, 8, 16, 32, 64)
+EVERY = 64
+# The dearest way that tokens of a step are chosen is what its time is kept by.
 DEAREST: tuple[Choice, ...] = ("logprobs", "sampled")
 
 log = logging.getLogger(__name__)
@@ -60,52 +62,6 @@ class Step(NamedTuple):
     parts: dict[str, Part]
     num_read: int = 0
     num_reading: int = 0
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the scheduler is to know; it travels as vLLM's `additional_config`.
-
-    Attributes:
-        num_draft_tokens: K, the most passes of the draft.
-        lookup: what is looked up.
-        lengths: the policy.
-        costs: where the table of what steps take is kept; None keeps it in memory.
-        measured_for: what its times hold for.
-        captures: whether the target's last residual stream is to be had for a `capture.Ring`; see `last_tap`.
-        one_pass: the draft says all of its tokens in one pass.
-        guard: ends the engine's process with its parent.
-    """
-
-    num_draft_tokens: int
-    lookup: LookUp
-    lengths: BaseParams
-    costs: Path | None = None
-    measured_for: str = ""
-    captures: bool = False
-    one_pass: bool = False
-    guard: WithParent = field(default_factory=WithParent)
-
-    def compute_hash(self) -> str:
-        """Return what vLLM names compiled code by: which streams the target hands out is compiled."""
-        return "captures" if self.captures else ""
-
-    def known_cost(self, choice: Choice = "greedy") -> Cost | None:
-        """Return the table that an earlier engine left; None if there is none that holds for this one."""
-        file = self.file(choice)
-        if file is None or not file.exists():
-            return None
-        try:
-            return replace(costfile.load(file, self.measured_for), one_pass=self.one_pass)
-        except ValueError as error:
-            log.warning("what steps take is measured anew: %s", error)
-            return None
-
-    def file(self, choice: Choice) -> Path | None:
-        """Return where the table of steps that choose so is kept."""
-        if self.costs is None or choice == "greedy":
-            return self.costs
-        return self.costs.with_stem(f"{self.costs.stem}-{choice}")
 
 
 @dataclass
@@ -134,6 +90,7 @@ class Planner:
 
     Attributes:
         plan: of the last step; None before the first.
+        drafting: how the last step is drafted.
         speeds: how fast requests are decoded, by domain.
     """
 
@@ -143,7 +100,7 @@ class Planner:
         self.speeds = Speeds()
         self._setup, self._policy = setup, catalog.load("lengths", setup.lengths.name)
         self._acceptance = Acceptance()
-        self._drafting = Drafting(Plan(0), (), 0)
+        self.drafting = Drafting(Plan(0), (), 0)
         self._measured: list[Time] = []
         self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
         self._turn = 0
@@ -155,15 +112,10 @@ class Planner:
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
-    @property
-    def drafting(self) -> Drafting:
-        """How the last step is drafted."""
-        return self._drafting
-
     def num_kept(self, wishes: Wishes, whole: bool) -> int:
         """Return how many tokens of the head's proposal are to be verified for a sequence."""
         if wishes.drafting == "auto":
-            return self._drafting.plan.num_kept(wishes.domain, "head", whole=whole)
+            return self.drafting.plan.num_kept(wishes.domain, "head", whole=whole)
         return self._setup.num_draft_tokens if wishes.drafting == "head" else 0
 
     @property
@@ -205,17 +157,17 @@ class Planner:
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
             self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
             self._judging.step(cost, self._acceptance, running)
-        self._drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
-        return self._drafting
+        self.drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
+        return self.drafting
 
     def _measured_step(self, num: int, fits: bool) -> Drafting:
         kinds = turns(num, self._setup.lookup.num_tokens)
         turn = kinds[self._turn % len(kinds)]
         self._turn += 1
         passes = (Passes(self._setup.num_draft_tokens),) if turn.passes and fits else ()
-        self._measured_rows = num + self._drafting.num_filled * self._drafting.num_looked_up
-        self._drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
-        return self._drafting
+        self._measured_rows = num + self.drafting.num_filled * self.drafting.num_looked_up
+        self.drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
+        return self.drafting
 
     def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:
         """Return which passes are made: over those that need them, or over all together where that takes no longer."""
@@ -250,12 +202,12 @@ class Planner:
 
     def looked_up(self, wishes: Wishes, row: Row) -> None:
         """Take what look-up found for a sequence."""
-        if wishes.drafting == "auto" and self._drafting.num_looked_up:
+        if wishes.drafting == "auto" and self.drafting.num_looked_up:
             self._acceptance.see_lookup(wishes.domain, row.match, row.num_found)
 
     def took(self, step: Step, rows: Iterable[Row] | None) -> None:
         """Take a step; `rows` were drafted after it, None where nothing was."""
-        num_passes, num_drafted, made = 0, 0, self._drafting.passes
+        num_passes, num_drafted, made = 0, 0, self.drafting.passes
         if rows is not None and made:
             most = max((len(row.token_ids) for row in rows if not row.looked_up), default=0)
             num_passes = passes_made(max(1, most), self._setup.one_pass)
@@ -265,7 +217,7 @@ class Planner:
             whole = str(step.num_sequences) == self._measuring and not step.num_read
             if whole and step.num_rows == self._measured_rows:
                 # No token need be kept of them.
-                num_passes = passes_made(self._drafting.num_passes, self._setup.one_pass)
+                num_passes = passes_made(self.drafting.num_passes, self._setup.one_pass)
                 self._measured.append(Time(step.num_sequences, step.num_rows, num_passes, step.ms))
             return
         measured, self._measured = self._measured, []
@@ -279,7 +231,7 @@ class Planner:
                 self._save(self._choice)
         plain_ms = cost.step_ms(step.num_sequences, step.num_sequences, 0)
         expected_ms = cost.step_ms(step.num_sequences, max(step.num_rows, step.num_sequences), num_passes)
-        if plain_ms is None or expected_ms is None or (rows is None and not self._drafting.rests):
+        if plain_ms is None or expected_ms is None or (rows is None and not self.drafting.rests):
             return  # speculation is off, or nothing tells
         doubt, ms, undrafted_ms = cost.doubt(step.num_sequences), min(step.ms, LONGEST * expected_ms), plain_ms
         if step.num_read:
@@ -327,6 +279,91 @@ class Planner:
             log.warning("the table of costs was not written: %s", error)
 
 
+class Judging:
+    """Reckons now and then what it costs to judge the served draft by a request that the head alone drafts for.
+
+    It does so for more requests than run and for fewer, since they come and go faster.
+
+    Attributes:
+        lost: share of the tokens of all that is lost, for each of `NUMS`; empty before the first time.
+    """
+
+    def __init__(self, policy: ModuleType, params: BaseParams, limit: int) -> None:
+        """Say by which policy the others are drafted, with which parameters and up to how many tokens (K)."""
+        self.lost: tuple[float, ...] = ()
+        self._policy, self._params, self._limit = policy, params, limit
+        self._due_in = 0  # steps
+
+    def expire(self) -> None:
+        """Reckon anew at the next step: the draft is another, or what steps take was measured."""
+        self._due_in = 0
+
+    def step(self, cost: Cost, acceptance: Acceptance, running: Sequence[Running]) -> None:
+        """Take a step of requests that the policy drafts for; costs as much as `NUMS` plans when it is due."""
+        self._due_in -= 1
+        if self._due_in < 0:
+            self.lost = tuple(self._lost(cost, acceptance, list(islice(cycle(running), num))) for num in NUMS)
+            self._due_in = EVERY
+
+    def _lost(self, cost: Cost, acceptance: Acceptance, running: Sequence[Running]) -> float:
+        """Return what is lost if one of the sequences is a judged one: 0 as long as too little was measured."""
+        limit, num = self._limit, len(running)
+        line, one_ms = cost.line(num), cost.pass_ms(1)
+        if line is None or line.pass_ms is None or one_ms is None:
+            return 0.0
+        plan: Plan = self._policy.plan(cost, acceptance, running, limit, None, self._params)
+        if not plan.tokens_per_s:
+            return 0.0
+        more, num_passes = limit - plan.settled, 1 if cost.one_pass else limit
+        passes_ms = min(num_passes * one_ms, line.passes_ms(limit) - line.passes_ms(plan.settled))
+        more_ms = passes_ms + line.target_ms(num + more) - line.target_ms(num)
+        more_ms += 0.0 if plan.settled else line.prompt_ms  # else prompts are read in any case
+        a_ms, step_ms = plan.tokens_per_s / 1000, line.target_ms(num) + line.passes_ms(plan.settled)
+        gained = min(
+            acceptance.expected(domain, "head", limit) - acceptance.expected(domain, "head", plan.settled)
+            for domain in {one.domain for one in running}
+        )
+        return max(0.0, (a_ms * more_ms - gained) / (a_ms * step_ms))
+
+
+class Turn(NamedTuple):
+    """What a step does that measures: what it drafts is verified, or filled up, in the next one.
+
+    Attributes:
+        passes: makes K passes of the draft, of which nothing is verified.
+        num_filled: sequences that the next step verifies tokens of.
+        num_tokens: of each of them.
+    """
+
+    passes: bool = False
+    num_filled: int = 0
+    num_tokens: int = 0
+
+
+def turns(num_sequences: int, num_tokens: int) -> list[Turn]:
+    """Return the kinds of steps that take turns while it is measured, so that all meet what else the machine does.
+
+    The first has passes and one row a sequence, the second neither more; then come steps with more rows. The first rows
+    beyond one a sequence are the dearest: 4 beside 16 took 12 ms, and 16 26 (two cores of an AMD EPYC).
+
+    Args:
+        num_sequences: of each step.
+        num_tokens: the most that is looked up for one of them.
+    """
+    turn, few = [Turn(passes=True)], num_sequences // 4
+    turn += [Turn(num_filled=few, num_tokens=1)] if few else []
+    many = max(1, num_tokens) if num_sequences <= MANY_ROWS else 1
+    some = range(1, min(many, FEW_TOKENS) + 1) if num_sequences <= FEW_ROWS else ()
+    return [*turn, *(Turn(False, num_sequences, num) for num in sorted({1, *some, many})), Turn()]
+
+
+def cycles(most: int) -> dict[int, int]:
+    """Return the numbers of sequences that an engine is measured with which runs so many at most, and their cycles."""
+    most = min(most, max(NUM_CYCLES))
+    fewer = {num: num_cycles for num, num_cycles in NUM_CYCLES.items() if num < most}
+    return fewer | {most: next(num_cycles for num, num_cycles in NUM_CYCLES.items() if num >= most)}
+
+
 def _undrafted_ms(cost: Cost, step: Step, num_passes: int) -> float:
     """Return what a step that read prompts would have taken without a draft: prompts take their time in any case."""
     num = step.num_sequences
@@ -348,33 +385,3 @@ def _chances(tau: float, num_tokens: int) -> list[float]:
         a = (low + high) / 2
         low, high = (a, high) if 1 + sum(a**place for place in range(1, num_tokens + 1)) < tau else (low, a)
     return [low**place for place in range(1, num_tokens + 1)]
-
-
-def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, version: str, num_verified: int = 1) -> str:
-    """Return what times hold for: this processor and its cores, the models' shapes, vLLM and its mode.
-
-    And how many rows are verified of one sequence at most, by which their kernel is chosen.
-    """
-    models = {"target": target} if draft is None else {"target": target, "draft": draft}
-    shapes = {name: hashlib.sha256((at / "config.json").read_bytes()).hexdigest()[:12] for name, at in models.items()}
-    facts = {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        **shapes,
-        **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := few_rows.kernel_for(target)) else {}),
-        "attention": native.version(attention.SOURCE),
-        "dtype": dtype,
-        "mode": "eager" if eager else "compiled",
-        "vLLM": version,
-    }
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    wanted = ("model name", "cpu family", "model", "stepping")
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    return " ".join(value.strip() for name, value in found.items() if name.strip() in wanted)

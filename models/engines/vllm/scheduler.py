@@ -3,41 +3,30 @@
 vLLM's own per-request metrics count drafted and accepted tokens but drop their ids and the steps in which nothing was
 drafted. The ids are what a draft learns most from, so each verification step leaves with the tokens that it emitted,
 since many answers end outside of the scheduler: at a stop string, or when the client goes away. What the planner
-expects leaves with a request's first and last output. The only open field of an output is `kv_transfer_params`;
-models/engines/vllm/tap.py takes all of it out again.
+expects leaves with a request's first and last output.
 
 How many tokens are drafted is decided here and not in the worker, so that all workers of an engine do the same; the
-plan (models/engines/vllm/proposer.py) goes to them with the step.
+plan goes to them with the step. vLLM's own hook is used, `scheduler_cls`; all that travels is in `fields`.
 """
 
 import multiprocessing
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from models.engines.vllm.draft_keys import DraftKeys, Written
-from models.engines.vllm.drafting import NOTHING, Row, Wishes
-from models.engines.vllm.parent import end_with
-from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step
+from models.engines.vllm import fields
+from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, Row, Setup, Wishes
+from models.engines.vllm.planning import Asked, Planner, Step
 from models.evaluation.acceptance import UNDRAFTED
 from models.throughput.speeds import Part
 
-# What an output carries: the step that it comes from, and what the planner expects.
-STEP = "redraft_step"
-PACE = "redraft_pace"
-SPEED = "redraft_speed"
-# What a request carries: what was drafted for it last, whether anything drafted for it at all after its last step, and
-# whether a position lacks draft keys.
-ROW = "redraft_row"
-DRAFTED = "redraft_drafted"
-GAPS = "redraft_gaps"
-
 
 class TracingScheduler(Scheduler):
-    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `proposer.Row` for the match.
+    """Records (match, number of emitted tokens, drafted ids) for each decoding step; see `fields.Row` for the match.
 
     Attributes:
         draft_keys: which cached blocks the draft can go on from; None if it has no keys.
@@ -48,7 +37,7 @@ class TracingScheduler(Scheduler):
         """See the base class; made in the engine's process, also in one that was forked and unpickled nothing."""
         super().__init__(*args, **options)
         if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-            end_with(parent.pid)  # its workers follow it by themselves
+            fields.end_with(parent.pid)  # its workers follow it by themselves
         speculation: Any = self.vllm_config.speculative_config
         self.draft_keys: DraftKeys | None = None
         self._came = False  # whether the runner handed over what it drafted after the last step
@@ -61,6 +50,7 @@ class TracingScheduler(Scheduler):
             self._longest -= speculation.use_dflash()  # whose block begins with a token that is certain
         setup = self.vllm_config.additional_config
         self.planner = Planner(setup) if isinstance(setup, Setup) else None
+        self.scheduler_config = copy(self.scheduler_config)  # its own: the threshold is another in some steps
         self._longest_piece = self.scheduler_config.long_prefill_token_threshold
         self._began_s = 0.0  # when the step at hand began to be scheduled
         self._step: Step | None = None  # the last one, if another follows it at once; how long it took is known then
@@ -86,7 +76,7 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             ends = {name: self.requests[name].num_computed_tokens for name in output.num_scheduled_tokens}
             self.draft_keys.note(
-                Written(name, ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()
+                {name: (ends[name] - num, ends[name]) for name, num in output.num_scheduled_tokens.items()}
             )
             self._beyond = frozenset(name for name, end in ends.items() if end + self.num_spec_tokens > self._longest)
         self._ran = tuple(self.requests[name] for name in output.num_scheduled_tokens)
@@ -101,7 +91,8 @@ class TracingScheduler(Scheduler):
         self._came = True
         if self.planner is None:
             for place, name in enumerate(draft_token_ids.req_ids):
-                if self._beyond or ((request := self.requests.get(name)) is not None and _is_off(request)):
+                off = name in self.requests and Wishes.of(self.requests[name].sampling_params).drafting == "off"
+                if self._beyond or off:
                     draft_token_ids.draft_token_ids[place] = []  # vLLM itself drafts for all of a step or for none
         elif not draft_token_ids.draft_token_ids:
             return  # it rested, and nothing was looked up
@@ -167,7 +158,7 @@ class TracingScheduler(Scheduler):
             emitted = request.num_output_tokens - before
             if before > 0 and emitted > 0:  # the first token comes from the prefill
                 token_ids = [token for token in drafts.get(request_id, ()) if token >= 0]
-                row = request.__dict__.get(ROW, NOTHING)._replace(token_ids=token_ids)  # fewer may fit the step
+                row = request.__dict__.get(ROW, fields.NOTHING)._replace(token_ids=token_ids)  # fewer may fit the step
                 match = row.match if row.looked_up and token_ids else 0
                 counts = bool(token_ids) or request.__dict__.get(DRAFTED, True)
                 steps[request_id] = [match if counts else UNDRAFTED, emitted, *token_ids]
@@ -184,11 +175,11 @@ class TracingScheduler(Scheduler):
                 if (name := output.request_id) not in seen:
                     continue
                 request, before = seen[name]
-                told: dict[str, Any] = {STEP: steps[name]} if name in steps else {}
+                told: dict[str, Any] = {fields.STEP: steps[name]} if name in steps else {}
                 if self.planner is not None and (before == 0 or output.finish_reason is not None):
                     pace, speed = self.planner.pace, self.planner.speeds.of(Wishes.of(request.sampling_params).domain)
-                    told[PACE] = pace and pace.model_dump()
-                    told[SPEED] = speed and speed.model_dump()
+                    told[fields.PACE] = pace and pace.model_dump()
+                    told[fields.SPEED] = speed and speed.model_dump()
                 if told:
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
         return results
@@ -204,8 +195,69 @@ class TracingScheduler(Scheduler):
         return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits)
 
 
-def _is_off(request: Any) -> bool:
-    return Wishes.of(request.sampling_params).drafting == "off"
+class DraftKeys:
+    """Which blocks of the prefix cache the loaded draft can go on from, followed step by step.
+
+    A block holds the target's keys and the draft's side by side, and vLLM finds it again by its tokens alone. After a
+    swap the draft's half is another draft's; where a step ran without a draft it is empty. Neither changes an output,
+    both lower acceptance for as long as the block is hit, and a hot system prompt may be hit forever. So such a block
+    is forgotten: it is computed anew by the next request that wants it. Requests that already use it keep it. While the
+    draft rests they stay, because the target's half is as good as any; they are forgotten when drafting goes on, or
+    when a request comes that is drafted all the same.
+    """
+
+    def __init__(self, kv_cache_manager: Any) -> None:
+        """Follow the blocks of vLLM's KVCacheManager."""
+        self._managers = kv_cache_manager.coordinator.single_type_managers
+        self._pools = list({id(manager.block_pool): manager.block_pool for manager in self._managers}.values())
+        self._begun: list[tuple[str, Any]] = []  # with the request that writes it
+        self._continued: list[tuple[str, Any]] = []
+        self._lacking: dict[int, Any] = {}  # by identity; until written anew from the first position on
+
+    def note(self, step: Mapping[str, tuple[int, int]]) -> None:
+        """Remember which blocks the step that was just scheduled writes; a request that ends in it gives them back.
+
+        Args:
+            step: by a request's id the positions that are written of it, from one up to another.
+        """
+        for request_id, (start, end) in step.items():
+            for manager in self._managers:
+                size = manager.block_size
+                blocks = manager.req_to_blocks[request_id][start // size : -(-end // size)]
+                for number, block in enumerate(blocks, start // size):
+                    if not block.is_null:
+                        (self._begun if number * size >= start else self._continued).append((request_id, block))
+
+    def settle(self, drafted: Callable[[str], bool], goes_on: bool = True) -> None:
+        """Say for which requests the draft ran in that step, and so wrote its keys for all that the step computed.
+
+        Args:
+            drafted: whether it did for a request, by its name.
+            goes_on: requests that come next are drafted too, so that they need whole keys.
+        """
+        written = [(*one, True) for one in self._begun] + [(*one, False) for one in self._continued]
+        for request_id, block, begun in written:
+            if not drafted(request_id):
+                self._lacking[id(block)] = block
+            elif begun:
+                self._lacking.pop(id(block), None)
+        if goes_on and any(drafted(request_id) for request_id, _, _ in written):
+            self.forget_lacking()
+        self._begun, self._continued = [], []
+
+    def forget(self) -> None:
+        """Forget every cached block, and what is not full yet once it is."""
+        for pool in self._pools:
+            pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+            self._lacking |= {id(block): block for block in pool.blocks if block.ref_cnt > 0 and not block.is_null}
+
+    def forget_lacking(self) -> None:
+        """Forget every cached block that lacks the draft's keys."""
+        for key, block in list(self._lacking.items()):
+            if block.block_hash is not None:
+                block.pool.evict_blocks({block.block_id})
+            if block.ref_cnt == 0:  # whoever gets it next writes it from its first position
+                del self._lacking[key]
 
 
 def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:

@@ -11,18 +11,14 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessor
 
 from models import catalog
 from models.engines import Completion, Rules, Way
-from models.engines.vllm.drafting import STRUCTURED, WISHES, PlannedPace, Wishes
+from models.engines.vllm import patches
+from models.engines.vllm.fields import PACE, SPEED, STEPS, STRUCTURED, TOLD, WISHES, PlannedPace, Wishes
 from models.engines.vllm.grammars import Grammars
-from models.engines.vllm.scheduler import PACE, SPEED, STEP
 from models.types import Speed
 
-# What an output carries from `Steps` on: all that the scheduler told of its request so far, and its steps in that.
-TOLD = "redraft_told"
-STEPS = "redraft_steps"
 # Tokens that an event of a stream waits for, at most: it comes four steps late.
 MOST_MERGED = 4
 
@@ -41,24 +37,6 @@ class EngineEnded(GracefulHTTPError):
 
     def __init__(self) -> None:
         super().__init__("the engine has ended", self.STATUS)
-
-
-class Steps(OutputProcessor):
-    """vLLM's own, which also keeps what the scheduler tells of each request, step by step.
-
-    So an answer has it wherever it ends, and whichever of its outputs are handed on.
-    """
-
-    def process_outputs(self, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """See the base class, which ends an answer at a stop string."""
-        for output in engine_core_outputs:
-            if (state := self.request_states.get(output.request_id)) is not None:
-                came, told = output.kv_transfer_params or {}, state.__dict__.setdefault(TOLD, {STEPS: []})
-                if (step := came.pop(STEP, None)) is not None:
-                    told[STEPS].append(step)
-                told.update({name: came.pop(name) for name in (PACE, SPEED) if name in came})
-                output.kv_transfer_params = {**came, TOLD: told}
-        return super().process_outputs(engine_core_outputs, *args, **kwargs)
 
 
 class TappedLLM(AsyncLLM):
@@ -91,8 +69,8 @@ class TappedLLM(AsyncLLM):
         """See the base class."""
         self.speeds: dict[str, Speed] = {}
         self._num_running = 0
+        patches.install("frontend")
         super().__init__(*args, **options)
-        self.output_processor.__class__ = Steps  # vLLM has no hook
 
     def __del__(self) -> None:
         """Nothing: `VllmEngine.close` ends the engine, and at the interpreter's end what the base calls is gone."""

@@ -1,4 +1,4 @@
-"""What redraft adds to vLLM's worker: replace the draft, prove what was loaded, stop and resume speculation.
+"""vLLM's worker, and what redraft adds: replace the draft, prove what was loaded, stop and resume speculation.
 
 Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
 `load_weights` alone would fail, because linear weights are packed into oneDNN handles and have no elements left; so the
@@ -6,7 +6,7 @@ whole of vLLM's layer-wise reload runs inside the one call. A malformed file wou
 without storage, which is why everything is checked before the first module is touched.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,24 @@ from torch.nn import functional
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.drafting.lookup import Library
-from models.engines.vllm import attention, compiled, derived, few_rows, kernels, last_tap, linear_kernels
+from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
-from models.engines.vllm.derived import relative
+from models.engines.vllm.patches import few_rows, last_tap, switch
+from models.engines.vllm.patches.proposer import Planned
 
-# What of vLLM's runner says how many tokens are drafted, and for which sequences.
-SWITCH = ("num_spec_tokens", "effective_drafter_max_model_len")
-# A context that no sequence comes to the end of: the runner drafts for none of a step in which one has.
-NO_END = 1 << 31
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]  # the base of the other
+
 # Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
 Parameters = dict[str, tuple[str, ...]]
-
-attention.install()
-compiled.install()
-kernels.install()
-last_tap.install()
-linear_kernels.install()
+# Attributes of vLLM's: of its proposer, of P-EAGLE's module, and of DFlash's.
+STATE, MASK, GAINS = "parallel_drafting_hidden_state_tensor", "mask_hidden", "_k_norm_weights"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
@@ -53,30 +52,33 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return answer
 
 
-class DraftWorker:
-    """Mixed into vLLM's worker by `worker_extension_cls`; what is declared here is the worker's."""
+class DraftWorker(Worker):
+    """vLLM's worker, by `worker_cls`, with vLLM's inside changed for what it is to do.
+
+    Attributes:
+        planned: what follows the scheduler's plans; None where vLLM's own proposer drafts the same number in each step.
+    """
 
     vllm_config: Any
-    device: torch.device
-    rank: int
     model_runner: Any
-    get_model: Callable[[], nn.Module]
-    get_draft_model: Callable[[], nn.Module | None]
+    planned: Planned | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See the base class; no model is loaded yet, and vLLM's platform has put its own kernels in place."""
+        patches.install("worker")
+        super().__init__(*args, **options)
 
     @answering
     def runner(self) -> str:
-        """Return the class of vLLM's model runner; ValueError if it is not one that this extension can steer."""
+        """Return the class of vLLM's model runner; ValueError if it is not one that this worker can steer."""
         runner = self.model_runner
         name = f"{type(runner).__module__}.{type(runner).__qualname__}"
         if not isinstance(runner, GPUModelRunner):
             raise ValueError(f"vLLM runs {name}; drafts are swapped and switched off in its V1 model runner only")
-        if self.get_draft_model() is None:
-            return name
-        for attribute in SWITCH:
-            if not hasattr(runner, attribute):
-                raise ValueError(f"vLLM's {name} has no {attribute}; another release of vLLM is installed than wanted")
-        if not self.vllm_config.speculative_config.uses_draft_kv_cache():  # so no sequence is too long for the draft
-            runner.effective_drafter_max_model_len = NO_END
+        if self.get_draft_model() is not None:
+            patches.require(runner, *switch.SWITCH)
+            if not self.vllm_config.speculative_config.uses_draft_kv_cache():  # so no sequence is too long for it
+                switch.draft_at_any_length(runner)
         return name
 
     @answering
@@ -87,19 +89,14 @@ class DraftWorker:
     @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
-        try:
-            from models.engines.vllm import proposer
-        except ImportError as error:
-            raise ValueError(f"{error}; another release of vLLM is installed than wanted") from error
-        self.model_runner.effective_drafter_max_model_len = NO_END  # the scheduler says which sequences are at it
         lookup = self.vllm_config.additional_config.lookup
-        proposer.install(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
+        self.planned = Planned(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
+        switch.draft_at_any_length(self.model_runner)  # the scheduler says which sequences are at its end
 
     @answering
     def forget_answers(self) -> int:
         """Forget what look-up remembers of answers; return how many tokens that was, 0 where nothing is looked up."""
-        library: Library | None = getattr(getattr(self.model_runner, "drafter", None), "library", None)
-        return 0 if library is None else library.forget()
+        return 0 if self.planned is None else self.planned.library.forget()
 
     @answering
     def capture_states(self, max_bytes: int) -> int:
@@ -112,14 +109,14 @@ class DraftWorker:
         last = self.vllm_config.model_config.hf_text_config.num_hidden_layers
         if last not in layers:
             raise ValueError(f"the target hands out its layers {layers} to the draft and not its last, {last}")
-        if self.rank == 0:  # every rank has them all
-            self.model_runner.drafter.ring = Ring(layers, max_bytes)
+        if self.rank == 0 and self.planned is not None:  # every rank has them all
+            self.planned.ring = Ring(layers, max_bytes)
         return len(layers) * int(self.vllm_config.model_config.get_hidden_size())
 
     @answering
     def settle_states(self, claims: Sequence[Claim]) -> dict[str, int]:
         """Write or drop the states of requests that have ended; see `Ring.settle`."""
-        ring: Ring | None = self.model_runner.drafter.ring
+        ring = None if self.planned is None else self.planned.ring
         return {} if ring is None else ring.settle(Claim(*claim) for claim in claims)
 
     @answering
@@ -152,7 +149,7 @@ class DraftWorker:
                 module, leaf = self._place(name)
                 if leaf in module._buffers:  # the reload puts back what was there before
                     getattr(module, leaf).copy_(weights[parts[0]])
-            derived.derive(self.model_runner.drafter)
+            derive(self.model_runner.drafter)
         return len(weights)
 
     @answering
@@ -194,22 +191,17 @@ class DraftWorker:
 
     @answering
     def derived_errors(self, path: str) -> dict[str, float]:
-        """Compare what vLLM computed from weights when they were loaded in the same way; see `derived`."""
-        return derived.errors(self.model_runner.drafter, load_file(path))
+        """Compare what vLLM computed from weights when they were loaded in the same way; see `derive`."""
+        return derived_errors(self.model_runner.drafter, load_file(path))
 
     @answering
     def set_speculation(self, on: bool) -> None:
         """Draft or don't. Off, no draft runs and the scheduler gets no drafted tokens, so a step is a plain one.
 
-        The runner skips its draft when a sequence would not fit the draft's context, and reports as many drafted tokens
-        as `num_spec_tokens`; both are set to 0. Positions passed meanwhile have no draft keys: requests in flight
-        accept less for a while after switching on, their output is the same. Cached blocks: see `draft_keys`.
+        Positions passed meanwhile have no draft keys: requests in flight accept less for a while after switching on,
+        their output is the same. Cached blocks: see `scheduler.DraftKeys`.
         """
-        runner = self.model_runner
-        if not hasattr(self, "_speculation"):
-            self._speculation = tuple(getattr(runner, attribute) for attribute in SWITCH)
-        for attribute, value in zip(SWITCH, self._speculation, strict=True):
-            setattr(runner, attribute, value if on else 0)
+        switch.turn(self.model_runner, on)
 
     def _draft(self) -> Any:
         draft = self.get_draft_model()
@@ -262,3 +254,59 @@ def _product(module: Any, inputs: Tensor) -> Tensor:
     else:
         product = module.quant_method.apply(module, inputs, bias=None)
     return product
+
+
+def derive(drafter: Any) -> None:
+    """Compute anew what vLLM computes from a draft's weights when it loads them, and keeps beside its modules.
+
+    A swap replaces the modules' weights; what was computed from the ones before would stay, and nobody would notice but
+    by acceptance. Tried with vLLM 0.32: P-EAGLE's state of the masked places (v1/spec_decode/llm_base_proposer.py,
+    load_model), and DFlash's stacked gains of keys (model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers).
+
+    Args:
+        drafter: vLLM's proposer, of any kind.
+    """
+    if (state := getattr(drafter, STATE, None)) is not None:
+        state.copy_(_state(drafter.model))
+    if (inner := _stacking(drafter)) is not None:
+        inner._build_fused_kv_buffers()
+
+
+def derived_errors(drafter: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """Compare what `derive` computes with a file's weights.
+
+    Args:
+        drafter: vLLM's proposer, of any kind.
+        weights: of the file, by its names.
+
+    Returns:
+        max |got − wanted| / max |wanted| by a name; empty where nothing is kept.
+    """
+    found = {}
+    if (state := getattr(drafter, STATE, None)) is not None:
+        wanted = weights["fc.weight"].float() @ weights[MASK].float().flatten()
+        found[STATE] = relative(state.detach().float().cpu(), wanted)
+    if (inner := _stacking(drafter)) is not None:
+        gains = [weights[f"layers.{number}.self_attn.k_norm.weight"].float() for number in range(len(inner.layers))]
+        found[GAINS] = relative(getattr(inner, GAINS).detach().float().cpu(), torch.stack(gains))
+    return found
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Return max |got − wanted| / max |wanted|; infinite where something computed is not finite."""
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")  # finite weights can overflow; a NaN here would lose every comparison
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+
+
+@torch.no_grad()
+def _state(model: Any) -> Tensor:
+    """Return [H] what the masked places of P-EAGLE read in place of the target's states."""
+    state: Tensor = model.combine_hidden_states(getattr(model, MASK).view(-1))
+    return state
+
+
+def _stacking(drafter: Any) -> Any:
+    """Return DFlash's inner module, None in another proposer."""
+    inner = getattr(getattr(drafter, "model", None), "model", None)
+    return inner if hasattr(inner, GAINS) else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.engines.vllm import attention
+from models.engines.vllm.patches import attention
 
 HEADS, KV_HEADS, WIDTH, BLOCK, NUM_BLOCKS = 4, 2, 64, 32, 6
 # Tokens that each sequence of a step computes, and how many it has with them: a prompt, verified tokens, a single one.

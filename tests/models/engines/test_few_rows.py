@@ -23,7 +23,7 @@ PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False):
     from vllm import _custom_ops as ops
 
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     assert few_rows._is_built()
     return few_rows.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
@@ -36,7 +36,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.fixture
 def limit():
     """Sets up to how many rows the grid is read."""
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     before = few_rows.limit()
     yield few_rows._target._set
@@ -96,7 +96,7 @@ def test_a_step_that_reads_a_prompt_has_the_product_of_floats_however_few_rows_i
 def test_as_many_rows_as_one_sequence_has_verified_read_the_grid_however_long_that_takes(
     grid_s: float, faster: int, most: int, limit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     caplog.set_level(logging.INFO)
     target = few_rows._Target()
@@ -131,9 +131,10 @@ def test_without_avx512_products_are_of_floats(tmp_path: Path) -> None:
 
 def plain_errors(folder: Path) -> list[float]:
     """Return the errors of products in float32 by the code that knows no processor; in a process of its own."""
-    from models.engines.vllm import few_rows, native
+    from models.engines.vllm import native
+    from models.engines.vllm.patches import few_rows
 
-    native.load(few_rows.SOURCE, folder, PLAIN)
+    native.load(native.FEW_ROWS, folder, PLAIN)
     torch.ops.redraft.limit_few_rows(max(ROWS))
     errors = []
     for grid in (random_grid(72, 128, 4), random_grid(72, 128, 8)):
@@ -170,7 +171,7 @@ def layer_of(prefix: str, weight: Tensor) -> nn.Module:
 def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest.MonkeyPatch, tmp_path, limit) -> None:
     from vllm.model_executor.layers import utils
 
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     stem = "model.layers.0.self_attn"
     parts = {f"{stem}.{part}_proj.weight": random_grid(64, 128, 4, seed) for seed, part in enumerate("qkvo")}
@@ -218,7 +219,7 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
 ) -> None:
     from vllm.model_executor.layers import utils
 
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setattr(few_rows, "_target", few_rows._Target())
@@ -245,7 +246,7 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
 def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     few_rows.install()
     seen = []
@@ -270,7 +271,7 @@ def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyP
 def test_where_nothing_can_be_compiled_floats_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm import few_rows
+    from models.engines.vllm.patches import few_rows
 
     monkeypatch.setenv("CXX", "no-compiler")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from models.engines.vllm import linear_kernels
+from models.engines.vllm.patches import linear_kernels
 
 
 def test_weights_that_this_processor_would_saturate_are_refused() -> None:
@@ -24,7 +24,7 @@ ROUNDS = """
 import torch
 import vllm._C
 from vllm import _custom_ops as ops
-from models.engines.vllm import linear_kernels
+from models.engines.vllm.patches import linear_kernels
 linear_kernels.install()
 layer = ops.create_onednn_mm(torch.randn(64, 64).t(), 32)  # as many as vLLM asks for
 for _ in range(2):

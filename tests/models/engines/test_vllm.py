@@ -434,7 +434,7 @@ def test_without_the_kernel_fix_sampling_is_caught(
     loop: Loop, sampling_target: Path, exact: np.ndarray, tmp_path: Path
 ) -> None:
     draft = make_draft(sampling_target, tmp_path, seed=0)
-    extra = {**SAMPLING_ENGINE.extra, "worker_extension_cls": "tests.models.engines.unfixed.UnfixedWorker"}
+    extra = {**SAMPLING_ENGINE.extra, "worker_cls": "tests.models.engines.unfixed.UnfixedWorker"}
     try:
         pairs = loop.run_until_complete(
             draw(sampling_target, draft, SAMPLING_ENGINE.model_copy(update={"extra": extra}))
@@ -500,7 +500,7 @@ def test_what_goes_first_need_not_wait_for_a_place_in_a_full_engine(engine: Vllm
     assert ended.index("last") > num_places
 
 
-def test_the_runner_is_the_one_that_the_extension_steers(engine: VllmEngine, loop: Loop) -> None:
+def test_the_runner_is_the_one_that_the_worker_steers(engine: VllmEngine, loop: Loop) -> None:
     runner = loop.run_until_complete(engine._call("runner"))
     assert runner == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 
@@ -513,12 +513,15 @@ def test_the_prefix_cache_is_on_as_in_serving(engine: VllmEngine) -> None:
     ("runner", "reason"),
     [
         (object(), "vLLM runs builtins.object; drafts are swapped and switched off in its V1 model runner only"),
-        (object.__new__(CPUModelRunner), "has no num_spec_tokens; another release of vLLM is installed than wanted"),
+        (
+            object.__new__(CPUModelRunner),
+            "CPUModelRunner has no num_spec_tokens; another release is installed than wanted",
+        ),
     ],
     ids=["V2", "changed"],
 )
 def test_a_runner_of_another_layout_is_refused_at_the_start(runner: object, reason: str) -> None:
-    worker = DraftWorker()
+    worker = object.__new__(DraftWorker)
     worker.model_runner, worker.get_draft_model = runner, lambda: torch.nn.Linear(1, 1)
     assert reason in worker.runner()["refused"]
 

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from models import catalog
-from models.engines.vllm import OWNED, Params
-from models.engines.vllm.installed import engine_arguments, tool_parsers
+from models.engines.vllm import OWNED, Params, engine_arguments, tool_parsers
 from models.recipe import load_recipe, parse_recipe
 
 

@@ -1,5 +1,6 @@
 """What was compiled is loaded again: named by the models' shapes, as a function that vLLM can finalize."""
 
+import inspect
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
-from models.engines.vllm import compiled
+from models.engines.vllm.patches import compiled
 from models.layers import grids
 
 
@@ -55,7 +56,7 @@ def graph_of(directory: Path) -> str:
 
 
 def test_models_of_one_shape_share_their_graph_wherever_they_lie(tiny_target: Path, tmp_path: Path) -> None:
-    unpatched = getattr(ModelConfig.compute_hash, "__wrapped__", ModelConfig.compute_hash)
+    unpatched = inspect.unwrap(ModelConfig.compute_hash)
     compiled.install()
     again = shutil.copytree(tiny_target, tmp_path / "again")
     (again / "model.safetensors").write_bytes(b"other weights")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.engines.vllm.derived import GAINS, STATE, derive, errors
+from models.engines.vllm.worker import GAINS, STATE, derive, derived_errors
 
 H, WIDTH, NUM_LAYERS = 4, 3, 2
 
@@ -45,12 +45,12 @@ def test_what_is_stale_is_told_and_renewed(make: Any, shapes: dict[str, tuple[in
     rng = torch.Generator().manual_seed(0)
     weights = {key: torch.randn(shape, generator=rng) for key, shape in shapes.items()}
     drafter = make(weights)
-    assert errors(drafter, weights)[name] > 0.5
+    assert derived_errors(drafter, weights)[name] > 0.5
     derive(drafter)
-    assert errors(drafter, weights)[name] < 1e-5
+    assert derived_errors(drafter, weights)[name] < 1e-5
 
 
 def test_a_proposer_that_keeps_nothing_has_no_errors() -> None:
     drafter = SimpleNamespace(model=nn.Linear(2, 2))
     derive(drafter)
-    assert errors(drafter, {}) == {}
+    assert derived_errors(drafter, {}) == {}

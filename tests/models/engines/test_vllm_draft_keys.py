@@ -22,10 +22,9 @@ from vllm.v1.request import Request
 from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
-from models.engines.vllm.draft_keys import DraftKeys, Written
-from models.engines.vllm.drafting import WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.scheduler import DRAFTED, GAPS, TracingScheduler
+from models.engines.vllm.fields import DRAFTED, GAPS, WISHES, Wishes
+from models.engines.vllm.scheduler import DraftKeys, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
 
@@ -75,7 +74,8 @@ class Cache:
         count = request.num_tokens - request.num_computed_tokens - found
         assert self.manager.allocate_slots(request, count, found, blocks, num_lookahead_tokens=3) is not None
         request.num_computed_tokens += found + count
-        self.keys.note([Written(request.request_id, request.num_computed_tokens - count, request.num_computed_tokens)])
+        end = request.num_computed_tokens
+        self.keys.note({request.request_id: (end - count, end)})
         self.keys.settle(lambda _: drafted)
         request.append_output_token_ids(list(then))
 
@@ -121,7 +121,7 @@ def test_of_a_step_whose_draft_ran_for_some_the_others_blocks_lack_keys_and_stay
     for request in (one, other):
         assert cache.manager.allocate_slots(request, tokens, 0, None) is not None
         request.num_computed_tokens = tokens
-    cache.keys.note(Written(request.request_id, 0, tokens) for request in (one, other))
+    cache.keys.note({request.request_id: (0, tokens) for request in (one, other)})
     cache.keys.settle(lambda name: name == one.request_id, goes_on=False)
     assert (cache.hits(PROMPT), cache.hits(OTHER)) == (2 * SMALL, 2 * SMALL)
     cache.keys.forget_lacking()

@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import WISHES, Wishes
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.fields import WISHES, Wishes
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
 from models.evaluation.golden import Golden, equal_output
@@ -216,11 +216,11 @@ def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(p
                 break
         await answers.aclose()
 
-    planned.on_finish = lambda completion, _: told.append(completion)
+    planned.llm.on_finish = lambda completion, _: told.append(completion)
     try:
         loop.run_until_complete(run())
     finally:
-        planned.on_finish = None
+        planned.llm.on_finish = None
     (one,) = told
     assert one.finish_reason is None and len(one.token_ids) >= 12
     num_emitted = sum(one.accepted) + len(one.drafted)  # the last step's may not all have been sent
@@ -254,7 +254,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     prompt = np.random.default_rng(5).integers(3, 67, size=24).tolist()
 
     def ask(key: str, tag: str) -> Completion:
-        planned.wishes_of = lambda *_: Wishes("auto", "chat", key)
+        planned.llm.wishes_of = lambda *_: Wishes("auto", "chat", key)
 
         async def run() -> Completion:
             from vllm import SamplingParams
@@ -268,7 +268,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
         try:
             return loop.run_until_complete(run())
         finally:
-            planned.wishes_of = None
+            planned.llm.wishes_of = None
 
     first, again, other = ask("alice", "first"), ask("alice", "again"), ask("bob", "other")
     assert first.token_ids == again.token_ids == other.token_ids
@@ -292,7 +292,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     async def run() -> dict[str, int]:
         await planned.capture_states(1 << 24)
         before = await planned.settle_states([])
-        planned.wishes_of, planned.on_finish = wishes_of, lambda completion, _: done.append(completion)
+        planned.llm.wishes_of, planned.llm.on_finish = wishes_of, lambda completion, _: done.append(completion)
         for turn in range(2):  # the second time the cache has the prompts' whole blocks
             await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
         claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
@@ -309,7 +309,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     try:
         counts = loop.run_until_complete(run())
     finally:
-        planned.wishes_of = planned.on_finish = None
+        planned.llm.wishes_of = planned.llm.on_finish = None
     assert counts == {"written": 8, "gone": 2}
     samples = [
         Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids))
@@ -354,9 +354,9 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
     plain_ms = engine.times.plain_ms(engine.mode.eager)
     assert plain_ms is not None
     assert 0 < plain_ms < 1000
-    assert engine.pace is not None
-    assert engine.pace.why != "unmeasured"
-    assert engine.pace.plain_tokens_per_s > 0
+    assert engine.llm.pace is not None
+    assert engine.llm.pace.why != "unmeasured"
+    assert engine.llm.pace.plain_tokens_per_s > 0
     assert engine.setup is not None
     if (kept := engine.setup.known_cost()) is not None:  # not where other work made it vary
         assert {curve.num_sequences: curve.rows for curve in kept.curves} == {
@@ -364,7 +364,7 @@ def test_what_steps_take_is_measured_before_requests_come_and_speeds_are_told_of
             2: (1, 2, 3, 4, 5, 9),
             4: (1, 1.25, 2, 9),
         }
-    speed = engine.speeds[""]
+    speed = engine.llm.speeds[""]
     assert 0.2 < speed.tokens_per_s / speed.plain_tokens_per_s < 4
     # What is between two steps takes more of the time than such a small target does.
     assert 1000 / speed.plain_tokens_per_s > 0.7 * median(one.per_token_ms for one in undrafted)

@@ -44,9 +44,9 @@ def test_the_more_streams_run_the_more_tokens_an_event_waits_for_up_to_four(plai
 
     alone = loop.run_until_complete(run(0))
     ended: dict[str, tuple[int, ...]] = {}
-    plain.on_finish = lambda completion, _: ended.update({completion.request_id: completion.token_ids})
+    plain.llm.on_finish = lambda completion, _: ended.update({completion.request_id: completion.token_ids})
     crowded = loop.run_until_complete(run(4))
-    plain.on_finish = None
+    plain.llm.on_finish = None
     for number, events in enumerate(crowded):
         assert [token for event in events for token in event] == list(ended[f"events-{number}"])
         assert len(events[0]) == 1  # nobody waits longer for a first token

@@ -18,7 +18,7 @@ from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.kernels import norm_by_layer
+from models.engines.vllm.patches.dflash import norm_by_layer
 from models.evaluation.acceptance import UNDRAFTED
 from models.evaluation.golden import Golden, equal_output
 from models.targets import random

@@ -16,8 +16,8 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from models.engines.vllm.interrupts import interruptible
-from models.engines.vllm.parent import WithParent
+from models.engines.vllm.fields import WithParent
+from models.engines.vllm.launch import interruptible
 
 STARTS = """
 import asyncio, signal, sys

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from models.engines.vllm.judging import EVERY, NUMS, Judging
+from models.engines.vllm.planning import EVERY, NUMS, Judging
 from models.lengths import Plan, Running, goodput
 from models.throughput.cost import Cost, Time
 from models.throughput.running import Acceptance

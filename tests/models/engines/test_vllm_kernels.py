@@ -2,7 +2,7 @@
 
 import torch
 
-from models.engines.vllm.kernels import expand, on_rows
+from models.engines.vllm.patches.sampling import constrain_rows, expand
 
 
 def test_values_are_repeated_over_the_drafted_tokens_in_place() -> None:
@@ -21,6 +21,5 @@ def test_a_step_that_verifies_nothing_has_no_tokens_to_constrain() -> None:
     def largest_first(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return logits.topk(int(k.max())).values
 
-    constrained = on_rows(largest_first)
-    assert constrained(torch.empty(0, 7), torch.empty(0)).shape == (0, 7)
-    assert constrained(torch.tensor([[1.0, 3.0]]), torch.tensor([1])).tolist() == [[3.0]]
+    assert constrain_rows(largest_first, torch.empty(0, 7), torch.empty(0)).shape == (0, 7)
+    assert constrain_rows(largest_first, torch.tensor([[1.0, 3.0]]), torch.tensor([1])).tolist() == [[3.0]]

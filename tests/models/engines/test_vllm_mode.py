@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from models.engines.vllm import Params
-from models.engines.vllm.mode import Times, mode_of
+from models.engines.vllm.measuring import Times, mode_of
 
 HOLDS = {True: "here, eager", False: "here, compiled"}
 UNKNOWN = Times(None, HOLDS)

@@ -57,6 +57,16 @@ def test_without_a_parser_tools_are_refused_and_the_setting_is_named(engine: Any
     assert ask(handlers, loop, asked())["choices"][0]["message"]["content"] == CALL
 
 
+def test_a_chat_carries_no_token_ids_past_what_encodes_its_messages(engine: Any, loop: Loop) -> None:
+    handlers = loop.run_until_complete(Handlers.build(engine))
+    body = {"model": "target", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    with pytest.raises(Refused) as refused:
+        ask(handlers, loop, body | {"kv_transfer_params": {"prompt_token_ids": [1, 2, 3]}})
+    error = refused.value.body["error"]
+    assert (error["code"], error["param"]) == (400, "kv_transfer_params.prompt_token_ids")
+    assert ask(handlers, loop, body)["choices"]
+
+
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("killed", [False, True])

@@ -21,9 +21,9 @@ from models.engines import Completion, LookUp, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.drafting import Wishes
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.planning import measured_for
+from models.engines.vllm.fields import Wishes
+from models.engines.vllm.measuring import measured_for
 from models.evaluation.golden import Golden, equal_output
 from models.learning.captured import read
 from models.learning.hidden import HiddenStates, Sample
@@ -88,7 +88,7 @@ def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
 def ask(
     loop: Loop, engine: VllmEngine, wishes: Wishes, asked: Sequence[list[int]], num_tokens: int, concurrency: int
 ) -> list[Completion]:
-    engine.wishes_of = lambda *_: wishes
+    engine.llm.wishes_of = lambda *_: wishes
 
     async def run() -> list[Completion]:
         gate = asyncio.Semaphore(concurrency)
@@ -108,7 +108,7 @@ def ask(
     try:
         return loop.run_until_complete(run())
     finally:
-        engine.wishes_of = None
+        engine.llm.wishes_of = None
 
 
 def differ(answers: Sequence[Completion], plain: Sequence[Completion]) -> int:
@@ -126,8 +126,8 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
     plain = ask(loop, engine, Wishes("off", "plain"), asked, FEW, concurrency=1)
     for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 2.2, 1, K), ("all", 3.95, K, K)):
         answers = ask(loop, engine, Wishes("auto", domain, "key", promised), asked, FEW, concurrency=1)
-        assert engine.pace is not None
-        assert least <= engine.pace.num_draft_tokens <= most
+        assert engine.llm.pace is not None
+        assert least <= engine.llm.pace.num_draft_tokens <= most
         planned = [max(one.drafted) for one in answers]
         assert least <= min(planned) <= max(planned) <= most
         assert not any(match > 0 for one in answers for match in one.matches)
@@ -254,7 +254,7 @@ def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_read
             await asyncio.sleep(0.01)
         return counts
 
-    engine.on_finish = lambda completion, _: done.append(completion)
+    engine.llm.on_finish = lambda completion, _: done.append(completion)
     try:
         for number, prompt in enumerate(prompts(4, width=24)):
             ask(
@@ -266,7 +266,7 @@ def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_read
                 1,
             )
     finally:
-        engine.on_finish = None
+        engine.llm.on_finish = None
     assert loop.run_until_complete(claim()) == {"written": 4}
     assert all(sum(one.drafted) for one in done)
     samples = [Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids)) for one in done]

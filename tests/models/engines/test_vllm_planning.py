@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from models.engines import LookUp
-from models.engines.vllm.drafting import MEASURE, NOTHING, WISHES, Drafting, Passes, Row, Wishes
-from models.engines.vllm.planning import Asked, Choice, Planner, Setup, Step, _chances, measured_for
+from models.engines.vllm.fields import MEASURE, NOTHING, WISHES, Choice, Drafting, Passes, Row, Setup, Wishes
+from models.engines.vllm.measuring import measured_for
+from models.engines.vllm.planning import Asked, Planner, Step, _chances, turns
 from models.engines.vllm.scheduler import _parts
-from models.engines.vllm.turns import turns
 from models.layers import grids
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from models.drafting.lookup import Library
-from models.engines.vllm import proposer
+from models.engines.vllm.patches.proposer import READS, Planned
 
 
 def runner(drafter: Any, **attributes: Any) -> Any:
@@ -24,25 +24,23 @@ def bare() -> Any:
     [
         (runner(object()), r"vLLM drafts by object; another release is installed than wanted"),
         (runner(bare()), r"SimpleNamespace has no input_batch; another release"),
-        (runner(bare(), **dict.fromkeys(proposer.READS)), r"EagleProposer has no _last_draft_probs; another release"),
+        (runner(bare(), **dict.fromkeys(READS)), r"EagleProposer has no _last_draft_probs; another release"),
     ],
 )
 def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(given: Any, told: str) -> None:
-    drafter, before = given.drafter, type(given.drafter)
     with pytest.raises(ValueError, match=told) as refused:
-        proposer.install(given, Library(shortest=3, longest=16, capacity=0))
+        Planned(given, Library(shortest=3, longest=16, capacity=0))
     assert "\n" not in str(refused.value)
-    assert type(drafter) is before
+    assert "propose" not in getattr(given.drafter, "__dict__", {})
     assert given.__dict__.get("propose_draft_token_ids") is None
 
 
 def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
-    given = runner(bare(), **dict.fromkeys(proposer.READS))
+    given = runner(bare(), **dict.fromkeys(READS))
     given.speculative_config = SimpleNamespace(disable_padded_drafter_batch=False)
     given.drafter._last_draft_probs = None
-    proposer.install(given, Library(shortest=3, longest=16, capacity=0))
-    assert isinstance(given.drafter, proposer.Proposer)
-    assert isinstance(given.drafter, EagleProposer)
-    assert given.drafter.runner is given
-    assert callable(given.propose_draft_token_ids)
+    planned = Planned(given, Library(shortest=3, longest=16, capacity=0))
+    assert type(given.drafter) is EagleProposer
+    assert given.drafter.propose == planned.propose
+    assert given.propose_draft_token_ids == planned.propose_unless_it_rests
     assert given.speculative_config.disable_padded_drafter_batch

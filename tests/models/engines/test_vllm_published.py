@@ -18,7 +18,7 @@ from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.mode import Mode, Times
+from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import TappedLLM
 from models.evaluation import scoring
 from models.learning.hidden import Sample
@@ -53,7 +53,7 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
         max_num_seqs=PARAMS.max_num_seqs,
         enforce_eager=True,
         distributed_executor_backend="mp",
-        worker_extension_cls="models.engines.vllm.worker.DraftWorker",
+        worker_cls="models.engines.vllm.worker.DraftWorker",
         scheduler_cls="models.engines.vllm.scheduler.TracingScheduler",
         async_scheduling=False,
         speculative_config={

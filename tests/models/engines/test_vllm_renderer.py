@@ -29,7 +29,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from models.chat_templates import content_format
 from models.chats import PART_FIELDS, ChatEncoder
-from models.engines.vllm import renderer
+from models.engines.vllm.patches import renderer
 from tests.models.tokenizers import KINDS, MARKERS, TEMPLATES, tokenizer_of
 
 CALL = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"b": [1], "a": "é"}'}}
@@ -292,3 +292,16 @@ def test_a_model_whose_chats_vllm_renders_otherwise_is_refused(
         monkeypatch.setattr(made.model_config.hf_config if name == "model_type" else made.model_config, name, value)
     with pytest.raises(ValueError, match=fault):
         renderer.require_guarded(made)
+
+
+@pytest.mark.parametrize("ids", [[3, 4, 5], [], "3"])
+def test_a_chat_brings_no_token_ids_in_place_of_its_messages(
+    guarded: Callable[[str], hf.HfRenderer], ids: object
+) -> None:
+    made, template, chat = guarded("byte level"), TEMPLATES["plain"], {"messages": [ASK]}
+    with pytest.raises(VLLMValidationError) as refused:
+        of_chat(made, {**chat, "kv_transfer_params": {"prompt_token_ids": ids}}, template)
+    assert refused.value.parameter == "kv_transfer_params.prompt_token_ids"
+    assert "\n" not in str(refused.value)
+    for others in ({"prompt_token_ids": None}, {"do_remote_decode": False}, {}):
+        assert of_chat(made, {**chat, "kv_transfer_params": others}, template) == of_chat(made, chat, template)

@@ -8,13 +8,13 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from models.engines import Completion
 from models.engines.vllm import Params
-from models.engines.vllm.drafting import PlannedPace, Wishes
-from models.engines.vllm.scheduler import PACE, STEP
-from models.engines.vllm.tap import Steps, _Tap, is_seeded, tells_of_draft
+from models.engines.vllm.fields import PACE, STEP, PlannedPace, Wishes
+from models.engines.vllm.patches.outputs import Steps
+from models.engines.vllm.tap import _Tap, is_seeded, tells_of_draft
 from models.evaluation.acceptance import UNDRAFTED
 from models.targets.random import byte_tokenizer
 
@@ -36,8 +36,7 @@ def told(
     """Return the completion of an answer of which so many outputs have come."""
     sampling = SamplingParams(max_tokens=40, stop=stop, output_kind=kind)
     sampling.stream_interval = merged
-    processor, queue = OutputProcessor(TOKENIZER, log_stats=False), RequestOutputCollector(kind, "one")
-    processor.__class__ = Steps
+    processor, queue = Steps(TOKENIZER, log_stats=False), RequestOutputCollector(kind, "one")
     asked: dict[str, Any] = dict.fromkeys(("mm_features", "pooling_params", "lora_request", "cache_salt"))
     request = EngineCoreRequest(
         **asked,

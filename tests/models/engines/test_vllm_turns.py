@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from models.engines.vllm.turns import NUM_CYCLES, Turn, cycles, turns
+from models.engines.vllm.planning import NUM_CYCLES, Turn, cycles, turns
 
 
 @pytest.mark.parametrize(("most", "wanted"), [(3, [1, 2, 3]), (48, [1, 2, 4, 8, 16, 32, 48]), (500, [*NUM_CYCLES])])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from models.engines import Completion, Sampling
-from models.engines.vllm import Params, parent
+from models.engines.vllm import Params, fields
 from models.engines.vllm.engine import VllmEngine
 from models.evaluation.golden import Golden, equal_output
 from tests.conftest import make_draft
@@ -23,12 +23,12 @@ Loop = asyncio.AbstractEventLoop
 K = 2
 
 
-def arrive_in_another_release(sender: int) -> parent.WithParent:
+def arrive_in_another_release(sender: int) -> fields.WithParent:
     """Run in the engine's process: what is read of vLLM's runner there is something that this release lacks."""
-    from models.engines.vllm import proposer
+    from models.engines.vllm.patches import proposer
 
     proposer.READS = (*proposer.READS, "sequences")
-    return parent._arrive(sender)
+    return fields._arrive(sender)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,10 @@ def started(tiny_target: Path, tiny_draft: Path, loop: Loop) -> Iterator[tuple[V
     log = logging.getLogger("models.engines.vllm.engine")
     with pytest.MonkeyPatch.context() as patch:
 
-        def reduce(self: parent.WithParent) -> tuple[Any, ...]:
+        def reduce(self: fields.WithParent) -> tuple[Any, ...]:
             return arrive_in_another_release, (os.getpid(),)
 
-        patch.setattr(parent.WithParent, "__reduce__", reduce)
+        patch.setattr(fields.WithParent, "__reduce__", reduce)
         log.addHandler(listener)
         params = Params(num_draft_tokens=K, max_model_len=256, max_num_seqs=16, extra={"block_size": 32})
         engine = loop.run_until_complete(VllmEngine.start(tiny_target, tiny_draft, params, draft_version="1"))
@@ -71,7 +71,7 @@ def test_it_is_told_in_one_line_and_each_step_drafts_the_same_number(
         f"each step drafts {K} tokens and nothing is looked up: {why}"
     ]
     assert engine.unplanned == why
-    assert engine.pace is None
+    assert engine.llm.pace is None
     for one in answers(loop, engine, "fixed"):
         assert set(one.drafted[:-2]) == {K}  # at an answer's end fewer may fit
         assert not any(one.matches)

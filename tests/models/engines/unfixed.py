@@ -1,25 +1,12 @@
-"""A worker extension that does not install redraft's kernel: what vLLM does as shipped."""
+"""A worker in which nothing of vLLM's inside is changed before its model is loaded: what vLLM does as shipped."""
 
 from typing import Any
 
-from models.drafting.lookup import Library
-from models.engines.vllm import proposer
+from models.engines.vllm.worker import DraftWorker
 
 
-class UnfixedWorker:
-    """Adds to vLLM's worker only what an engine asks at its start."""
+class UnfixedWorker(DraftWorker):
+    """As redraft's, but for what `patches.install` does."""
 
-    model_runner: Any
-
-    def runner(self) -> dict[str, str]:
-        """Return the class of the model runner."""
-        return {"value": type(self.model_runner).__name__}
-
-    def few_rows(self) -> dict[str, int]:
-        """Return up to how many rows products read a grid: vLLM's own read none."""
-        return {"value": 0}
-
-    def follow_plans(self) -> dict[str, None]:
-        """Let the draft follow the scheduler's plans, as redraft's own extension does."""
-        proposer.install(self.model_runner, Library(shortest=3, longest=16, capacity=0))
-        return {"value": None}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super(DraftWorker, self).__init__(*args, **options)

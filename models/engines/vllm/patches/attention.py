@@ -1,28 +1,34 @@
 """Attention layers of an engine on CPUs in one call without Python.
 
 vLLM 0.32 calls Python twice in each layer, once to write its keys and values and once to attend, to look up what the
-step is about. With SmolLM2-135M and one sequence that was 2.5 ms of a forward pass of 9 (two cores of an AMD EPYC).
-Here a step tells its facts once for all layers, and `attention.cpp` calls the two operators that vLLM's Python would.
+step is about. Here a step tells its facts once for all layers, and `attention.cpp` calls the two operators that vLLM's
+Python would. Layers of other kinds stay vLLM's: encoders, fp8, sinks, alibi, and layers that share another one's cache
+or hand theirs on to other engines.
 
-Layers of other kinds stay vLLM's: encoders, fp8, sinks, alibi, and layers that share another one's cache or hand theirs
-on to other engines.
+Replaces: `vllm.model_executor.layers.attention.Attention.__init__`,
+    `vllm.model_executor.layers.attention.Attention.forward`, `vllm.forward_context.override_forward_context`.
+Tried with: vLLM 0.32.
+No hook: a platform names the class of an attention backend; what calls it twice a layer is the layer itself.
+Without it: 2.5 ms more of a forward pass of 9 (SmolLM2-135M, one sequence, two cores of an AMD EPYC).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import forward_context
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from models.engines.vllm import native
-
-if TYPE_CHECKING:
-    from vllm.forward_context import ForwardContext
-
-SOURCE = Path(__file__).with_suffix(".cpp")
+from models.engines.vllm.patches import replace
 
 
 class _Layers:
@@ -46,7 +52,7 @@ class _Layers:
         self.numbers[layer.layer_name] = number
         return number
 
-    def begin(self, context: "ForwardContext") -> None:
+    def begin(self, context: ForwardContext) -> None:
         """Tell what a forward pass is about; without metadata the engine is warmed up, and nothing attends."""
         torch.ops.redraft.end_step(context.attn_metadata is None)
         metadata_of: Any = context.attn_metadata or {}
@@ -96,46 +102,39 @@ _layers = _Layers()
 
 def install() -> None:
     """Let layers that are made from now on attend so where they can; before a model is loaded."""
-    from vllm import forward_context
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.platforms import current_platform
+    if current_platform.is_cpu():
+        replace(Attention, "__init__", _make)
+        replace(Attention, "forward", _attend)
+        replace(forward_context, "override_forward_context", _override)
 
-    make, forward, override = Attention.__init__, Attention.forward, forward_context.override_forward_context
-    if not current_platform.is_cpu() or hasattr(make, "__wrapped__"):
-        return
 
-    @wraps(make)
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        self.number = _layers.add(self) if _suits(self) and _is_built() else None
+def _make(own: Callable[..., None], layer: Any, *args: Any, **options: Any) -> None:
+    own(layer, *args, **options)
+    layer.number = _layers.add(layer) if _suits(layer) and _is_built() else None
 
-    def attended(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        if self.number is None or key is None or value is None or args or options:
-            outputs: Tensor = forward(self, query, key, value, *args, **options)
-            return outputs
-        output = torch.empty_like(query).view(-1, self.num_heads, self.head_size)
-        query = query.view(-1, self.num_heads, self.head_size)
-        key, value = (part.view(-1, self.num_kv_heads, self.head_size) for part in (key, value))
-        torch.ops.redraft.attend(query, key, value, output, self.number)
-        return output.view(-1, self.num_heads * self.head_size)
 
-    @contextmanager
-    def overridden(context: "ForwardContext | None") -> Iterator[None]:
-        with override(context):
-            if context is not None and _layers.all:
-                _layers.begin(context)
-            yield
+def _attend(
+    own: Callable[..., Tensor], layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    if layer.number is None or key is None or value is None or args or options:
+        return own(layer, query, key, value, *args, **options)
+    output = torch.empty_like(query).view(-1, layer.num_heads, layer.head_size)
+    query = query.view(-1, layer.num_heads, layer.head_size)
+    key, value = (part.view(-1, layer.num_kv_heads, layer.head_size) for part in (key, value))
+    torch.ops.redraft.attend(query, key, value, output, layer.number)
+    return output.view(-1, layer.num_heads * layer.head_size)
 
-    Attention.__init__, Attention.forward = made, attended  # type: ignore[method-assign]  # vLLM has no hook
-    forward_context.override_forward_context = overridden  # type: ignore[assignment]  # vLLM has no hook
+
+@contextmanager
+def _override(own: Callable[..., AbstractContextManager[None]], context: ForwardContext | None) -> Iterator[None]:
+    with own(context):
+        if context is not None and _layers.all:
+            _layers.begin(context)
+        yield
 
 
 def _suits(layer: Any) -> bool:
     """Whether a layer is of the kind that `attention.cpp` knows."""
-    from vllm.config import get_current_vllm_config
-    from vllm.v1.attention.backend import AttentionType
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
     impl = layer.impl
     return (
         type(impl) is CPUAttentionBackendImpl
@@ -153,7 +152,7 @@ def _suits(layer: Any) -> bool:
 @cache
 def _is_built() -> bool:
     """Load the operators; say so if they can't be."""
-    built = native.is_loaded(SOURCE, "attention is called from Python")
+    built = native.is_loaded(native.ATTENTION, "attention is called from Python")
     if built:
         torch.library.register_fake("redraft::attend", lambda query, key, value, output, layer: None)
     return built

@@ -1,28 +1,44 @@
 """Lets vLLM's renderer encode chats as everything else here does, so that no text of a client becomes a special token.
 
-Replaced: `vllm.renderers.hf.safe_apply_chat_template`, in vLLM 0.32, which `HfRenderer` calls for every chat: of
-/v1/chat/completions, /v1/responses and /tokenize. It is to return a text, which is then encoded with all markers in
-it, whoever wrote them; here it returns token ids (`models.chats`). vLLM has no hook between a chat's messages and its
-ids: a renderer of one's own is chosen by the tokenizer's mode, and would be a copy of `HfRenderer`. Without this a
-marker in a message, a tool or an argument closes a turn.
+`HfRenderer` calls `safe_apply_chat_template` for every chat: of /v1/chat/completions, /v1/responses and /tokenize. It
+is to return a text, which is then encoded with all markers in it, whoever wrote them; here it returns token ids
+(`models.chats`). It is called in a thread; vLLM's own limit of a text's length is kept, as ids come too late for it.
+And a chat that brings token ids in place of its messages, which vLLM takes without a look at those, is refused.
 
-`HfRenderer` calls it in a thread; vLLM's own limit of a text's length is kept here, as ids come too late for it.
+Replaces: `vllm.renderers.hf.safe_apply_chat_template`, `vllm.renderers.online_renderer._reused_prompt_token_ids`.
+Tried with: vLLM 0.32.
+No hook: none lies between a chat's messages and its ids; a renderer of one's own is chosen by the tokenizer's mode, and
+    would be a copy of `HfRenderer`.
+Without it: a marker in a message, a tool or an argument closes a turn, and so does one among ids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers import hf
+from vllm.renderers import hf, online_renderer
 from vllm.renderers.base import BaseRenderer
 
 from models.chats import ChatEncoder
+from models.engines.vllm.patches import replace
+
+IDS = "prompt_token_ids"
 
 
 def install() -> None:
-    """Replace vLLM's function for renderers that are made from now on."""
+    """Replace vLLM's functions for renderers that are made from now on."""
     hf.safe_apply_chat_template = chat_ids  # type: ignore[assignment]  # theirs may return a text, too
+    replace(online_renderer, "_reused_prompt_token_ids", _refuse_ids)
+
+
+def _refuse_ids(own: Callable[..., Any], request: Any, *args: Any) -> Any:
+    if (getattr(request, "kv_transfer_params", None) or {}).get(IDS) is not None:
+        raise VLLMValidationError(
+            "a chat's token ids come from its messages alone; leave kv_transfer_params.prompt_token_ids out",
+            parameter=f"kv_transfer_params.{IDS}",
+        )
+    return own(request, *args)
 
 
 def require_guarded(renderer: BaseRenderer[Any]) -> None:

@@ -19,15 +19,31 @@ in bfloat16 and a compiled one keep oneDNN's products.
 that read prompts, and verify what was drafted, have many more. What was kept no longer took a step's linear layers 4 to
 8 ms more of 45 to 140 (SmolLM2-135M in bfloat16, two cores of an AMD EPYC), so more are kept. Layers of one shape share
 most of what they hold.
+
+Replaces: `vllm._custom_ops.create_onednn_mm`, `vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`,
+    `vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel.process_weights_after_loading`,
+    `vllm.model_executor.kernels.linear.mixed_precision.cpu.CPUWNA16LinearKernel.process_weights_after_loading`,
+    `vllm.model_executor.kernels.linear.mixed_precision.cpu.CPUWNA16LinearKernel.apply_weights`.
+Tried with: vLLM 0.32.
+No hook: vLLM chooses a linear kernel from lists of its own.
+Without it: on processors without AVX-512 floats are multiplied more slowly, 8-bit layers are off by tenths, and 4-bit
+    targets fail at the first request; elsewhere steps of changing sizes take longer.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import _custom_ops as ops
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.layers import utils
+from vllm.platforms import current_platform
 
-from models.engines.vllm import few_rows
+from models.engines.vllm.patches import replace
 from models.layers import integers
 from models.layers.integer_linear import token_scales
 from models.layers.integers import Integers
@@ -42,25 +58,21 @@ NUM_ROW_COUNTS = 256
 
 
 def install() -> None:
-    """Replace the kernels' methods, on CPUs only; the worker does so as it imports its extension."""
-    from vllm.platforms import current_platform
-
+    """Replace the kernels' methods, on CPUs only."""
     if not current_platform.is_cpu():
         return
-    _keep_row_counts()
-    few_rows.install()
+    replace(ops, "create_onednn_mm", _create)
     if half_is_faster():
-        _replace_float_product()
+        replace(utils, "dispatch_cpu_unquantized_gemm", _dispatch)
     if saturates():
-        _replace_int8_product()
-    _replace_int4_product()
+        replace(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", _check)
+    replace(CPUWNA16LinearKernel, "process_weights_after_loading", _prepare)
+    replace(CPUWNA16LinearKernel, "apply_weights", _multiply)
 
 
 @cache
 def saturates() -> bool:
     """Whether this machine's product of 8-bit integers is wrong for large ones."""
-    from vllm import _custom_ops as ops
-
     left, right = (torch.full((rows, 64), 127, dtype=torch.int8) for rows in (1, 32))
     handle = ops.create_onednn_scaled_mm(right.t(), torch.ones(32, 1), torch.float32, False, False, 1)
     outputs = torch.empty(1, 32)
@@ -78,58 +90,35 @@ def require_unsaturated(weight: Tensor) -> None:
         )
 
 
-def _keep_row_counts() -> None:
-    from vllm import _custom_ops as ops
-
-    create = ops.create_onednn_mm
-
-    def created(weight: Tensor, primitive_cache_size: int = NUM_ROW_COUNTS) -> Any:
-        return create(weight, max(primitive_cache_size, NUM_ROW_COUNTS))
-
-    ops.create_onednn_mm = created
+def _create(own: Callable[..., Any], weight: Tensor, primitive_cache_size: int = NUM_ROW_COUNTS) -> Any:
+    return own(weight, max(primitive_cache_size, NUM_ROW_COUNTS))
 
 
 def _takes_packed() -> bool:
     """Whether the engine that is being started computes in float32 and without `torch.compile`."""
-    from vllm.config import get_current_vllm_config
-
     config = get_current_vllm_config().model_config
     return bool(config.enforce_eager) and config.dtype == torch.float32
 
 
-def _replace_float_product() -> None:
-    from vllm.model_executor.layers import utils
-
-    dispatch = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatched(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        if weight.is_meta or not _takes_packed() or not fits_half(weight):
-            dispatch(layer, remove_weight)
-            return
-        product = half_product(weight)
-        layer.cpu_linear = lambda x, _, bias: product(x, bias)
-        if remove_weight:
-            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatched
+def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+    weight = layer.weight
+    if weight.is_meta or not _takes_packed() or not fits_half(weight):
+        own(layer, remove_weight)
+        return
+    product = half_product(weight)
+    layer.cpu_linear = lambda x, _, bias: product(x, bias)
+    if remove_weight:
+        layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
-def _replace_int8_product() -> None:
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-
-    prepare = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
-
-    def checked(kernel: Any, layer: nn.Module) -> None:
-        weight = getattr(layer, kernel.layer_param_names[0]).detach().clone()
-        require_unsaturated(weight)
-        prepare(kernel, layer)
-        if _takes_packed() and (kernel.config.input_symmetric or kernel.config.is_static_input_scheme):
-            kernel.dnnl_handler = None  # vLLM's packed copy; what it prepared else is used
-            product = _int8_product(kernel, layer, weight)
-            kernel.linear_method = lambda _, x, bias: product(x, bias)
-
-    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = checked  # type: ignore[assignment, method-assign]  # vLLM has no hook
+def _check(own: Callable[..., None], kernel: Any, layer: nn.Module) -> None:
+    weight = getattr(layer, kernel.layer_param_names[0]).detach().clone()
+    require_unsaturated(weight)
+    own(kernel, layer)
+    if _takes_packed() and (kernel.config.input_symmetric or kernel.config.is_static_input_scheme):
+        kernel.dnnl_handler = None  # vLLM's packed copy; what it prepared else is used
+        product = _int8_product(kernel, layer, weight)
+        kernel.linear_method = lambda _, x, bias: product(x, bias)
 
 
 def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
@@ -150,34 +139,22 @@ def _int8_product(kernel: Any, layer: nn.Module, weight: Tensor) -> Product:
     return multiply
 
 
-def _replace_int4_product() -> None:
-    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+def _prepare(own: Callable[..., None], kernel: Any, layer: nn.Module) -> None:
+    if hasattr(torch.ops._C, "cpu_gemm_wna16") and kernel.config.act_type != torch.float32:
+        own(kernel, layer)
+    else:
+        _unpack(kernel, layer)
 
-    prepare, multiply = CPUWNA16LinearKernel.process_weights_after_loading, CPUWNA16LinearKernel.apply_weights
-    is_built = hasattr(torch.ops._C, "cpu_gemm_wna16")
 
-    def prepared(kernel: Any, layer: nn.Module) -> None:
-        if is_built and kernel.config.act_type != torch.float32:
-            prepare(kernel, layer)
-        else:
-            _unpack(kernel, layer)
-
-    def multiplied(kernel: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        output: Tensor
-        if hasattr(layer, "unpacked"):
-            output = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
-        else:
-            output = multiply(kernel, layer, x, bias)
-        return output
-
-    CPUWNA16LinearKernel.process_weights_after_loading = prepared  # type: ignore[assignment, method-assign]  # vLLM has no hook
-    CPUWNA16LinearKernel.apply_weights = multiplied  # type: ignore[assignment, method-assign]  # vLLM has no hook
+def _multiply(own: Callable[..., Tensor], kernel: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not hasattr(layer, "unpacked"):
+        return own(kernel, layer, x, bias)
+    output: Tensor = layer.unpacked.cpu_linear(x, layer.unpacked.weight, bias)
+    return output
 
 
 def _unpack(kernel: Any, layer: nn.Module) -> None:
     """Unpack the weights and let vLLM's product of floats have them."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
     packed, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if packed.input_dim != 1:
         raise ValueError(
@@ -193,4 +170,4 @@ def _unpack(kernel: Any, layer: nn.Module) -> None:
     setattr(layer, kernel.w_q_name, nn.Parameter(weight.new_empty(0), requires_grad=False))
     layer.unpacked = nn.Module()
     layer.unpacked.weight = nn.Parameter(weight, requires_grad=False)
-    dispatch_cpu_unquantized_gemm(layer.unpacked, remove_weight=True)
+    utils.dispatch_cpu_unquantized_gemm(layer.unpacked, remove_weight=True)

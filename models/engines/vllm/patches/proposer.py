@@ -1,19 +1,26 @@
 """What drafts inside of vLLM: its own proposer, with as many passes as a step is worth, and look-up joined to it.
 
-`install` puts a subclass of the running proposer in its place, which has what stands here: a plan for each step instead
-of a fixed K, and rows that are looked up (models/drafting/lookup.py) where that is expected to be accepted more. The
-output stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection rule gets that q.
+Each step has a plan in place of a fixed K, and rows are looked up (models/drafting/lookup.py) where that is expected
+to be accepted more. The output stays the target's: a looked-up token is a certain one, q is 1 there, and the rejection
+rule gets that q. The plan comes with the step from the scheduler, so every rank of a tensor-parallel engine makes the
+same passes.
 
-The plan comes with the step from the scheduler (models/engines/vllm/scheduler.py), which is why every rank of a tensor-
-parallel engine makes the same passes. `install` sets `disable_padded_drafter_batch`: the proposer then runs after the
-accepted tokens are known, and gets only those. vLLM's small LMs, P-EAGLE and DFlash refuse to be made so, but draft the
-first tokens after a prompt without padding, and after any other step as well. Medusa's heads and its n-grams are
-proposers of other kinds, and keep a fixed K. Tried with vLLM 0.32.
+`disable_padded_drafter_batch` is set for good: the proposer then runs after the accepted tokens are known, and gets
+only those. vLLM's small LMs, P-EAGLE and DFlash refuse to be made so, but draft the first tokens after a prompt without
+padding, and after any other step as well. Medusa's heads and n-grams are proposers of other kinds: their K is fixed.
+
+Replaces: `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer.propose`,
+    `vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer._greedy_sample`,
+    `vllm.v1.worker.gpu_model_runner.GPUModelRunner.propose_draft_token_ids`, in one runner and its proposer.
+Tried with: vLLM 0.32.
+No hook: K of a step is one, and is used; a proposer of one's own ("custom_class") gets neither the target's states
+    nor a draft that vLLM loads, and hands on no q.
+Without it: each step drafts the same number of tokens, nothing is looked up, and nothing is captured.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,63 +28,86 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from models.drafting.lookup import Library
 from models.engines.vllm.capture import Ring
-from models.engines.vllm.drafting import MEASURE, NOTHING, Drafting, Row, Wishes
-from models.engines.vllm.last_tap import NUM_READ
+from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, Drafting, Row, Wishes
+from models.engines.vllm.patches import require
 
 # What the proposer reads of vLLM's runner and proposer.
 READS = ("input_batch", "requests", "max_model_len", "speculative_config", "propose_draft_token_ids")
 
 
-class Proposer(SpecDecodeBaseProposer):
-    """Mixed in before a proposer's own class by `install`; it has no constructor.
+class Planned:
+    """Stands before a runner's proposer, which is of the one base class of most of vLLM's.
 
     Attributes:
-        runner: vLLM's, whose proposer it is.
         library: what is looked up.
         ring: holds states of requests that want it; None captures nothing.
-        num_read: residual streams that the draft reads, where the target hands out its last one too; else None.
     """
 
-    runner: Any
-    library: Library
-    ring: Ring | None
-    num_read: int | None
-    _last_draft_probs: Tensor | None
+    def __init__(self, runner: Any, library: Library) -> None:
+        """Put this in place.
+
+        Raises:
+            ValueError: vLLM's proposer has another layout than the one this was written for.
+        """
+        drafter: Any = runner.drafter
+        if not isinstance(runner.drafter, SpecDecodeBaseProposer):
+            raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
+        require(runner, *READS)
+        require(drafter, "propose", "_last_draft_probs")
+        self.library = library
+        self.ring: Ring | None = None
+        self._runner, self._drafter = runner, drafter
+        # Residual streams that the draft reads, where the target hands out its last one too.
+        self._num_read: int | None = getattr(runner, NUM_READ, None)
+        self._of_runner, self._propose = runner.propose_draft_token_ids, drafter.propose
+        self._greedy_sample = drafter._greedy_sample
+        runner.speculative_config.disable_padded_drafter_batch = True
+        runner.propose_draft_token_ids = self.propose_unless_it_rests
+        drafter.propose, drafter._greedy_sample = self.propose, self.greedy_sample
+
+    def propose_unless_it_rests(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return packed rows; none where nothing is drafted: what vLLM prepares for a draft takes 2% of a step."""
+        step = scheduler_output.num_spec_tokens_to_schedule
+        captures = self.ring is not None and any(self._captured())
+        if not isinstance(step, Drafting) or not step.rests or captures:
+            return self._of_runner(scheduler_output, *args, **kwargs)
+        return [row.packed() for row in self._look_up(step)] if step.num_looked_up else []
 
     def propose(self, num_speculative_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draft by the plan of the step; see the base class.
+        """Draft by the plan of the step; see vLLM's proposer.
 
         Args:
             num_speculative_tokens: the step's `Drafting`, or a number as vLLM's own warm-up says it.
-            args, kwargs: the base's. `next_token_ids` are the tokens after the accepted ones.
+            args, kwargs: of vLLM's. `next_token_ids` are the tokens after the accepted ones.
 
         Returns:
-            a packed `Row` for each sequence; for a number, what the base returns.
+            a packed `Row` for each sequence; for a number, what vLLM's returns.
         """
         if self.ring is not None and isinstance(num_speculative_tokens, Drafting):
             self._capture(self.ring, kwargs)
-        if self.num_read is not None:  # the last one is there to be captured
-            states = kwargs["target_hidden_states"].unflatten(-1, (self.num_read + 1, -1))
+        if self._num_read is not None:  # the last one is there to be captured
+            states = kwargs["target_hidden_states"].unflatten(-1, (self._num_read + 1, -1))
             kwargs["target_hidden_states"] = states[:, :-1].flatten(1)
         if not isinstance(num_speculative_tokens, Drafting):
-            return super().propose(num_speculative_tokens, *args, **kwargs)
-        step, requests, rows = num_speculative_tokens, self.runner.requests, self.look_up(num_speculative_tokens)
-        names = self.runner.input_batch.req_ids
+            return self._propose(num_speculative_tokens, *args, **kwargs)
+        step, requests, rows = num_speculative_tokens, self._runner.requests, self._look_up(num_speculative_tokens)
+        names = self._runner.input_batch.req_ids
         wanted = [
             0 if row.looked_up else self._wanted(requests[name], step) for name, row in zip(names, rows, strict=True)
         ]
-        self._last_draft_probs, probs = None, []
+        drafter, probs = self._drafter, []
+        drafter._last_draft_probs = None
         for passes in step.passes:
             places = [place for place, name in enumerate(names) if passes.over(name)]
             num_tokens = min(passes.num, max((wanted[place] for place in places), default=0))
             drafted = self._by_head(num_tokens, *args, **_of_rows(kwargs, places)) if places else torch.empty(0, 0)
-            probs.append((places, self._last_draft_probs))
+            probs.append((places, drafter._last_draft_probs))
             for place, head in zip(places, drafted.tolist(), strict=True):
                 if not rows[place].looked_up:
                     rows[place] = rows[place]._replace(token_ids=head[: wanted[place]])
-        self._last_draft_probs = _over_all_rows(probs, len(rows))
-        if self._last_draft_probs is not None:
-            self._last_draft_probs = _with_certain_rows(self._last_draft_probs, rows)
+        drafter._last_draft_probs = _over_all_rows(probs, len(rows))
+        if drafter._last_draft_probs is not None:
+            drafter._last_draft_probs = _with_certain_rows(drafter._last_draft_probs, rows)
         return [row.packed() for row in rows]
 
     def _by_head(self, num_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,34 +116,30 @@ class Proposer(SpecDecodeBaseProposer):
         Masked places of P-EAGLE see those before them alone, so there are as many as are wanted. Those of DFlash all
         see each other: a block is whole, as in training, and its first tokens are taken.
         """
-        asked, block = num_tokens, getattr(self.draft_model_config.hf_config, "block_size", 0)
-        if not self.parallel_drafting:
+        asked, drafter = num_tokens, self._drafter
+        block = getattr(drafter.draft_model_config.hf_config, "block_size", 0)
+        if not drafter.parallel_drafting:
             metadata = kwargs["common_attn_metadata"]  # of a CPU both its lengths are one tensor, counted up twice
             kwargs["common_attn_metadata"] = metadata.replace(seq_lens=metadata.seq_lens.clone())
         elif block:
             asked = block - 1 if num_tokens else 0
         else:
-            self.extra_slots_per_request = max(num_tokens, 1)
-            self.net_num_new_slots_per_request = self.extra_slots_per_request - 1
-        tokens: Tensor = super().propose(asked, *args, **kwargs)
-        if self._last_draft_probs is not None:
-            self._last_draft_probs = self._last_draft_probs[:, :num_tokens]
+            drafter.extra_slots_per_request = max(num_tokens, 1)
+            drafter.net_num_new_slots_per_request = drafter.extra_slots_per_request - 1
+        tokens: Tensor = self._propose(asked, *args, **kwargs)
+        if drafter._last_draft_probs is not None:
+            drafter._last_draft_probs = drafter._last_draft_probs[:, :num_tokens]
         return tokens[:, :num_tokens]
 
-    def look_up(self, step: Drafting) -> list[Row]:
+    def _look_up(self, step: Drafting) -> list[Row]:
         """Follow the sequences of a step and look them up; a row each, an empty one where that is not to be used."""
-        rows = [self._looked_up(place, step) for place in range(len(self.runner.input_batch.req_ids))]
-        self.library.close_all_but(self.runner.requests)
+        rows = [self._looked_up(place, step) for place in range(len(self._runner.input_batch.req_ids))]
+        self.library.close_all_but(self._runner.requests)
         return rows
 
-    @property
-    def captures(self) -> bool:
-        """Whether a request of this step wants its hidden states held."""
-        return self.ring is not None and any(self._captured())
-
     def _captured(self) -> list[str]:
-        requests = self.runner.requests
-        return [Wishes.of(requests[name].sampling_params).capture for name in self.runner.input_batch.req_ids]
+        requests = self._runner.requests
+        return [Wishes.of(requests[name].sampling_params).capture for name in self._runner.input_batch.req_ids]
 
     def _capture(self, ring: Ring, step: Mapping[str, Any]) -> None:
         """Copy the states of accepted tokens whose requests want it."""
@@ -122,17 +148,17 @@ class Proposer(SpecDecodeBaseProposer):
             borders = step["common_attn_metadata"].query_start_loc_cpu[: len(names) + 1].tolist()
             ring.note(names, borders, *(step[f"target_{name}"] for name in ("positions", "token_ids", "hidden_states")))
 
-    def _greedy_sample(self, hidden_states: Tensor) -> Tensor:
-        """Return each row's best token; see the base class.
+    def greedy_sample(self, hidden_states: Tensor) -> Tensor:
+        """Return each row's best token; see vLLM's proposer.
 
-        Of a draft with a vocabulary of its own the best is found there and then mapped. The base first spreads the
+        Of a draft with a vocabulary of its own the best is found there and then mapped. vLLM first spreads the
         logits over the target's vocabulary. For 16 rows, 4,096 tokens of a draft and 49,152 of its target, that took
         9 ms instead of 1 or 2 by itself, product included (two cores of an AMD EPYC).
         """
-        model: Any = self.model
+        drafter, model = self._drafter, self._drafter.model
         offsets = getattr(model, "draft_id_to_target_id", None)
-        if offsets is None or self.use_local_argmax_reduction or self.use_heterogeneous_vocab:
-            best: Tensor = super()._greedy_sample(hidden_states)
+        if offsets is None or drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab:
+            best: Tensor = self._greedy_sample(hidden_states)
             return best
         best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
         mapped: Tensor = best + offsets[best]
@@ -147,12 +173,12 @@ class Proposer(SpecDecodeBaseProposer):
 
     def _looked_up(self, place: int, step: Drafting) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
-        batch = self.runner.input_batch
+        batch = self._runner.input_batch
         name = batch.req_ids[place]
-        request = self.runner.requests[name]
+        request = self._runner.requests[name]
         wishes = Wishes.of(request.sampling_params)
         num_tokens = int(batch.num_tokens_no_spec[place])
-        most = min(step.num_looked_up, self.max_model_len - num_tokens - 1)
+        most = min(step.num_looked_up, self._drafter.max_model_len - num_tokens - 1)
         if step.num_looked_up == 0:
             return NOTHING
         if wishes.drafting == MEASURE:  # no key's, so nothing of it is remembered
@@ -165,39 +191,6 @@ class Proposer(SpecDecodeBaseProposer):
         match = sequence.look_up(most)
         kept = step.plan.num_kept(wishes.domain, "lookup", match.length) if match.length else 0
         return Row(match.length, len(match.token_ids), kept > 0, match.token_ids[:kept])
-
-
-def install(runner: Any, library: Library) -> None:
-    """Put the subclass in place of a runner's proposer, which is of the one base class of most of vLLM's.
-
-    Raises:
-        ValueError: vLLM's proposer has another layout than the one this was written for.
-    """
-    drafter = runner.drafter
-    if not isinstance(drafter, SpecDecodeBaseProposer):
-        raise ValueError(f"vLLM drafts by {type(drafter).__name__}; another release is installed than wanted")
-    for holder, names in ((runner, READS), (drafter, ("propose", "_last_draft_probs"))):
-        for name in names:
-            if not hasattr(holder, name):
-                raise ValueError(
-                    f"vLLM's {type(holder).__name__} has no {name}; another release is installed than wanted"
-                )
-    own = type(drafter)
-    drafter.__class__ = type(f"Planned{own.__name__}", (Proposer, own), {})
-    planned = cast("Proposer", drafter)
-    planned.runner, planned.library, planned.ring = runner, library, None
-    planned.num_read = getattr(runner, NUM_READ, None)
-    runner.speculative_config.disable_padded_drafter_batch = True
-    propose = runner.propose_draft_token_ids
-
-    def propose_unless_it_rests(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return packed rows; none where nothing is drafted: what vLLM prepares for a draft takes 2% of a step."""
-        step = scheduler_output.num_spec_tokens_to_schedule
-        if not isinstance(step, Drafting) or not step.rests or planned.captures:
-            return propose(scheduler_output, *args, **kwargs)
-        return [row.packed() for row in planned.look_up(step)] if step.num_looked_up else []
-
-    runner.propose_draft_token_ids = propose_unless_it_rests
 
 
 def _of_rows(step: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:

@@ -1,0 +1,265 @@
+"""What travels inside vLLM's fields between the process that answers, the scheduler and the workers.
+
+| of vLLM's | carries | from | to |
+|---|---|---|---|
+| `SamplingParams.extra_args[WISHES]` | `Wishes` | `tap` | scheduler and proposer |
+| `VllmConfig.additional_config` | `Setup`, or `WithParent` alone | engine | scheduler and workers |
+| `SchedulerOutput.num_spec_tokens_to_schedule`, vLLM's K | `Drafting` | scheduler | proposer |
+| `DraftTokenIds.draft_token_ids` | `Row`s, packed | proposer | scheduler |
+| `EngineCoreOutput.kv_transfer_params`, the only open field | STEP, PACE, SPEED | scheduler | `patches.outputs` |
+| `RequestOutput.kv_transfer_params` | TOLD | `patches.outputs` | `tap`, which takes it out again |
+| `Request.__dict__` | ROW, DRAFTED, GAPS | scheduler | itself, a step later |
+| `GPUModelRunner.__dict__` | NUM_READ | `patches.last_tap` | `patches.proposer` |
+
+Plain data: importing it imports no vLLM.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from models.engines import LookUp
+from models.lengths import Plan
+from models.params import BaseParams
+from models.throughput import costfile
+from models.throughput.cost import Cost
+from models.types import Pace
+
+# A request's wishes.
+WISHES = "redraft"
+# Of an output: the step that it comes from, and what the planner expects.
+STEP, PACE, SPEED = "redraft_step", "redraft_pace", "redraft_speed"
+# All that the scheduler told of a request so far, and its steps in that.
+TOLD, STEPS = "redraft_told", "redraft_steps"
+# Of a request: what was drafted for it last, whether anything drafted for it at all after its last step, and whether a
+# position lacks draft keys.
+ROW, DRAFTED, GAPS = "redraft_row", "redraft_drafted", "redraft_gaps"
+# Of a runner: how many residual streams the draft reads, where the target hands out one more.
+NUM_READ = "redraft_num_read"
+# A way of drafting that measures what rows and passes cost; the planner's `Turn` says how, step by step. The request's
+# domain says how many there are.
+MEASURE = "measure"
+# Kind of traffic of answers that a grammar constrains, behind a domain and a "/", which no domain's name has.
+STRUCTURED = "structured"
+# How a request's tokens are chosen, as far as that takes time.
+Choice = Literal["greedy", "sampled", "logprobs"]
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+class Wishes(NamedTuple):
+    """What a request says of its drafting.
+
+    Attributes:
+        drafting: a `models.engines.Way`, or MEASURE.
+        domain: kind of traffic.
+        key: whose recent answers may be looked up, never another's.
+        promised: τ at `K` that the draft was promoted for in this domain; 0 if that is not known.
+        num_swaps: drafts that had been swapped in before it was asked.
+        capture: name under which its hidden states are held for a `capture.Claim`; "" holds none.
+        piece: see `models.engines.Sampling`.
+    """
+
+    drafting: str = "head"
+    domain: str = ""
+    key: str = ""
+    promised: float = 0.0
+    num_swaps: int = 0
+    capture: str = ""
+    piece: int = 0
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> "Wishes":
+        """Return what a request's sampling parameters carry."""
+        extra = getattr(sampling_params, "extra_args", None) or {}
+        if not isinstance(wishes := extra.get(WISHES, cls()), cls):
+            wishes = extra[WISHES] = cls(*wishes)  # it travelled as a list, and is asked for several times a step
+        return wishes
+
+
+class Passes(NamedTuple):
+    """Passes of the draft over some of a step's sequences; the first writes the draft's keys.
+
+    Attributes:
+        num: of the passes; 0 makes the first one all the same, and proposes nothing.
+        names: of the sequences; None for all.
+    """
+
+    num: int
+    names: frozenset[str] | None = None
+
+    def over(self, name: str) -> bool:
+        """Whether they are made over a sequence."""
+        return self.names is None or name in self.names
+
+
+class Drafting(NamedTuple):
+    """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
+
+    Attributes:
+        plan: for the rows that are drafted as is fastest.
+        passes: of the draft: the plan's, and K over rows that are drafted by the head alone, each over what needs them.
+            A sequence in none of them is left without keys for what the step computes.
+        num_looked_up: the most tokens that are looked up for a row; 0 looks nothing up.
+        num_filled: sequences that get so many tokens that are as good as any; 0 but while it is measured.
+    """
+
+    plan: Plan
+    passes: tuple[Passes, ...]
+    num_looked_up: int
+    num_filled: int = 0
+
+    @property
+    def num_passes(self) -> int:
+        """The most passes over any row."""
+        return max((passes.num for passes in self.passes), default=0)
+
+    @property
+    def rests(self) -> bool:
+        """Whether not even the pass is made that keeps the draft's keys whole."""
+        return not self.passes
+
+    def drafts(self, name: str) -> bool:
+        """Whether the draft's keys of a sequence are kept whole."""
+        return any(passes.over(name) for passes in self.passes)
+
+
+class PlannedPace(Pace):
+    """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
+
+    Attributes:
+        judging_by_load: share of all tokens that is lost if one of the requests is drafted by the head alone, if 1, 2,
+            4, … run.
+    """
+
+    judging_by_load: tuple[float, ...] = ()
+
+    def judging_of(self, num_running: int) -> float:
+        """Return what is lost for so many requests; 0 as long as nothing tells."""
+        lost = self.judging_by_load
+        return lost[min(max(num_running - 1, 0).bit_length(), len(lost) - 1)] if lost else 0.0
+
+    def at(self, num_running: int) -> Pace:
+        """Return it for so many requests."""
+        told = self.model_dump(exclude={"judging", "judging_by_load"})
+        return Pace(**told, judging=self.judging_of(num_running))
+
+
+class Row(NamedTuple):
+    """What was drafted for a sequence.
+
+    vLLM hands lists of token ids from the worker to the scheduler; the rest travels before them.
+
+    Attributes:
+        match: tokens of the match that look-up found, 0 if none.
+        num_found: tokens that followed it.
+        looked_up: whether `token_ids` are those; else they are the head's.
+    """
+
+    match: int
+    num_found: int
+    looked_up: bool
+    token_ids: list[int]
+
+    def packed(self) -> list[int]:
+        """Return the row as it travels."""
+        return [self.match, self.num_found, int(self.looked_up), *self.token_ids]
+
+    @classmethod
+    def unpacked(cls, travelled: Sequence[int]) -> "Row":
+        """Return what `packed` was called on."""
+        match, num_found, looked_up, *token_ids = travelled
+        return cls(match, num_found, bool(looked_up), token_ids)
+
+
+NOTHING = Row(0, 0, False, [])
+
+
+class WithParent:
+    """What an engine's process unpickles with its configuration, before it does anything: it ends with its parent.
+
+    vLLM's own ends with its parent once it serves. While it starts, it notices nothing, and waits five minutes for a
+    parent that was killed before it first answered.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Come out of a pickle as a call, in the process that reads it."""
+        return _arrive, (os.getpid(),)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "WithParent":
+        """Return itself: a copy does not leave its process."""
+        return self
+
+    def compute_hash(self) -> str:
+        """Return what vLLM names compiled code by: nothing of this is compiled."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the scheduler is to know.
+
+    Attributes:
+        num_draft_tokens: K, the most passes of the draft.
+        lookup: what is looked up.
+        lengths: the policy.
+        costs: where the table of what steps take is kept; None keeps it in memory.
+        measured_for: what its times hold for.
+        captures: whether the target's last residual stream is to be had for a `capture.Ring`; see `patches.last_tap`.
+        one_pass: the draft says all of its tokens in one pass.
+        guard: ends the engine's process with its parent.
+    """
+
+    num_draft_tokens: int
+    lookup: LookUp
+    lengths: BaseParams
+    costs: Path | None = None
+    measured_for: str = ""
+    captures: bool = False
+    one_pass: bool = False
+    guard: WithParent = field(default_factory=WithParent)
+
+    def compute_hash(self) -> str:
+        """Return what vLLM names compiled code by: which streams the target hands out is compiled."""
+        return "captures" if self.captures else ""
+
+    def known_cost(self, choice: Choice = "greedy") -> Cost | None:
+        """Return the table that an earlier engine left; None if there is none that holds for this one."""
+        file = self.file(choice)
+        if file is None or not file.exists():
+            return None
+        try:
+            return replace(costfile.load(file, self.measured_for), one_pass=self.one_pass)
+        except ValueError as error:
+            log.warning("what steps take is measured anew: %s", error)
+            return None
+
+    def file(self, choice: Choice) -> Path | None:
+        """Return where the table of steps that choose so is kept."""
+        if self.costs is None or choice == "greedy":
+            return self.costs
+        return self.costs.with_stem(f"{self.costs.stem}-{choice}")
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process once its parent is gone.
+
+    Args:
+        parent: its process id; if it is not this process's parent any more, this process ends at once.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arrive(sender: int) -> WithParent:
+    # Whoever gets it from another process than its parent, such as over a network, has nothing to end with.
+    if sender != os.getpid() and (sender == os.getppid() or not Path(f"/proc/{sender}").exists()):
+        end_with(sender)
+    return WithParent()

@@ -1,0 +1,186 @@
+"""Starts the engine's processes: what vLLM is told, in which environment, and how an interrupt ends it."""
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import vllm
+from vllm import AsyncEngineArgs
+from vllm.config import StructuredOutputsConfig, VllmConfig
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.ompmultiprocessing import OMPProcessManager
+from vllm.utils.system_utils import set_env_var
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from models.drafting.draft_families import family_of, name_of
+from models.engines.vllm import Params
+from models.engines.vllm.fields import Setup, WithParent
+from models.engines.vllm.measuring import measured_for
+from models.engines.vllm.tap import TappedLLM
+
+# How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
+# sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
+# (KMP_USE_YIELD: https://reviews.llvm.org/D58148).
+OPENMP = {"KMP_USE_YIELD": "2", "KMP_BLOCKTIME": "1"}
+# vLLM has two model runners and chooses by what is installed; `worker.DraftWorker` steers the first.
+RUNNER, RUNNER_V1 = "VLLM_USE_V2_MODEL_RUNNER", "0"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Speculation(NamedTuple):
+    """How an engine is to draft; most of it as `VllmEngine.start` takes it.
+
+    Attributes:
+        dtype, eager: how it computes.
+        unplanned: why no step is planned; "" plans them where that is possible.
+    """
+
+    target: Path
+    draft: Path | None
+    params: Params
+    dtype: str
+    eager: bool
+    costs: Path | None
+    captures: bool = False
+    unplanned: str = ""
+
+    def arguments(self) -> tuple[dict[str, Any], Setup | None]:
+        """Return vLLM's arguments, and what its scheduler plans by; none where nothing is drafted or planned.
+
+        Raises:
+            ValueError: vLLM drafts only another number of tokens with this draft.
+        """
+        params = self.params
+        if self.draft is None or params.num_draft_tokens == 0:
+            return {}, None
+        own = family_of(self.draft).vllm_config(self.draft)
+        if (k := own.get("num_speculative_tokens", params.num_draft_tokens)) != params.num_draft_tokens:
+            raise ValueError(
+                f"draft {self.draft.name} drafts {k} tokens in every step of vLLM, no other number; "
+                f"got num_draft_tokens {params.num_draft_tokens}"
+            )
+        drafting = {
+            **own,
+            "num_speculative_tokens": params.num_draft_tokens,
+            "draft_sample_method": params.draft_sample_method,
+        }
+        setup: Setup | None = None
+        if not self.why_unplanned():
+            most = max(params.num_draft_tokens, params.lookup.num_tokens)
+            facts = measured_for(self.target, self.draft, self.dtype, self.eager, vllm.__version__, 1 + most)
+            name = f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+            file = None if self.costs is None else self.costs / name
+            one_pass = own.get("parallel_drafting", False)
+            setup = Setup(params.num_draft_tokens, params.lookup, params.lengths, file, facts, self.captures, one_pass)
+            drafting["num_speculative_tokens"] = most
+        # Metrics of an answer: metrics.speculative_decoding.
+        return {"speculative_config": drafting, "per_request_spec_decode_metrics": "summary"}, setup
+
+    def why_unplanned(self) -> str:
+        """Return why each step drafts the same number of tokens; "" where steps are planned or nothing is drafted."""
+        if self.draft is None or self.params.num_draft_tokens == 0:
+            return ""
+        family = family_of(self.draft)
+        if getattr(family, "FIXED_K", False):
+            return f"a draft of this kind ({name_of(family)}) drafts the same number of tokens in each step"
+        return self.unplanned
+
+
+def launch(
+    wanted: Speculation, served_name: str, draft_version: str
+) -> tuple[TappedLLM, AsyncEngineArgs, Setup | None]:
+    """Start the processes; what is to follow plans does not yet. Raises what `VllmEngine.start` does.
+
+    Returns:
+        vLLM's engine, the arguments it was made by, and what its scheduler plans by; None where nothing is planned.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
+        raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
+    params, (speculative, setup) = wanted.params, wanted.arguments()
+    args = AsyncEngineArgs(
+        **{
+            "model": str(wanted.target),
+            "served_model_name": [served_name],
+            "dtype": wanted.dtype,
+            "max_model_len": params.max_model_len,
+            "max_num_seqs": params.max_num_seqs,
+            "enforce_eager": wanted.eager,
+            "distributed_executor_backend": "mp",
+            "worker_cls": "models.engines.vllm.worker.DraftWorker",
+            "scheduler_cls": "models.engines.vllm.scheduler.TracingScheduler",
+            "scheduling_policy": "priority",
+            # "auto" compiles all by what the first request needed.
+            "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
+            "async_scheduling": False,
+            "disable_log_stats": False,
+            **speculative,
+            **params.extra,
+        }
+    )
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config.additional_config = setup or config.additional_config or WithParent()
+    with _worker_inside(config), interruptible():
+        # Annotated with the base class; it makes one of the class it is called on.
+        llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
+    llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
+    llm.rules = params.rules
+    return llm, args, setup
+
+
+@contextmanager
+def _worker_inside(config: VllmConfig) -> Iterator[None]:
+    """Let a single worker share the scheduler's process, which is to be started in the block.
+
+    For a CPU vLLM always gives the worker a process of its own, because OpenMP learns its cores from the environment.
+    The two then wait for each other in loops that yield their core; on two cores under Linux 6.18 the tokens of a
+    stream came in bunches, up to a second late. The same environment does for one process.
+    """
+    if config.parallel_config.world_size_across_dp > 1:
+        yield
+        return
+    config.parallel_config.distributed_executor_backend = UniProcExecutor
+    with OMPProcessManager(config).configure_omp_envs(rank=0, local_rank=0), ExitStack() as stack:
+        for name, value in OPENMP.items():
+            stack.enter_context(set_env_var(name, value))
+        yield
+
+
+class _Interrupted(BaseException):
+    """A `KeyboardInterrupt` that nobody catches on its way."""
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise the `KeyboardInterrupt` of a signal's handler out of the block, whatever the block does with it.
+
+    While vLLM waits for the processes that it started it takes one for its own: it closes the socket that they were to
+    answer on, goes on, and waits ten minutes for them to be ready.
+
+    What handlers do else is left to them. In other threads than the main one, where no handler runs, nothing changes.
+    """
+    former = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    if threading.current_thread() is not threading.main_thread():
+        former.clear()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            former[signal.Signals(number)](number, frame)
+        except KeyboardInterrupt as interrupt:
+            raise _Interrupted from interrupt
+
+    for number in former:
+        signal.signal(number, handle)
+    try:
+        yield
+    except _Interrupted as interrupted:
+        raise KeyboardInterrupt from interrupted
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

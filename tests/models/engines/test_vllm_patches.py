@@ -1,0 +1,80 @@
+"""What is changed of vLLM's inside: said where it is done, done when asked, and once."""
+
+import ast
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from models.engines.vllm import patches
+from models.engines.vllm.patches import replace
+from tests.imports import ROOT
+
+NAMES = [module.name for module in pkgutil.iter_modules(patches.__path__)]
+# What changes one model runner when a worker is asked to.
+ASKED_FOR = ("proposer", "switch")
+TOLD = re.compile(
+    r"\nReplaces: (?P<replaced>.+)\nTried with: vLLM [^\n]+\.\nNo hook: .+\nWithout it: .+\n$", flags=re.DOTALL
+)
+# Imports all, then installs all, and prints the symbols that are vLLM's own after each.
+TRIED = """
+import importlib, pkgutil, sys
+own = {symbol: pkgutil.resolve_name(symbol) for symbol in sys.argv[1].split()}
+for name in ("worker", "engine", "scheduler", *("patches." + name for name in sys.argv[2].split())):
+    importlib.import_module("models.engines.vllm." + name)
+print(*(symbol for symbol, before in own.items() if pkgutil.resolve_name(symbol) is before))
+importlib.import_module("models.engines.vllm.patches").install()
+print(*(symbol for symbol, before in own.items() if pkgutil.resolve_name(symbol) is before))
+"""
+
+
+def replaced_by(name: str) -> list[str]:
+    """Return the symbols that a file says it replaces; none where it does not say all that it is to say."""
+    text = ast.get_docstring(ast.parse(Path(patches.__path__[0], f"{name}.py").read_text()), clean=False)
+    told = TOLD.search(text or "")
+    return re.findall(r"`((?:vllm|torch)\.[^`]+)`", told["replaced"]) if told else []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_change_names_symbols_that_vllm_has_its_versions_why_no_hook_serves_and_what_is_lost_without_it(
+    name: str,
+) -> None:
+    assert replaced_by(name)
+    for symbol in replaced_by(name):
+        pkgutil.resolve_name(symbol)
+
+
+@pytest.mark.slow
+def test_importing_replaces_nothing_and_one_call_replaces_what_the_files_say() -> None:
+    symbols = {symbol for name in NAMES if name not in ASKED_FOR for symbol in replaced_by(name)}
+    argv = [sys.executable, "-c", TRIED, " ".join(symbols), " ".join(NAMES)]
+    imported, installed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {*imported.split()} == symbols
+    # Some products are replaced only on processors that lack instructions.
+    assert not {*installed.split()} - {one for one in symbols if "CPUInt8ScaledMM" in one}
+
+
+def test_a_second_worker_in_the_process_puts_nothing_around_what_was_replaced() -> None:
+    def doubled(own: Callable[[int], int], number: int) -> int:
+        return 2 * own(number)
+
+    def increased(own: Callable[[int], int], number: int) -> int:
+        return own(number) + 1
+
+    library: Any = SimpleNamespace(count=lambda number: number)
+    for new in (doubled, increased, doubled):
+        replace(library, "count", new)
+    assert library.count(3) == 7
+
+
+def test_no_class_is_swapped_under_an_object() -> None:
+    for file in sorted((ROOT / "models").rglob("*.py")):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        stored = [node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+        assert "__class__" not in stored, file
