@@ -35,11 +35,6 @@ class MethodFigure(Shown):
         """Whether the interval of the difference from the baseline leaves out 0."""
         return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
 
-    @property
-    def tells(self) -> bool:
-        """Whether it differs and was measured: what is the same under every seed, such as bytes, is counted."""
-        return self.differs and self.gain is not None and not _counted(self.gain)
-
 
 class Comparison(Shown):
     """A comparison of methods that is at its end.
@@ -100,8 +95,6 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
     if found.verdicts:
         each = "; ".join(f"{row}: {verdict}" for row, verdict in found.verdicts.items())
         notes.append(f"Within {found.margin}, at 95% over all looks: {each}.")
-    told = {heading: [row for row in figures if figures[row][metric].tells] for metric, heading in headings.items()}
-    said = "; ".join(f"{heading}: {', '.join(rows)}" for heading, rows in told.items() if rows)
     return Report(
         figures={
             "question": found.question,
@@ -116,7 +109,6 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
         },
         grids=grids,
         notes=notes,
-        verdict=f"different from {found.baseline} at 95%: {said or 'nothing'}.",
         picture=draw_comparison(figures, headings, picture),
     )
 

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE_INCHES = (6.4, 3.6)
-NUM_COLOURS = 10  # of the default cycle, which begins anew after them
 
 
 def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
@@ -224,72 +223,5 @@ def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: s
         axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_learning(curves: Mapping[str, Sequence[tuple[int, Interval]]], file: Path) -> Path:
-    """Draw τ with its intervals over how much was learnt, on a logarithmic axis.
-
-    Args:
-        curves: name to (requests, τ), ascending.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot(xlabel="requests learnt", ylabel="τ, mean accepted length", xscale="log")
-    learnt = [size for points in curves.values() for size, _ in points]
-    axes.set_xlim(0.8 * min(learnt), 1.25 * max(learnt))
-    for name, points in curves.items():
-        taus = [tau for _, tau in points]
-        ends = [[tau.value - tau.low for tau in taus], [tau.high - tau.value for tau in taus]]
-        sizes = [size for size, _ in points]
-        axes.errorbar(sizes, [tau.value for tau in taus], yerr=ends, marker="o", capsize=3, label=name)
-    axes.legend(fontsize="small")
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path) -> Path:
-    """Draw which share of a set of figures is above each value, on logarithmic axes, so that the tail can be seen.
-
-    Args:
-        values: name to figures.
-        x_label: what they are.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot(xlabel=x_label, ylabel="share above", xscale="log", yscale="log")
-    for name, figures in values.items():
-        ordered = sorted(figures)
-        axes.plot(ordered, [1 - n / len(ordered) for n in range(len(ordered))], label=name)
-    axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_promotions(shares: Mapping[str, Sequence[tuple[float, float]]], limit: float, file: Path) -> Path:
-    """Draw which share of champions was replaced by each window, on logarithmic axes.
-
-    Args:
-        shares: kind of challenger to (window, share in [0, 1]), ascending.
-        limit: share that challengers without gain may have.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    width, height = SIZE_INCHES
-    figure = Figure((width, height + 1.4), layout="constrained")
-    axes = figure.add_subplot(xlabel="windows", ylabel="share of champions replaced", xscale="log", yscale="log")
-    axes.axhline(limit, color="black", linestyle="--", label=f"limit without gain: {limit:.0%}")
-    for number, (name, points) in enumerate(shares.items()):
-        windows, replaced = zip(*points, strict=True)
-        line = "-" if number < NUM_COLOURS else ":"
-        axes.step(windows, replaced, where="post", label=name, color=f"C{number}", linestyle=line)
-    axes.set_ylim(1e-3, 1.5)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
     figure.savefig(file, dpi=150)
     return file

@@ -29,7 +29,6 @@ class Report(BaseModel):
         figures: all numbers, for programs.
         grids: the numbers that a reader needs.
         notes: sentences that belong under the tables: what was left out, what a column means.
-        verdict: how the figures stand to what was aimed at.
         failures: what makes the command fail after it has reported.
         picture: a PNG, or None.
     """
@@ -39,7 +38,6 @@ class Report(BaseModel):
     figures: dict[str, Any]
     grids: list[Grid]
     notes: list[str] = []
-    verdict: str
     failures: list[str] = []
     picture: Path | None = None
 
@@ -57,7 +55,7 @@ def publish(
         command: what to type to repeat it.
         setup: commit, device and settings that the figures belong to.
     """
-    result = {"benchmark": title, **setup, **report.figures, "verdict": report.verdict, "failures": report.failures}
+    result = {"benchmark": title, **setup, **report.figures, "failures": report.failures}
     (folder / RESULT).write_text(json.dumps(result, allow_nan=False) + "\n")
     (folder / BLOCK).write_text(markdown(report, title, question, command, setup))
     for grid in report.grids:
@@ -65,7 +63,7 @@ def publish(
         for row in grid.rows:
             table.add_row(*row)
         out.print(table)
-    for line in (*report.notes, report.verdict):
+    for line in report.notes:
         out.print(line, markup=False, highlight=False)
     for name in (RESULT, BLOCK):
         out.print(f"{folder / name}", soft_wrap=True)
@@ -89,7 +87,7 @@ def markdown(report: Report, title: str, question: str, command: str, setup: Map
     for grid in report.grids:
         rows = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
         lines += ["", f"{grid.title}:", "", *(f"| {' | '.join(row)} |" for row in rows)]
-    lines += ["", *report.notes, f"Verdict: {report.verdict}", *(f"Failed: {one}." for one in report.failures), ""]
+    lines += ["", *report.notes, *(f"Failed: {one}." for one in report.failures), ""]
     return "\n".join(lines)
 
 

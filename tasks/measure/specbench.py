@@ -220,9 +220,6 @@ def make_report(
         for at, tasks in found.items()
         for task, of in tasks.items()
     }
-    verdicts = [
-        f"At temperature {at:g}: {judge(of, [*ways])}" if at else judge(of, [*ways]) for at, of in over_all.items()
-    ]
     return Report(
         figures={"temperatures": {f"{at:g}": {"tasks": tasks} for at, tasks in found.items()}},
         grids=[
@@ -230,7 +227,6 @@ def make_report(
             *_over_all(over_all, ways),
         ],
         notes=notes,
-        verdict=" ".join(verdicts),
         failures=failures,
         picture=draw_speeds(speeds, "× plain decoding", folder / "specbench.png"),
     )
@@ -336,15 +332,3 @@ def _ratio(figures: Row, key: str = "speedup") -> str:
 
 def _tau(figures: Row) -> str:
     return f"{figures['tau']['value']:.2f}" if figures["tau"] else "–"
-
-
-def judge(found: Mapping[str, Row], ways: Sequence[str]) -> str:
-    """Say which way is the fastest over all tasks, and whether it is faster than plain decoding at all."""
-    speeds = {way: found[way]["speedup"]["overall"] for way in ways if found[way]["speedup"]}
-    if not speeds:
-        return "No configuration has an output that passed."
-    best = max(speeds, key=lambda way: float(speeds[way]["value"]))
-    told = f"{best}: {interval(speeds[best])}× plain decoding over all tasks"
-    if speeds[best]["value"] <= 1:
-        return f"No way is faster than plain decoding; least is lost with {told}."
-    return f"The fastest is {told}{'' if speeds[best]['low'] > 1 else ', which may be luck'}."

@@ -33,7 +33,7 @@ from tasks.measure.latency import Decoded, compare_speed, decoded, inter_token_s
 from tasks.measure.latency import spread as spread_of
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.offline import Job, run_offline
-from tasks.measure.peers import UNDRAFTED, engine_dtype
+from tasks.measure.peers import engine_dtype
 from tasks.measure.run import Bar, Run
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
@@ -42,8 +42,6 @@ TITLE, QUESTION = "B1", "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
 OVER_STOCK = ("over_stock", "request_over_stock")
-# What is aimed at by domain, and elsewhere.
-AIMS, AIM = {"code": 2.0}, 1.5
 OURS = "pair"  # what is started for the pair
 UNHELD = "not held to them"  # the verdict on an output of other number formats
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
@@ -253,7 +251,6 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
         notes=notes,
-        verdict=judge(figures),
         failures=failures,
         picture=picture,
     )
@@ -377,34 +374,3 @@ def _outputs(figures: Row) -> str:
     return ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict)
     )
-
-
-def judge(figures: Mapping[str, Mapping[str, Row]]) -> str:
-    """Say how the pair, and the reference engine without a draft, stand to vLLM without a draft.
-
-    Args:
-        figures: domain to side to what `_Side.figures` gave.
-    """
-    parts = []
-    for domain, sides in figures.items():
-        own, request = (sides[PAIR][name] for name in OVER_STOCK)
-        if own is None or request is None:
-            parts.append(f"{domain}: no output of the pair could be compared")
-            continue
-        behind = [
-            side
-            for side, one in sides.items()
-            if side != PAIR and one["pair_over_it"] and one["pair_over_it"]["overall"]["value"] < 1
-        ]
-        parts.append(
-            f"{domain}: {own['overall']['value']:.2f}× vLLM without a draft (aim {AIMS.get(domain, AIM):g}), "
-            f"{request['overall']['value']:.2f}× over whole requests, "
-            + (f"behind {', '.join(behind)}" if behind else "ahead of every peer")
-        )
-    for domain, sides in figures.items():
-        if UNDRAFTED not in sides:  # peers were chosen without it
-            continue
-        ratio = sides[UNDRAFTED]["over_stock"]
-        found = f"{interval(ratio['overall'])} of vLLM's speed" if ratio else "no output could be compared"
-        parts.append(f"{domain}, {UNDRAFTED}: {found}")
-    return "; ".join(parts) + "."

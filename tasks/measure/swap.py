@@ -30,7 +30,6 @@ SETTLE_S = 3.0
 # Between a draft's last check and the next promotion: room for one window without a swap.
 QUIET_S = 2 * NEAR_S + 1.5
 SWAP_TIMEOUT_S = 180.0
-AIM = 1.5
 
 Row = dict[str, Any]
 
@@ -211,16 +210,10 @@ def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[R
     notes = [sentence(verdicts), "While the service restarts, a client that was refused asks again after 0.2 s."]
     if same_files:
         notes.append("There is one draft only: the swaps load its own files again, under another version.")
-    passed = failed == 0 and p99.value <= AIM and longest <= AIM
     return Report(
         figures=figures,
         grids=[Grid("under constant load", columns, rows), costs],
         notes=notes,
-        verdict=(
-            f"{'meets' if passed else 'misses'} the bar (0 failed, p99 and maximum at most {AIM:g}× near a swap): "
-            f"{failed} failed, p99 {p99.value:.2f}×, maximum {longest:.2f}×; "
-            f"a restart is an outage of {outage['outage_s']:.1f} s."
-        ),
         failures=differing(verdicts),
         picture=draw_latency({"all clients": points[""]}, "seconds from a swap", run.folder / "swap.png"),
     )

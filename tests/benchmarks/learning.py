@@ -1,5 +1,7 @@
 """How a draft grows with the traffic that it learns from.
 
+    python -m tests.benchmarks.learning --size 60 250 --first 0 --seeds 1
+
 Two curves. One is of refreshes: the line's first draft goes on with so many requests of a domain, with the recipe's
 settings of a refresh and its replay. The other is of first drafts, made from so many conversations of the recipe's
 first domain. The target answers all of them greedily, as the service logs them, and every draft is held to the same
@@ -12,36 +14,33 @@ Drafts are trained for the most tokens that they are held to. Nothing is served:
 own answers (`models.evaluation.scoring`).
 """
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from infra.artifacts import open_artifact
 from infra.versions import Pair
-from infra.views import Interval
-from infra.views.figures import draw_learning
-from infra.views.results import Grid, Report
 from models.drafting.draft_families import open_draft
 from models.evaluation.acceptance import summarise
 from models.evaluation.scoring import trace
 from models.learning.hidden import Sample
 from models.recipe import Traffic
 from tasks.measure.answers import answers
+from tasks.measure.drift import file_traffic
 from tasks.measure.home import first_pair
-from tasks.measure.pupil import teach
-from tasks.measure.refreshes import file_traffic
 from tasks.measure.run import Run
 from tasks.register import first_samples
 from tasks.select_data import choose_more
 from tasks.stages.samples import draw_per_domain, read_samples
+from tests.benchmarks.pupil import teach
+from tests.benchmarks.scripts import arguments, open_run, show
 
-TITLE, QUESTION = "B10", "how does τ grow with traffic?"
+SIZES, FIRST_SIZES = [60, 125, 250, 500, 1000, 2000, 4000], [250, 1000, 4000]
 REFRESH, FIRST = "refresh", "first draft"
 DRAFTED = (3, 5)  # K that every draft is held to
 SEEDED = 1000  # requests up to which a size is learnt with several seeds
-AIMS = {1000: 2.0, 4000: 2.3}  # requests of `code` to τ at the largest K
 
 Row = dict[str, Any]
 
@@ -59,34 +58,24 @@ class Point(NamedTuple):
         return f"{self.kind.replace(',', '').replace(' ', '-')}-{self.size}-{self.seed}"
 
 
-def measure(
-    run: Run,
-    domain: str,
-    sizes: Sequence[int],
-    first_sizes: Sequence[int],
-    num_seeds: int,
-    num_prompts: int,
-    data: str | None,
-    lengths: Sequence[int] = (),
-) -> Report:
+def measure(run: Run, given: argparse.Namespace) -> Row:
     """Train and score draft after draft.
 
     Args:
-        run: the benchmark.
-        domain: of the recipe, whose requests are learnt; "" is the one that the demonstration changes to.
-        sizes: numbers of requests, ascending.
-        first_sizes: numbers of conversations of first drafts, ascending; may be empty.
-        num_seeds: of every size up to 1,000; larger ones are learnt once.
-        num_prompts: held-out prompts.
-        data: a domain and its prompts in place of `domain`, such as "math=prompts.jsonl".
-        lengths: the most tokens of an answer, ascending; empty for the recipe's alone.
+        run: in its own home.
+        given: domain of the recipe whose requests are learnt, "" for the one that the demonstration changes to, or
+            data, a domain and its prompts in its place; sizes, numbers of requests, and of conversations of first
+            drafts, 0 for none; seeds of every size up to 1,000; held-out prompts; lengths, the most tokens of an
+            answer, empty for the recipe's alone.
 
     Raises:
         ValueError: nothing was built, there is no such domain or file, or it has too few prompts.
     """
+    sizes, first_sizes, lengths = (sorted({*of} - {0}) for of in (given.sizes, given.first_sizes, given.lengths))
+    num_seeds, num_prompts = given.seeds, given.prompts
     run.served()
     pair = first_pair(run.settings)
-    domain, table = _domain(run, domain, data, max(sizes, default=1), num_prompts)
+    domain, table = _domain(run, given.domain, given.data, max(sizes, default=1), num_prompts)
     first_domain = run.recipe.first_domains[0]
     # New drafts have learnt nothing yet, so that the domain can be split anew, most of it to be learnt.
     shares = {"num_train": max(first_sizes, default=0), "num_held_out": 2 * num_prompts, "num_requests": 0}
@@ -106,7 +95,7 @@ def measure(
                 seed = run.recipe.seed + point.seed
                 drawn = draw(learnt, point.size, seed, length, min(lengths, default=length))
                 rows[point] = run.cells.keep(point.name, lambda: _learn(run, pair, point, drawn, held_out))  # noqa: B023
-    return make_report(rows, domains, run.folder / "learning.png")
+    return figures(rows, domains)
 
 
 def points(kind: str, sizes: Sequence[int], num_seeds: int) -> Iterator[Point]:
@@ -191,38 +180,19 @@ def _learn(run: Run, pair: Pair, point: Point, drawn: Sequence[Sample], held_out
     }
 
 
-def make_report(rows: Mapping[Point, Row], domains: Mapping[str, str], picture: Path) -> Report:
-    """Put seeds together, and hold the curve to what is aimed at.
+def figures(rows: Mapping[Point, Row], domains: Mapping[str, str]) -> Row:
+    """Put seeds together.
 
     Args:
         rows: of each draft.
         domains: kind of draft to the domain that it learns.
-        picture: file to draw τ into.
     """
     found: dict[str, list[Row]] = {}
     for kind in dict.fromkeys(point.kind for point in rows):
         for size in sorted({point.size for point in rows if point.kind == kind}):
             seeds = [row for point, row in rows.items() if (point.kind, point.size) == (kind, size)]
             found.setdefault(kind, []).append({"size": size, **_of_seeds(seeds)})
-    curves = {
-        f"{kind}, {domains[kind]}, K = {k}": [
-            (row["size"], Interval.model_validate(row["acceptance"][str(k)]["tau"])) for row in of_kind
-        ]
-        for kind, of_kind in found.items()
-        for k in DRAFTED
-    }
-    return Report(
-        figures={"domains": dict(domains), "curves": found},
-        grids=[_grid(kind, domains[kind], of_kind) for kind, of_kind in found.items()],
-        notes=[
-            (
-                "τ is the mean over seeds; in parentheses the mean ends of their 95% intervals over prompts, then "
-                "the lowest and the highest seed. Accepted at 1, 2, …: share of steps that took so many drafted tokens."
-            )
-        ],
-        verdict=_verdict(found.get(REFRESH, []), domains.get(REFRESH, "")),
-        picture=draw_learning(curves, picture),
-    )
+    return {"domains": dict(domains), "curves": found}
 
 
 def _of_seeds(rows: Sequence[Row]) -> Row:
@@ -241,25 +211,17 @@ def _of_seeds(rows: Sequence[Row]) -> Row:
     return {"num_seeds": len(rows), "acceptance": acceptance, **means}
 
 
-def _grid(kind: str, domain: str, rows: Sequence[Row]) -> Grid:
-    taus = [f"τ, K = {k}" for k in DRAFTED]
-    columns = ["learnt", "answer tokens", "seeds", *taus, f"accepted at 1 to {max(DRAFTED)}", "steps", "training, s"]
-    return Grid(
-        f"{kind}: {domain}",
-        columns,
-        [
-            [
-                f"{row['size']}",
-                f"{row['num_tokens']:.0f}",
-                f"{row['num_seeds']}",
-                *(_tau(row["acceptance"][str(k)]) for k in DRAFTED),
-                ", ".join(f"{share:.2f}" for share in row["acceptance"][str(max(DRAFTED))]["per_position"]),
-                f"{row['num_steps']:.0f}",
-                f"{row['train_s']:.0f}",
-            ]
-            for row in rows
-        ],
-    )
+def _cells(kind: str, row: Row) -> list[str]:
+    return [
+        kind,
+        f"{row['size']}",
+        f"{row['num_tokens']:.0f}",
+        f"{row['num_seeds']}",
+        *(_tau(row["acceptance"][str(k)]) for k in DRAFTED),
+        ", ".join(f"{share:.2f}" for share in row["acceptance"][str(max(DRAFTED))]["per_position"]),
+        f"{row['num_steps']:.0f}",
+        f"{row['train_s']:.0f}",
+    ]
 
 
 def _tau(acceptance: Row) -> str:
@@ -267,14 +229,33 @@ def _tau(acceptance: Row) -> str:
     return f"{tau['value']:.3f} ({tau['low']:.3f} to {tau['high']:.3f}; {lowest:.3f} to {highest:.3f})"
 
 
-def _verdict(rows: Sequence[Row], domain: str) -> str:
-    """Hold the refreshes on `code` to the aims; other domains have none."""
-    k = str(max(DRAFTED))
-    taus = {row["size"]: row["acceptance"][k]["tau"]["value"] for row in rows}
-    judged = {size: aim for size, aim in AIMS.items() if domain == "code" and size in taus}
-    if not judged:
-        return "no size that was measured has an aim."
-    return "; ".join(
-        f"τ {taus[size]:.2f} at {size} requests {'meets' if taus[size] >= aim else 'misses'} the aim ({aim:g}, K = {k})"
-        for size, aim in judged.items()
-    )
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("Measure what drafts learn of more and more traffic.")
+    parser.add_argument("--domain", default="", help="whose requests are learnt; by default the demo's second one")
+    parser.add_argument("--data", metavar="DOMAIN=FILE", help="a domain in its place, read by source dataset")
+    parser.add_argument("--size", dest="sizes", type=int, nargs="+", default=SIZES, help="requests of a refresh")
+    parser.add_argument("--first", dest="first_sizes", type=int, nargs="+", default=FIRST_SIZES, help="conversations")
+    parser.add_argument("--seeds", type=int, default=3, help="for each number of requests up to 1,000")
+    parser.add_argument("--prompts", type=int, default=100, help="held out, of each domain")
+    parser.add_argument("--max-tokens", dest="lengths", type=int, nargs="+", default=[], help="lengths of answers")
+    given = parser.parse_args()
+    run = open_run("learning", given)
+    found = measure(run, given)
+    taus = [f"τ, K = {k}" for k in DRAFTED]
+    columns = [
+        "",
+        "learnt",
+        "answer tokens",
+        "seeds",
+        *taus,
+        f"accepted at 1 to {max(DRAFTED)}",
+        "steps",
+        "training, s",
+    ]
+    rows = [_cells(kind, row) for kind, of_kind in found["curves"].items() for row in of_kind]
+    show({**run.setup, **found}, "τ: mean over seeds, of their 95% intervals, and its range over seeds", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,11 @@
 """The log's rate, with the real recorder and a real file: nothing is lost that was not counted."""
 
-import json
-
 import pytest
 
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from models.targets.random import byte_tokenizer
-from services import log_rate
+from tests.benchmarks.query_log import measure_rate
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +35,7 @@ def row(number: int, **changed: object) -> QueryRow:
 
 
 def test_every_row_that_is_offered_is_written_or_counted_as_dropped(tmp_path):
-    found = log_rate.measure([row(number) for number in range(5)], TOKENIZER, tmp_path / "new.db", 600)
+    found = measure_rate([row(number) for number in range(5)], TOKENIZER, tmp_path / "new.db", 600)
     assert found["rows_per_s"] > 0
     assert (found["dropped_while_held"], found["lost"]) == (0, 0)
     assert found["written"] + found["dropped"] == found["offered"] == 600
@@ -49,7 +47,7 @@ def test_every_row_that_is_offered_is_written_or_counted_as_dropped(tmp_path):
 
 
 def test_a_burst_above_both_queues_is_dropped_and_counted(tmp_path):
-    found = log_rate.measure([row(0)], TOKENIZER, tmp_path / "new.db", 6000)
+    found = measure_rate([row(0)], TOKENIZER, tmp_path / "new.db", 6000)
     assert found["dropped"] > 0
     assert found["lost"] == 0
 
@@ -57,14 +55,4 @@ def test_a_burst_above_both_queues_is_dropped_and_counted(tmp_path):
 def test_rows_without_text_are_no_material(tmp_path):
     bare = row(0, consent="metadata", prompt_ids=None, completion_ids=None, drafted_ids=None)
     with pytest.raises(ValueError, match="none of 1 rows holds token ids"):
-        log_rate.measure([bare], TOKENIZER, tmp_path / "new.db", 10)
-
-
-def test_the_program_prints_one_json_object(tmp_path, capsys):
-    source = QueryLog(tmp_path / "old.db")
-    source.append([row(number) for number in range(3)])
-    source.close()
-    TOKENIZER.save_pretrained(tmp_path / "target")
-    arguments = ["--rows", str(tmp_path / "old.db"), "--target", str(tmp_path / "target")]
-    assert log_rate.main([*arguments, "--log", str(tmp_path / "new.db"), "--num-rows", "50"]) == 0
-    assert json.loads(capsys.readouterr().out)["lost"] == 0
+        measure_rate([bare], TOKENIZER, tmp_path / "new.db", 10)

@@ -1,17 +1,20 @@
-"""B9: what a refresh that trains beside the service costs those who are being answered.
+"""What a refresh that trains beside the service costs those who are being answered.
+
+    python -m tests.benchmarks.trainer --prompts 12 --rounds 1
 
 One load goes on from start to end: a while without a refresh, then `redraft refresh` in a process of its own until it
 ends, then without one again. The refresh works in another copy of the home, so its draft is never swapped in, and every
 round trains the same rows. Its start, which only imports, is left out.
 """
 
+import argparse
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infra.busy import BUSY_FILE
 from infra.environment import environment_of, settings_of
@@ -19,19 +22,17 @@ from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.settings import Settings
-from infra.views.figures import draw_shares
-from infra.views.results import Grid, Report, interval
+from infra.views.results import interval
 from infra.walks import files_under
 from models.sources import Prompt
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served
 from tasks.measure.latency import Decoded, Span, compare_percentiles, decoded, inter_token_spans, percentile, touching
-from tasks.measure.outputs import differing, judge_answers, record_reference, sentence
+from tasks.measure.outputs import judge_answers, record_reference
 from tasks.measure.run import Run
+from tests.benchmarks.scripts import arguments, open_run, require_equal, show
 
-TITLE, QUESTION = "B9", "what does training next to serving cost?"
 QUIET, TRAINING = "no refresh", "a refresh trains"
-AIM, SPEED_AIM = 1.2, 0.95  # p99 at most, tokens/s of a stream at least, over those without a refresh
 OUTCOMES = ("promoted", "undecided", "refused", "nothing", "already")
 POLL_S = 0.2
 SETTLE_S = 30.0
@@ -39,48 +40,30 @@ SETTLE_S = 30.0
 Row = dict[str, Any]
 
 
-def measure(
-    run: Run, num_prompts: int, num_rounds: int, concurrency: int, pause_s: float, quiet_s: float, most_s: float
-) -> Report:
+def measure(run: Run, given: argparse.Namespace) -> Row:
     """Measure with and without a refresh.
 
     Args:
-        run: the benchmark.
-        num_prompts: of each domain, asked over and over.
-        num_rounds: refreshes.
-        concurrency: clients.
-        pause_s: what a client waits before it asks again.
-        quiet_s: seconds without a refresh before and after each.
-        most_s: seconds after which a refresh is stopped; what it did until then counts.
+        run: in its own home.
+        given: prompts of each domain, asked over and over; rounds, of a refresh each; concurrency; pause_s, before a
+            client asks again; quiet_s, without a refresh before and after each; most_s, after which a refresh is
+            stopped.
 
     Raises:
         ValueError: nothing was built, or the recipe has too few requests to refresh with.
-        RuntimeError: the refresh failed.
+        RuntimeError: a refresh or a request failed, or outputs differ.
     """
     run.served()
-    prompts = run.prompts("held_out", num_prompts)
-    names = [f"round-{number}" for number in range(num_rounds)]
+    prompts = run.prompts("held_out", given.prompts)
+    names = [f"round-{number}" for number in range(given.rounds)]
     if not all(run.cells.has(name) for name in ("filled", "reference", *names)):
         with Endpoint(forgetful(run.recipe), run.settings) as endpoint:
             endpoint.wait_for_draft(run.served().champion)
             run.cells.keep("filled", lambda: _fill(run, endpoint))
-            plan = _Plan(run, endpoint, prompts, concurrency, pause_s, quiet_s, most_s)
             for name in names:
-                run.cells.keep(name, lambda: _round(plan, run.folder / name))  # noqa: B023 - called at once
+                run.cells.keep(name, lambda: _round(run, endpoint, prompts, given, run.folder / name))  # noqa: B023
             run.cells.keep("reference", lambda: record_reference(run, endpoint, prompts))
-    return _report(run, [run.cells.read(name) for name in names])
-
-
-class _Plan(NamedTuple):
-    """Who is asked what, and for how long; see `measure`."""
-
-    run: Run
-    endpoint: Endpoint
-    prompts: Sequence[Prompt]
-    concurrency: int
-    pause_s: float
-    quiet_s: float
-    most_s: float
+    return figures(run, [run.cells.read(name) for name in names])
 
 
 def _fill(run: Run, endpoint: Endpoint) -> dict[str, int]:
@@ -97,16 +80,16 @@ def _fill(run: Run, endpoint: Endpoint) -> dict[str, int]:
     return {"rows": depth}
 
 
-def _round(plan: _Plan, home: Path) -> Row:
+def _round(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt], given: argparse.Namespace, home: Path) -> Row:
     """Measure one refresh, which works in the folder `home`."""
-    training = _training_home(plan.run, home)
-    with plan.run.bar("load without, with and without a refresh", 3) as bar:
-        with plan.endpoint.load(plan.prompts, plan.concurrency, plan.pause_s) as load:
-            before = _wait(plan.quiet_s)
+    training = _training_home(run, home)
+    with run.bar("load without, with and without a refresh", 3) as bar:
+        with endpoint.load(prompts, given.concurrency, given.pause_s) as load:
+            before = _wait(given.quiet_s)
             bar.advance()
-            span, outcome = _refresh(plan.run, training, plan.most_s)
+            span, outcome = _refresh(run, training, given.most_s)
             bar.advance()
-            after = _wait(plan.quiet_s)
+            after = _wait(given.quiet_s)
         bar.advance()
     trained = open_registry(training).store.recorded("distill")
     shutil.rmtree(home)
@@ -161,7 +144,8 @@ def _refresh(run: Run, training: Settings, most_s: float) -> tuple[Span, str]:
     return (launched_s if started_s is None else started_s, ended_s), outcome
 
 
-def _report(run: Run, rounds: Sequence[Row]) -> Report:
+def figures(run: Run, rounds: Sequence[Row]) -> Row:
+    """Put the rounds together."""
     groups: dict[str, list[list[float]]] = {QUIET: [], TRAINING: []}
     speeds: dict[str, list[Decoded]] = {QUIET: [], TRAINING: []}
     for cell in rounds:
@@ -174,66 +158,19 @@ def _report(run: Run, rounds: Sequence[Row]) -> Report:
                     if whole and (one := decoded(row["arrival_ms"])) is not None:
                         speeds[kind].append(one)
     answers = [row for cell in rounds for row in cell["answers"]]
-    failed = Counter(row["status"] for row in answers if row["status"] != "ok")
-    verdicts = judge_answers(run.cells.read("reference"), answers)
+    if failed := Counter(row["status"] for row in answers if row["status"] != "ok"):
+        raise RuntimeError(f"requests failed: {dict(failed)}")
     kinds = {kind: _figures(groups[kind], speeds[kind]) for kind in (QUIET, TRAINING)}
-    p99 = compare_percentiles(groups[TRAINING], groups[QUIET], 99, run.recipe.seed)
     training, quiet = kinds[TRAINING]["tokens_per_s"], kinds[QUIET]["tokens_per_s"]
-    speed = training / quiet if training and quiet else None
-    outcomes = [cell["outcome"] for cell in rounds]
-    trainers = [cell["trainer"] for cell in rounds if cell["trainer"]]
-    columns = ["", "requests", "tokens/s a stream", "p50 ms", "p99 ms", "max ms"]
-    rows = [
-        [
-            kind,
-            f"{one['num_requests']}",
-            "–" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}",
-            *(f"{one['inter_token_ms'][name]:.1f}" for name in ("p50", "p99", "max")),
-        ]
-        for kind, one in kinds.items()
-    ]
-    trained = ", ".join(f"{one['seconds']:.0f} s at {one['tokens_per_s']:.0f} tokens/s" for one in trainers)
-    return Report(
-        figures={
-            "kinds": kinds,
-            "p99_ratio": p99.model_dump(),
-            "speed_ratio": speed,
-            "failed": dict(failed),
-            "outputs": dict(verdicts),
-            "outcomes": outcomes,
-            "trainers": trainers,
-            "refresh_s": [last - first for cell in rounds for first, last in cell["windows"][TRAINING]],
-        },
-        grids=[Grid("inter-token latency under one constant load", columns, rows)],
-        notes=[
-            sentence(verdicts),
-            f"p99 with a refresh ÷ without: {interval(p99.model_dump())}. Refreshes: {'; '.join(outcomes)}.",
-            f"Training beside the load: {trained or 'none came to its end'}.",
-        ],
-        verdict=judge(p99.value, speed, sum(failed.values())),
-        failures=differing(verdicts),
-        picture=draw_shares(
-            {kind: [ms for group in of_kind for ms in group] for kind, of_kind in groups.items()},
-            "inter-token latency, ms",
-            run.folder / "trainer.png",
-        ),
-    )
-
-
-def judge(p99: float, speed: float | None, num_failed: int) -> str:
-    """Return the verdict.
-
-    Args:
-        p99: gap with a refresh ÷ without.
-        speed: tokens/s of a stream with a refresh ÷ without; None where no answer lay within a window, which misses.
-        num_failed: requests.
-    """
-    meets = p99 <= AIM and speed is not None and speed >= SPEED_AIM and not num_failed
-    told = "no" if speed is None else f"{speed:.2f}×"
-    return (
-        f"{'meets' if meets else 'misses'} the bar (p99 at most {AIM:g}×, tokens/s at least {SPEED_AIM:g}×): "
-        f"p99 {p99:.2f}×, {told} tokens/s, {num_failed} failed."
-    )
+    return {
+        "kinds": kinds,
+        "p99_ratio": compare_percentiles(groups[TRAINING], groups[QUIET], 99, run.recipe.seed).model_dump(),
+        "speed_ratio": training / quiet if training and quiet else None,
+        "outputs": require_equal(judge_answers(run.cells.read("reference"), answers)),
+        "outcomes": [cell["outcome"] for cell in rounds],
+        "trainers": [cell["trainer"] for cell in rounds if cell["trainer"]],
+        "refresh_s": [last - first for cell in rounds for first, last in cell["windows"][TRAINING]],
+    }
 
 
 def _figures(groups: Sequence[Sequence[float]], speeds: Sequence[Decoded]) -> Row:
@@ -244,3 +181,32 @@ def _figures(groups: Sequence[Sequence[float]], speeds: Sequence[Decoded]) -> Ro
         "tokens_per_s": tokens / seconds if speeds else None,
         "inter_token_ms": {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": max(values)},
     }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("Measure what training beside the service costs.")
+    parser.add_argument("--prompts", type=int, default=16, help="of each domain, asked over and over")
+    parser.add_argument("--rounds", type=int, default=2, help="of one refresh each")
+    parser.add_argument("--concurrency", type=int, default=1, help="clients")
+    parser.add_argument("--pause", dest="pause_s", type=float, default=1, help="seconds before a client asks again")
+    parser.add_argument("--quiet", dest="quiet_s", type=float, default=120, help="seconds before and after a refresh")
+    parser.add_argument("--most", dest="most_s", type=float, default=1200, help="seconds until a refresh is stopped")
+    given = parser.parse_args()
+    run = open_run("trainer", given)
+    found = measure(run, given)
+    rows = [
+        [
+            kind,
+            f"{one['num_requests']}",
+            "–" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}",
+            *(f"{one['inter_token_ms'][name]:.1f}" for name in ("p50", "p99", "max")),
+        ]
+        for kind, one in found["kinds"].items()
+    ]
+    title = f"one constant load; p99 with a refresh ÷ without {interval(found['p99_ratio'])}"
+    show({**run.setup, **found}, title, ["", "requests", "tokens/s a stream", "p50 ms", "p99 ms", "max ms"], rows)
+
+
+if __name__ == "__main__":
+    main()

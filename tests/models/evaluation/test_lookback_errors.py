@@ -5,7 +5,7 @@ import pytest
 
 from models.evaluation.lookback import Params
 from models.recipe import load_recipe
-from tasks.measure.watch import SHARES, WITHIN, Rules, Truth, requests_until_taken_back
+from tests.benchmarks.takeback import SHARES, WITHIN, Rules, Truth, requests_until_taken_back
 
 RECIPE = load_recipe("smollm2-cpu")
 RULES = Rules(RECIPE.num_draft_tokens, RECIPE.gate.floor, Params().alpha, Params().per_look)

@@ -21,10 +21,6 @@ class Mean(NamedTuple):
     value: float
     error: float
 
-    def text(self) -> str:
-        """Return it with half of its 95% interval."""
-        return f"{self.value:+.3f} ± {1.96 * self.error:.3f}"
-
 
 class Split(NamedTuple):
     """One split of a log: the ids that it holds, and id to cluster and weight of those that judge."""

@@ -1,7 +1,6 @@
 """How often the gate promotes a draft without gain, and how soon one with a gain, by simulation.
 
-Simulated with it are what starts a refresh, served acceptance that falls (tasks/measure/falls.py), and what takes a
-promoted draft back (tasks/measure/watch.py).
+    python -m tests.benchmarks.gate --runs 200
 
 One champion is challenged window after window, and the gate is looked at after each. A challenger is a law of
 differences in accepted tokens a step; the statistics are the gate's own.
@@ -11,6 +10,7 @@ The variance is the demonstration's: on seven runs (tests/benchmarks/RESULTS.md)
 spread of 0.12 to 0.25 from conversation to conversation. The largest is taken. Shares are of the demonstration's τ.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,24 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta, t
+from tqdm import tqdm
 
-from infra.views.figures import draw_promotions
-from infra.views.results import Grid, Report
 from models.evaluation.betting import log_growth, log_wealth
 from models.evaluation.gate import allowed_error
 from models.evaluation.paired import Score, clusters, gain
-from tasks.measure import falls, watch
-from tasks.measure.run import Run
+from models.recipe import DEFAULT_RECIPE, load_recipe
 from tasks.stages.split import MOST_OF_GROUP, stands_for
-
-TITLE, QUESTION = "gate", "does the gate let drafts through that gain nothing, and how soon those that do?"
+from tests.benchmarks.scripts import show
 
 TAU, SIGMA = 1.73, 0.25
 CONVERSATIONS, HELD_OUT = 200, 0.25
 RHO = 0.3
 NUM_GROUPS = 60  # of a window; the demonstration's 200 requests of `code` are of 62 modules, the largest has 28
-LIMIT = 0.05
-SPLITS, COVERED = 1000, 0.93
+SPLITS = 1000
 
 Floats = NDArray[np.float64]
 
@@ -76,42 +72,6 @@ CASES = {
     "no gain, groups of 1 to 30": Case(0.0, largest=30),
     "no gain, groups of 1 to 30, those asked often gain": Case(0.0, largest=30, steeper=0.05),
 }
-
-
-def measure(run: Run, num_runs: int, num_windows: int) -> Report:
-    """Simulate each case, and the gate's former test for contrast; then what the trigger and the watch see."""
-    bound, alpha = run.recipe.num_draft_tokens, run.recipe.gate.alpha_total
-
-    def cell(number: int, name: str, judge: "Judge") -> list[int]:
-        def found() -> list[int]:
-            with run.bar(name, num_windows) as bar:
-                rng = np.random.default_rng([run.recipe.seed, number])
-                return judge(CASES[name], num_runs, num_windows, bound, alpha, rng, bar.advance)
-
-        label = name.replace(" ", "-").replace(",", "").replace("%", "")
-        kept: list[int] = run.cells.keep(f"{judge.__name__}-{label}", found)
-        return kept
-
-    found = {name: cell(number, name, simulate) for number, name in enumerate(CASES)}
-    former = {
-        name: cell(number, name, simulate_former) for number, name in enumerate(CASES) if _had_before(CASES[name])
-    }
-    covered = run.cells.keep("coverage", lambda: coverage(SPLITS, np.random.default_rng([run.recipe.seed, 99])))
-    report = make_report(found, former, covered, num_runs, num_windows)
-    curves = {name: promoted_by(windows, num_runs, num_windows) for name, windows in found.items()}
-    curves["no gain, clusters of 30, former test"] = promoted_by(
-        former["no gain, clusters of 30"], num_runs, num_windows
-    )
-    trigger, taken_back = falls.measure(run, num_runs), watch.measure(run, num_runs)
-    parts = (report, trigger, taken_back)
-    return Report(
-        figures=report.figures | trigger.figures | taken_back.figures,
-        grids=[grid for part in parts for grid in part.grids],
-        notes=[note for part in parts for note in part.notes],
-        verdict=f"the gate {report.verdict} The trigger {trigger.verdict} {taken_back.verdict}",
-        failures=[failure for part in parts for failure in part.failures],
-        picture=draw_promotions(curves, LIMIT, run.folder / "gate.png"),
-    )
 
 
 def simulate(
@@ -192,9 +152,6 @@ def simulate_former(
         if not running:
             break
     return promoted
-
-
-Judge = Callable[..., list[int]]
 
 
 def draw(
@@ -299,13 +256,6 @@ def coverage(num_splits: int, rng: np.random.Generator) -> float:
     return hits / num_splits
 
 
-def promoted_by(windows: Sequence[int], num_runs: int, num_windows: int) -> list[tuple[float, float]]:
-    """Return (window, share of the runs that have promoted by then), where it changes."""
-    ordered = sorted(windows)
-    points = [(float(window), (number + 1) / num_runs) for number, window in enumerate(ordered)]
-    return [(1.0, 0.0), *points, (float(num_windows), len(ordered) / num_runs)]
-
-
 def summary(windows: Sequence[int], num_runs: int) -> dict[str, Any]:
     """Return the share of runs that promoted, its 95% interval, and the window at which half of all runs had."""
     count, ordered = len(windows), sorted(windows)
@@ -320,50 +270,36 @@ def summary(windows: Sequence[int], num_runs: int) -> dict[str, Any]:
     }
 
 
-def make_report(
-    found: dict[str, list[int]], former: dict[str, list[int]], covered: float, num_runs: int, num_windows: int
-) -> Report:
-    """Hold what was found to the bars."""
-    figures = {name: summary(windows, num_runs) for name, windows in found.items()}
-    old = {name: summary(windows, num_runs) for name, windows in former.items()}
-    rows = [[name, *_cells(one), *(_cells(old[name]) if name in old else ("–", "–"))] for name, one in figures.items()]
-    failures = [
-        f"{name}: {one['promoted']:.1%} of the runs promoted"
-        for name, one in figures.items()
-        if CASES[name].gain <= 0 and one["promoted"] > LIMIT
-    ]
-    for name, most in (("5% better", 4), ("20% better", 1)):
-        median = figures[name]["median_window"]
-        if median is None or median > most:
-            failures.append(f"{name}: promoted by window {median} in the median, wanted {most}")
-    if covered < COVERED:
-        failures.append(f"the gain's interval covered {covered:.1%} of the splits, wanted {COVERED:.0%}")
-    return Report(
-        figures={
-            "num_runs": num_runs,
-            "num_windows": num_windows,
-            "sigma": SIGMA,
-            "tau": TAU,
-            "cases": figures,
-            "former": old,
-            "coverage": covered,
-        },
-        grids=[
-            Grid(
-                f"{num_runs} champions, {num_windows} windows of {CONVERSATIONS} conversations, a quarter held out",
-                ["challengers", "ever promoted (95%)", "by window", "former test", "by window"],
-                rows,
-            )
-        ],
-        notes=[
-            f"Spread of a conversation {SIGMA}, τ {TAU}, ρ in a cluster {RHO}. By window: when half of the runs had.",
-            f"The gain's 95% interval covered what fresh prompts give in {covered:.1%} of {SPLITS} splits by cluster.",
-        ],
-        verdict="misses a bar." if failures else "meets the bars (5% without gain; window 1 at 20%, 4 at 5%).",
-        failures=failures,
-    )
+def main() -> None:
+    """Simulate each case, and for contrast the test of version 0.1.0."""
+    parser = argparse.ArgumentParser(description="Simulate the gate.")
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE)
+    parser.add_argument("--runs", type=int, default=500, help="champions of each kind of challenger")
+    parser.add_argument("--windows", type=int, default=1000, help="that a champion is challenged for")
+    given = parser.parse_args()
+    recipe = load_recipe(given.recipe)
+    bound, alpha = recipe.num_draft_tokens, recipe.gate.alpha_total
+    tests = {"cases": simulate, "former": simulate_former}
+    found: dict[str, dict[str, Any]] = {name: {} for name in tests}
+    for test, simulated in tests.items():
+        for number, (name, case) in enumerate(CASES.items()):
+            if test == "cases" or _had_before(case):
+                rng = np.random.default_rng([recipe.seed, number])
+                with tqdm(total=given.windows, desc=f"{test}: {name}") as bar:
+                    windows = simulated(case, given.runs, given.windows, bound, alpha, rng, bar.update)
+                found[test][name] = summary(windows, given.runs)
+    covered = coverage(SPLITS, np.random.default_rng([recipe.seed, 99]))
+    rows = [[test, name, *_cells(one)] for test, of_test in found.items() for name, one in of_test.items()]
+    columns = ["test", "challengers", "ever promoted (95%)", "half of the runs by window"]
+    title = f"{given.runs} champions, {given.windows} windows of {CONVERSATIONS} conversations, a quarter held out"
+    figures = {"recipe": recipe.name, "runs": given.runs, "windows": given.windows, "sigma": SIGMA, "tau": TAU}
+    show({**figures, **found, "coverage": covered}, title, columns, rows)
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, str]:
     share = f"{one['promoted']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
     return share, "–" if one["median_window"] is None else str(one["median_window"])
+
+
+if __name__ == "__main__":
+    main()

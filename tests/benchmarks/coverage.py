@@ -1,5 +1,7 @@
 """How often the interval of a window's gain holds what fresh requests of the same traffic give.
 
+    python -m tests.benchmarks.coverage --splits 20 --prompts 100
+
 Requests are answered that were never logged. Nothing is trained while logs are split: the gain is that of a draft which
 the line's first one became on requests of other groups, so that what is logged and what is not are both new to it.
 
@@ -28,7 +30,6 @@ from infra.probes import plan
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.versions import Pair
-from infra.views.results import Grid, Report, interval
 from infra.windows import Window
 from models.drafting.draft_families import open_draft
 from models.evaluation.paired import Score
@@ -38,17 +39,16 @@ from models.recipe import Refresh
 from models.sources import Prompt
 from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair
-from tasks.measure.intervals import Scores, Split, estimate, hold, mean_gain, shares_of
-from tasks.measure.pupil import teach
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
 from tasks.stages.samples import Part, read_samples, usable
 from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by, stands_for
+from tests.benchmarks.intervals import Scores, Split, estimate, hold, mean_gain, shares_of
+from tests.benchmarks.pupil import teach
+from tests.benchmarks.scripts import arguments, open_run, show
 
-TITLE, QUESTION = "coverage", "does the interval of a window's gain hold what fresh requests give?"
-AIM = 0.93
+OWNER = "coverage"
 FIRST, SERVED, PUPIL = "first", "served", "pupil"  # drafts
-OWN, DRAWN = "splits of the home's own log", "logs drawn anew"
 
 
 class Traffic(NamedTuple):
@@ -72,11 +72,11 @@ class Traffic(NamedTuple):
         return list({one.id: one for one in (*self.fresh, *self.other, *self.told, *self.logged)}.values())
 
 
-def measure(run: Run, num_splits: int, num_prompts: int) -> Report:
+def measure(run: Run, num_splits: int, num_prompts: int) -> dict[str, Any]:
     """Score the drafts once, and split logs again and again.
 
     Args:
-        run: the benchmark.
+        run: in its own home.
         num_splits: of the home's own log, and logs that are drawn anew.
         num_prompts: requests of each domain that were never logged.
 
@@ -113,7 +113,7 @@ def measure(run: Run, num_splits: int, num_prompts: int) -> Report:
         return [Split(*row) for row in run.cells.keep(f"splits-{name.replace(' ', '-')}", made)]
 
     own, drawn = splits("own log", split_own), splits("drawn logs", draw)
-    return make_report(traffic, scored, own, drawn, run.recipe.num_draft_tokens)
+    return figures(traffic, scored, own, drawn, run.recipe.num_draft_tokens)
 
 
 def _traffic(run: Run, log: QueryLog, pair: Pair, served: int, num_prompts: int) -> Traffic:
@@ -213,7 +213,7 @@ def judged_by(samples: Sequence[Sample], name: str, held_out_fraction: float, ta
     """
     secret = hashlib.sha256(name.encode()).digest()
     rows = cluster_samples(samples, secret, target_dir)
-    window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=TITLE)
+    window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=OWNER)
     draw, of_domain = drawn_by(secret), Counter(row.domain for row in rows)
     of_cluster = Counter((row.domain, row.cluster) for row in rows)
     probes = [rows[seq - 1] for seq in plan(rows, (), 1, range(1, len(rows) + 1), (), draw).reserved]
@@ -228,13 +228,13 @@ def judged_by(samples: Sequence[Sample], name: str, held_out_fraction: float, ta
     )
 
 
-def make_report(
+def figures(
     traffic: Traffic,
     scored: Mapping[str, Scores],
     own: Sequence[Split],
     drawn: Sequence[Split],
     num_draft_tokens: int,
-) -> Report:
+) -> dict[str, Any]:
     """Hold the intervals of all splits to what the requests outside of their logs give.
 
     Args:
@@ -248,58 +248,36 @@ def make_report(
         ValueError: a log has nothing to be judged by.
     """
     first, fresh = scored[FIRST], traffic.fresh
-    rows = {
-        OWN: hold(own, first, scored[PUPIL], fresh, shares_of(traffic.logged), num_draft_tokens),
-        DRAWN: hold(drawn, first, scored[PUPIL], fresh, shares_of(fresh), num_draft_tokens),
-    }
     shares = shares_of(fresh)
-    gains = {name: mean_gain(fresh, first, scored[name], shares) for name in (PUPIL, SERVED)}
-    logged = mean_gain(traffic.logged, first, scored[PUPIL], shares_of(traffic.logged))
-    other = mean_gain(traffic.other, first, scored[SERVED], shares)
     told_by = {one.id: (one.cluster or one.id, one.weight) for one in traffic.told if one.domain in shares}
     told = estimate(told_by, first, scored[SERVED], shares, num_draft_tokens) if told_by else None
-    promises = told is not None and told.low > gains[SERVED].value
-    notes = [
-        f"{len(fresh)} fresh requests gain {gains[PUPIL].text()} with the draft that learnt from other groups.",
-        f"The {len(traffic.logged)} logged ones gain {logged.text()} with it.",
-        f"The served one gains {gains[SERVED].text()} on them, {other.text()} on {len(traffic.other)} of other groups.",
-    ]
-    if told is not None:
-        notes.append(f"Its own window told {interval(told.model_dump())} by {len(told_by)} conversations.")
-    held = {name: row["covered"] / row["splits"] for name, row in rows.items()}
-    said = " and ".join(f"{share:.0%} of {name}" for name, share in held.items())
-    meets = min(held.values()) >= AIM and not promises
-    return Report(
-        figures={
-            "own": rows[OWN],
-            "logs": rows[DRAWN],
-            "fresh": {name: one._asdict() for name, one in gains.items()},
-            "other_groups": other._asdict(),
-            "told": None if told is None else told.model_dump(),
-            "num_fresh": len(fresh),
-            "num_logged": len(traffic.logged),
-            "num_other": len(traffic.other),
-        },
-        grids=[
-            Grid(
-                "gain over the first draft, accepted tokens a step, of what each log was judged by",
-                ["", "hold the truth", "too high", "too low", "mean", "truth", "spread", "half width", "judged by"],
-                [_line(name, row) for name, row in rows.items()],
-            )
-        ],
-        notes=notes,
-        verdict=(
-            f"{'meets' if meets else 'misses'} the bar ({AIM:.0%}): the intervals of {said} hold the truth; "
-            f"the served draft's {'promises' if promises else 'does not promise'} too much."
-        ),
-    )
+    of_log = shares_of(traffic.logged)
+    return {
+        "own": hold(own, first, scored[PUPIL], fresh, of_log, num_draft_tokens),
+        "logs": hold(drawn, first, scored[PUPIL], fresh, shares, num_draft_tokens),
+        "fresh": {name: mean_gain(fresh, first, scored[name], shares)._asdict() for name in (PUPIL, SERVED)},
+        "logged": mean_gain(traffic.logged, first, scored[PUPIL], of_log)._asdict(),
+        "other_groups": mean_gain(traffic.other, first, scored[SERVED], shares)._asdict(),
+        "told": None if told is None else told.model_dump(),
+        "num_fresh": len(fresh),
+        "num_logged": len(traffic.logged),
+        "num_other": len(traffic.other),
+    }
 
 
-def _line(name: str, row: Mapping[str, float]) -> list[str]:
-    return [
-        f"{row['splits']:.0f} {name}, of {row['requests']:.0f} requests",
-        *(f"{row[column]:.0f}" for column in ("covered", "too_high", "too_low")),
-        *(f"{row[column]:+.3f}" for column in ("mean", "truth")),
-        *(f"{row[column]:.3f}" for column in ("spread", "half_width")),
-        f"{row['conversations']:.0f} conversations of {row['clusters']:.0f} clusters",
-    ]
+def main() -> None:
+    """Measure and print."""
+    parser = arguments("Hold the interval of a window's gain to fresh requests.")
+    parser.add_argument("--splits", type=int, default=100, help="of the log, and logs that are drawn anew")
+    parser.add_argument("--prompts", type=int, default=400, help="requests of each domain that were never logged")
+    given = parser.parse_args()
+    run = open_run("coverage", given)
+    found = measure(run, given.splits, given.prompts)
+    columns = ["covered", "too_high", "too_low", "mean", "truth", "spread", "half_width", "conversations", "clusters"]
+    rows = [[name, *(f"{found[name][column]:.3g}" for column in columns)] for name in ("own", "logs")]
+    title = f"{given.splits} intervals of a gain over the first draft, and what fresh requests give"
+    show({**run.setup, **found}, title, ["logs", *columns], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,11 @@
-"""What the trigger says of served acceptance whose truth is known; `redraft bench gate` has more runs."""
-
-import math
+"""What the trigger says of served acceptance whose truth is known; `python -m tests.benchmarks.falls` has more runs."""
 
 import numpy as np
 import pytest
 
 from models.evaluation.acceptance import Tally
 from models.evaluation.watch import Judge, Params
-from tasks.measure.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, make_report, simulate
+from tests.benchmarks.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, simulate
 
 PARAMS = Params()
 
@@ -69,15 +67,3 @@ def test_the_service_tells_a_fall_where_the_simulation_does() -> None:
     assert judge.standings()["chat"].fallen is True
     judge.take([one._replace(accepted=one.steps) for one in tallies[450:]])
     assert judge.standings()["chat"].fallen is False
-
-
-def test_a_missed_bar_fails_the_benchmark_by_name() -> None:
-    never, soon = np.full(10, math.inf), np.full(10, 100.0)
-    found = {name: {"chat": Told(soon if case.lost else never, never)} for name, case in CASES.items()}
-    assert make_report(found, PARAMS).failures == []
-    found["a week without a change"] = {"chat": Told(soon, never)}
-    found["30% lost"] = {"chat": Told(never, never)}
-    assert [one.partition(":")[0] for one in make_report(found, PARAMS).failures] == [
-        "chat, a week without a change",
-        "chat, 30% lost",
-    ]

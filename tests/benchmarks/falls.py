@@ -1,5 +1,7 @@
 """How often acceptance is told to have fallen where it has not, and how soon where it has, by simulation.
 
+    python -m tests.benchmarks.falls --runs 200
+
 Requests of one domain are drawn whose truth is known, and those that are drafted alone are judged as the service judges
 them (models/evaluation/watch.py); a domain counts as judged after each of them. A fall keeps the steps and takes
 accepted tokens.
@@ -8,24 +10,24 @@ What conversations give, and how far they differ, is the demonstration's: of its
 (94 conversations) has a gain of 0.74 with a spread of 0.55 from one to the other, `code` (50) 0.68 with 0.29.
 """
 
+import argparse
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from infra.views.figures import draw_shares
-from infra.views.results import Grid, Report
 from models.evaluation.watch import LATELY, Doubt, Params, doubt, has_fallen, is_doubted, share_alone
-from tasks.measure.run import Run
+from models.recipe import DEFAULT_RECIPE, load_recipe
+from tests.benchmarks.scripts import show
 
 NUM_PLACES = 3  # K
 WEEK = 7 * 24 * 3600  # requests of a domain, one a second
 FALLS_AT, MOST = 4000, 100_000
 RHO = 0.3
-FEW, SOME = 0.01, 0.05  # of the weeks without a fall
-WITHIN, MEDIAN, OFTEN = 6000, 3000, 0.9
+WITHIN = 6000
 # The rule before this one: the last requests, from so many on.
 FORMER_LEAST = 16
 
@@ -55,7 +57,6 @@ class Case(NamedTuple):
         promised: the promise comes from 100 conversations, not from all there are.
         sways: the gain goes up and down by this share, as the mix of prompts does, once in 5,000 requests.
         behind: drafted places in front of which nothing is lost; what is lost, the later ones lose alone.
-        limit: share of the weeks in which a fall may be told.
     """
 
     lost: float = 0.0
@@ -65,15 +66,14 @@ class Case(NamedTuple):
     promised: bool = False
     sways: float = 0.0
     behind: int = 0
-    limit: float = FEW
 
 
 TRAFFIC = {"chat": Traffic(0.93, 0.40, 0.075), "code": Traffic(0.72, 0.22, 0.043)}
 CASES = {
     "a week without a change": Case(),
-    "a week, in clusters of 30": Case(cluster_size=30, limit=SOME),
-    "a week, the mix sways by 10%": Case(sways=0.1, limit=SOME),
-    "a week, promised from 100 conversations": Case(promised=True, limit=SOME),
+    "a week, in clusters of 30": Case(cluster_size=30),
+    "a week, the mix sways by 10%": Case(sways=0.1),
+    "a week, promised from 100 conversations": Case(promised=True),
     "10% lost": Case(lost=0.1),
     "20% lost": Case(lost=0.2),
     "30% lost": Case(lost=0.3),
@@ -96,29 +96,6 @@ class Told(NamedTuple):
 
     after: Floats
     former: Floats
-
-
-def measure(run: Run, num_runs: int) -> Report:
-    """Simulate each case for each kind of traffic, see `simulate`, and draw falls.png."""
-    params = run.recipe.serve.watch
-    found: dict[str, dict[str, Told]] = {}
-    with run.bar("served acceptance", len(CASES)) as bar:
-        for number, (name, case) in enumerate(CASES.items()):
-            found[name] = {}
-            for place, (domain, traffic) in enumerate(TRAFFIC.items()):
-                rng = np.random.default_rng([run.recipe.seed, number, place])
-                label = f"falls-{domain}-{name}".replace(" ", "-").replace(",", "").replace("%", "")
-                kept = run.cells.keep(label, lambda: _cell(simulate(traffic, case, params, num_runs, rng)))  # noqa: B023
-                found[name][domain] = Told(*(np.array([math.inf if one is None else one for one in of]) for of in kept))
-            bar.advance()
-    lines = {
-        f"{domain}, {name}": np.minimum(told[domain].after, MOST).tolist()
-        for name, told in found.items()
-        if CASES[name] == Case(CASES[name].lost) and CASES[name].lost >= 0.2
-        for domain in TRAFFIC
-    }
-    draw_shares(lines, "requests of the domain until the fall is told", run.folder / "falls.png")
-    return make_report(found, params)
 
 
 def simulate(traffic: Traffic, case: Case, params: Params, num_runs: int, rng: np.random.Generator) -> Told:
@@ -187,42 +164,24 @@ def _share_behind(gain: Floats, place: int) -> Floats:
     return behind
 
 
-def _cell(told: Told) -> list[list[float | None]]:
-    return [[float(one) if np.isfinite(one) else None for one in of] for of in told]
-
-
-def make_report(found: Mapping[str, Mapping[str, Told]], params: Params) -> Report:
-    """Hold what was found to the bars."""
-    rows, figures, failures = [], dict[str, Any](), []
-    for name, of_traffic in found.items():
-        case = CASES[name]
-        for domain, told in of_traffic.items():
-            after, former = (_summary(of) for of in told)
-            figures[f"{domain}: {name}"] = {"rule": after, "former": former}
-            rows.append([name, domain, *_texts(after), *_texts(former)])
-            if not case.lost and after["told"] > case.limit:
-                failures.append(f"{domain}, {name}: a fall was told in {after['told']:.1%}, wanted {case.limit:.0%}")
-            late = after["median"] is None or after["median"] > MEDIAN or after["soon"] < OFTEN
-            if case.lost >= 0.3 and case.lost_over == 1 and late:
-                failures.append(f"{domain}, {name}: told in {after['soon']:.1%} within {WITHIN:,} requests")
+def main() -> None:
+    """Simulate each case for each kind of traffic."""
+    parser = argparse.ArgumentParser(description="Simulate how soon fallen acceptance is told.")
+    parser.add_argument("--recipe", default=DEFAULT_RECIPE)
+    parser.add_argument("--runs", type=int, default=500, help="weeks or falls of each kind")
+    given = parser.parse_args()
+    recipe = load_recipe(given.recipe)
+    params, rows, found = recipe.serve.watch, [], dict[str, Any]()
+    for number, (name, case) in enumerate(tqdm(CASES.items())):
+        for place, (domain, traffic) in enumerate(TRAFFIC.items()):
+            rng = np.random.default_rng([recipe.seed, number, place])
+            rule, former = map(_summary, simulate(traffic, case, params, given.runs, rng))
+            found[f"{domain}: {name}"] = {"rule": rule, "former": former}
+            rows.append([name, domain, *_texts(rule), *_texts(former)])
     columns = ["planted", "traffic", "told", f"within {WITHIN:,}", "median requests"]
-    former_columns = ["former rule: told", f"within {WITHIN:,}", "median requests"]
-    return Report(
-        figures={"watch": params.model_dump(), "falls": figures},
-        grids=[Grid("served acceptance told to have fallen", [*columns, *former_columns], rows)],
-        notes=[
-            f"A week is {WEEK:,} requests of a domain; a fall comes after {FALLS_AT:,} and is looked for in {MOST:,}.",
-            f"The former rule: more than {params.fall:.0%} lost over the last {LATELY}, from {FORMER_LEAST} on.",
-        ],
-        verdict="misses a bar."
-        if failures
-        else (
-            f"meets the bars: a fall told in {FEW:.0%} of weeks without one at most ({SOME:.0%} in clusters, where the "
-            f"mix sways or the promise errs), one of 30% after {MEDIAN:,} requests in the median, {WITHIN:,} in "
-            f"{OFTEN:.0%}."
-        ),
-        failures=failures,
-    )
+    title = f"falls after {FALLS_AT:,} requests; the former rule: {params.fall:.0%} lost over the last {LATELY}"
+    figures = {"recipe": recipe.name, "runs": given.runs, "watch": params.model_dump(), "falls": found}
+    show(figures, title, [*columns, *(f"former: {name}" for name in columns[2:])], rows)
 
 
 def _summary(after: Floats) -> dict[str, Any]:
@@ -233,3 +192,7 @@ def _summary(after: Floats) -> dict[str, Any]:
 
 def _texts(one: Mapping[str, Any]) -> tuple[str, str, str]:
     return f"{one['told']:.1%}", f"{one['soon']:.1%}", "–" if one["median"] is None else f"{one['median']:,.0f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,12 @@
 """What a learning curve draws, and how seeds are put together, by hand."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from models.evaluation.acceptance import Trace, summarise
 from models.learning.hidden import Sample
-from tasks.measure.learning import DRAFTED, Point, _domain, draw, make_report, points
+from tests.benchmarks.learning import DRAFTED, Point, _domain, draw, figures, points
 
 SAMPLES = [Sample(str(number), "code", [1], [2, 3, 4]) for number in range(20)]
 
@@ -52,30 +51,17 @@ def test_only_sizes_up_to_a_thousand_are_learnt_with_every_seed() -> None:
     assert Point("first draft, answers of 80", 250, 1).name == "first-draft-answers-of-80-250-1"
 
 
-def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest(tmp_path: Path) -> None:
+def test_a_curve_is_the_mean_over_seeds_with_the_lowest_and_the_highest() -> None:
     rows = {Point("refresh", 60, 0): row(0), Point("refresh", 60, 1): row(2), Point("first draft", 250, 0): row(1)}
-    report = make_report(rows, {"refresh": "code", "first draft": "chat"}, tmp_path / "learning.png")
-    [sixty] = report.figures["curves"]["refresh"]
+    curves = figures(rows, {"refresh": "code", "first draft": "chat"})["curves"]
+    assert [*curves] == ["refresh", "first draft"]
+    [sixty] = curves["refresh"]
     assert (sixty["size"], sixty["num_seeds"]) == (60, 2)
     for k in DRAFTED:
         found = sixty["acceptance"][str(k)]
         assert found["tau"]["value"] == 2.0
         assert found["seeds"] == [1.0, 3.0]
         assert found["per_position"] == [0.5, 0.5, *[0.0] * (k - 2)]
-    assert [grid.title for grid in report.grids] == ["refresh: code", "first draft: chat"]
-    assert report.grids[0].rows[0][3] == "2.000 (2.000 to 2.000; 1.000 to 3.000)"
-    assert report.picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("accepted", "verdict"), [(0, "misses"), (1, "meets")])
-def test_code_has_an_aim_at_a_thousand_requests_and_other_domains_none(
-    tmp_path: Path, accepted: int, verdict: str
-) -> None:
-    rows = {Point("refresh", 1000, 0): row(accepted)}
-    report = make_report(rows, {"refresh": "code"}, tmp_path / "l.png")
-    assert f"at 1000 requests {verdict} the aim (2, K = 5)" in report.verdict
-    assert "no size" in make_report(rows, {"refresh": "math"}, tmp_path / "l.png").verdict
 
 
 def test_a_domain_and_a_file_in_place_of_one_are_not_both_taken() -> None:

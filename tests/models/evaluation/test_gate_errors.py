@@ -1,4 +1,4 @@
-"""The gate's error rates and power, with planted truths; `redraft bench gate` has more runs."""
+"""The gate's error rates and power, with planted truths; `python -m tests.benchmarks.gate` has more runs."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from models.evaluation.betting import BETS, NUM_BINS, log_growth, log_wealth
 from models.evaluation.gate import Evidence, Params, decide
 from models.evaluation.paired import Score
-from tasks.measure import gate
-from tasks.measure.gate import CASES, Case, choose, coverage, draw, make_report, simulate, simulate_former, summary
+from tests.benchmarks import gate
+from tests.benchmarks.gate import CASES, Case, choose, coverage, draw, simulate, simulate_former, summary
 
 K, ALPHA = 3, 0.05
 
@@ -88,18 +88,7 @@ def test_the_simulation_promotes_when_the_gate_does() -> None:
 def test_a_windows_interval_covers_what_fresh_prompts_of_its_traffic_give() -> None:
     covered = coverage(200, np.random.default_rng(0))
     print("covered", covered)
-    assert covered >= gate.COVERED
-
-
-def test_a_missed_bar_fails_the_benchmark_by_name() -> None:
-    found = {name: [1] * 10 if case.gain > 0 else [] for name, case in CASES.items()}
-    assert make_report(found, {}, 0.95, 10, 4).failures == []
-    bad = make_report(found | {"no gain": [3], "5% better": [5] * 10}, {}, 0.5, 10, 4)
-    assert [failure.partition(":")[0] for failure in bad.failures] == [
-        "no gain",
-        "5% better",
-        "the gain's interval covered 50.0% of the splits, wanted 93%",
-    ]
+    assert covered >= 0.93
 
 
 def test_a_cluster_is_held_out_as_a_whole_and_shares_what_it_is_said_to() -> None:
