@@ -23,12 +23,12 @@ from infra.views.results import Grid, Report, interval
 from models.chats import ChatEncoder
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
+from models.evaluation.latency import Decoded, compare_speed
 from models.layers.decoder import Cache
 from models.params import BaseParams
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
 from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.fit import toml
-from tasks.measure.latency import Decoded, compare_speed
 from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
 

@@ -152,17 +152,6 @@ def read_costs(file: Path) -> Costs:
         raise ValueError(f"--costs: {file}{f', {place}' if place else ''}: {first['msg']}") from error
 
 
-def rest_of(seconds: float, num_steps: int, passes_ms: float) -> float:
-    """Return what a plain step takes besides the target's pass, in ms; 0 where timing says less.
-
-    Args:
-        seconds: that decoding took.
-        num_steps: of it.
-        passes_ms: of all its passes.
-    """
-    return max(0.0, (1000 * seconds - passes_ms) / max(1, num_steps))
-
-
 def acceptance_by_place(steps: Sequence[Step]) -> list[float]:
     """Return for each place the share of steps that accepted so many tokens, up to the last that any did."""
     most = max((step.accepted for step in steps), default=0)

@@ -14,12 +14,11 @@ from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
 from infra.views.results import out
-from models.precision import gpu_name
+from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.measure.cells import Cells
 from tasks.measure.home import Served, copy_log, copy_served
-from tasks.measure.peers import engine_dtype
 from tasks.select_data import choose_prompts
 
 POLL_S = 0.5

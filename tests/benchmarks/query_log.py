@@ -29,12 +29,12 @@ from infra.querylog import QueryLog
 from infra.status import LogCounts
 from infra.views.results import interval
 from models.engines import Completion
+from models.evaluation.latency import Decoded, compare_blocks, inter_token_spans, percentile
 from models.sources import Prompt
 from services.questions import Origin
 from services.recorder import Recorder
+from tasks.measure.compare_traffic import judge_answers, record_reference
 from tasks.measure.endpoint import Endpoint, dump, forgetful
-from tasks.measure.latency import Decoded, compare_blocks, inter_token_spans, percentile
-from tasks.measure.outputs import judge_answers, record_reference
 from tasks.measure.run import Run
 from tasks.promote import open_champions
 from tests.benchmarks.scripts import arguments, open_run, require_equal, show

@@ -19,9 +19,10 @@ from infra.client import Answer, Client
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.views.results import interval
-from models.evaluation.acceptance import Estimate, Trace, summarise
+from models.evaluation.acceptance import Estimate, summarise
 from models.recipe import Traffic
 from models.sources import Prompt
+from tasks.measure.compare_traffic import traces_of
 from tasks.measure.drift import file_traffic, refresh
 from tasks.measure.endpoint import Endpoint, dump
 from tasks.measure.run import Run
@@ -152,19 +153,7 @@ def _tau(run: Run, endpoint: Endpoint, held_out: Sequence[Prompt]) -> Row:
 
 def tau_of(state: Row, domain: str) -> Estimate:
     """Return τ of the head alone in a domain; ValueError if no answer there has a verification step."""
-    tau = summarise(
-        [
-            Trace(
-                request_id=row["prompt_id"],
-                token_ids=tuple(row["token_ids"]),
-                drafted=tuple(row["drafted_per_step"]),
-                accepted=tuple(row["accepted_per_step"]),
-                domain=domain,
-            )
-            for row in state["answers"]
-            if row["domain"] == domain and row["accepted_per_step"]
-        ]
-    ).tau
+    tau = summarise(traces_of([row for row in state["answers"] if row["accepted_per_step"]], domain)).tau
     if tau is None:
         raise ValueError(f'domain "{domain}" has no answer with a verification step')
     return tau

@@ -24,11 +24,19 @@ from infra.registry import open_registry
 from infra.settings import Settings
 from infra.views.results import interval
 from infra.walks import files_under
+from models.evaluation.latency import (
+    Decoded,
+    Span,
+    compare_percentiles,
+    decoded,
+    inter_token_spans,
+    percentile,
+    touching,
+)
 from models.sources import Prompt
+from tasks.measure.compare_traffic import judge_answers, record_reference
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served
-from tasks.measure.latency import Decoded, Span, compare_percentiles, decoded, inter_token_spans, percentile, touching
-from tasks.measure.outputs import judge_answers, record_reference
 from tasks.measure.run import Run
 from tests.benchmarks.scripts import arguments, open_run, require_equal, show
 

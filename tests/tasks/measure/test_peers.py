@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from models.engines.vllm import Params
 from models.sources import Message, Prompt
-from tasks.measure.peers import Peer, encoder, engine_dtype, open_peers
+from tasks.measure.peers import Peer, encoder, open_peers
 
 NUM_TOKENS = 24
 
@@ -48,8 +47,3 @@ def test_the_reference_engine_counts_its_steps_and_drafts_in_none_without_a_draf
     assert sum(with_draft.drafted_per_step or ()) > 0
     assert without.drafted_per_step == without.accepted_per_step == (0,) * (len(without.token_ids) - 1)
     assert 0 < without.first_token_ms < 1000 * without.seconds
-
-
-def test_the_engines_number_format_is_told_by_name() -> None:
-    assert engine_dtype(Params(dtype="bfloat16"), "cpu") == "bfloat16"
-    assert engine_dtype(Params(), "cpu") in ("float32", "bfloat16")

@@ -8,8 +8,7 @@ from scipy.stats import t as student
 
 from models.evaluation.perplexity import Likelihood
 from models.evaluation.perplexity import perplexity as whole_perplexity
-from tasks.measure.losses import nats_per_token, perplexity
-from tasks.measure.spread import Mean, differences, spread
+from models.evaluation.spread import Mean, differences, nats_per_token, perplexity, spread
 
 CONFIDENCE = 0.95
 

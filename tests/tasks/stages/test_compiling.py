@@ -13,8 +13,8 @@ from infra.service_process import compiled_folder
 from infra.settings import Settings, load_settings
 from models.engines.vllm import Params, child_environment
 from models.recipe import Recipe, load_recipe
-from tasks.measure import compiling as module
-from tasks.measure.compiling import compiling
+from tasks.stages import compiling as module
+from tasks.stages.compiling import compiling
 from tests.conftest import make_draft
 
 

@@ -4,7 +4,7 @@ import pytest
 from rich.progress import Progress
 
 from models.sources import Message, Prompt
-from tasks.measure.offline import Job, run_offline
+from tasks.measure.peers import Job, run_offline
 from tasks.measure.run import Bar
 
 SIDES = ["transformers", "transformers, prompt lookup", "reference engine", "reference engine without a draft"]

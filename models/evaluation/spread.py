@@ -14,6 +14,9 @@ from typing import NamedTuple, Self
 
 from scipy.stats import t as student
 
+from models.evaluation import perplexity as text
+from models.evaluation.perplexity import Likelihood
+
 
 class Mean(float):
     """A weighted mean over documents that keeps what each of them gave.
@@ -103,3 +106,14 @@ def _difference(value: float, base: float) -> float:
     if not (isinstance(value, Mean) and isinstance(base, Mean)):
         return value - base
     return Mean([one - other for one, other in zip(value.documents, base.documents, strict=True)])
+
+
+def nats_per_token(scores: Sequence[Likelihood]) -> Mean:
+    """Return the mean over all tokens, so that a long document counts for more."""
+    return Mean([one.nats / one.num_tokens for one in scores], [float(one.num_tokens) for one in scores])
+
+
+def perplexity(scores: Sequence[Likelihood]) -> Mean:
+    """Return e to the mean nats a token; a document gives what it adds to that, to first order."""
+    nats, whole = nats_per_token(scores), text.perplexity(scores)
+    return Mean([whole * (1 + one - nats) for one in nats.documents])

@@ -11,7 +11,7 @@ from infra.registry import Registry
 from models.drafting.draft_families import check_draft
 from models.drafts import ngram
 from models.targets import describe
-from tasks.measure.random_draft import register_random
+from tasks.measure.load import register_random
 from tests.tags import draft_tags
 
 

@@ -15,8 +15,7 @@ from models.layers.decoder import Decoder
 from models.learning.hidden import Sample
 from models.recipe import Recipe, load_recipe
 from models.sources import Message
-from tasks.measure.configurations import Configuration, Target, read_configurations
-from tasks.measure.families import every_family, is_made, make_drafts
+from tasks.measure.configurations import Configuration, Target, every_family, is_made, make_drafts, read_configurations
 from tasks.measure.fit import toml
 from tasks.measure.questions import Question
 from tasks.measure.run import Bar

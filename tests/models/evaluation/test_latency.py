@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks.measure.latency import (
+from models.evaluation.latency import (
     Decoded,
     compare_blocks,
     compare_percentiles,
