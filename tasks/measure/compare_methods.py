@@ -278,7 +278,9 @@ def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
 
 def _constants(comparison: ModuleType) -> list[object]:
     """Return what stands in the constants of a comparison, and of the modules beside this one that it reads."""
-    shared = [one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__package__ == ROOMS[1]]
+    shared = [
+        one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOMS[1])
+    ]
     return [value for module in (comparison, *shared) for name, value in vars(module).items() if name.isupper()]
 
 
