@@ -1,8 +1,8 @@
 """Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
 
 Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
-fewer would give follows from that and from what rows of the target take here (`tasks.measure.expected`). The best are
-then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
+fewer would give follows from that and from what rows of the target take here (`models.throughput.expected`). The best
+are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
 
 With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
 """
@@ -26,8 +26,8 @@ from models.engines.torch import TorchEngine
 from models.evaluation.latency import Decoded, compare_speed
 from models.layers.decoder import Cache
 from models.params import BaseParams
+from models.throughput.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
-from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.fit import toml
 from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run

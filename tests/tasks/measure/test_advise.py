@@ -8,6 +8,7 @@ import torch
 from rich.progress import Progress
 
 from models.layers.decoder import Decoder
+from models.throughput.expected import Costs, Drafting, Option, Seen, Step, ranked
 from tasks.measure.advise import (
     PLAIN,
     ROWS,
@@ -23,7 +24,6 @@ from tasks.measure.advise import (
     ways_of,
 )
 from tasks.measure.configurations import Target
-from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, ranked
 from tasks.measure.fit import toml
 from tasks.measure.run import Bar
 

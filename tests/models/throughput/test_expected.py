@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.measure.expected import (
+from models.throughput.expected import (
     Costs,
     Drafting,
     Option,
