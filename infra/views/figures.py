@@ -8,8 +8,22 @@ from infra.views import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SIZE_INCHES = (6.4, 3.6)
+
+
+def new_figure(size_inches: tuple[float, float] = SIZE_INCHES) -> "Figure":
+    """Return an empty figure."""
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    return Figure(size_inches, layout="constrained")
+
+
+def saved(figure: "Figure", file: Path) -> Path:
+    """Write a figure into a PNG and return `file`."""
+    figure.savefig(file, dpi=150)
+    return file
 
 
 def draw_losses(losses: Sequence[tuple[int, float]], file: Path) -> Path:
@@ -40,9 +54,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Interval]], marks: Sequence[str],
         marks: what stands under each of them.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(ylabel="τ, mean accepted length")
     for number, (domain, of_domain) in enumerate(taus.items()):
         places = [place + 0.05 * number for place in range(len(of_domain))]  # else the intervals hide each other
@@ -50,8 +62,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Interval]], marks: Sequence[str],
         axes.errorbar(places, [one.value for one in of_domain], yerr=ends, marker="o", capsize=3, label=domain)
     axes.set_xticks(range(len(marks)), marks)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, file: Path) -> Path:
@@ -63,10 +74,8 @@ def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, fil
         floor: share of τ that a domain may lose.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
     height_inches = 2.2 + 0.35 * max(1, len(changes))
-    figure = Figure((SIZE_INCHES[0], height_inches), layout="constrained")
+    figure = new_figure((SIZE_INCHES[0], height_inches))
     overall, domains = figure.subplots(2, 1, height_ratios=(1, max(1, len(changes))))
     _draw_intervals(overall, {"all": gain}, 1.0)
     overall.axvline(0, color="tab:red", linestyle="--", label="margin: the lower end must be above 0")
@@ -77,8 +86,7 @@ def draw_gate(gain: Interval, changes: Mapping[str, Interval], floor: float, fil
     domains.set_xlabel("change of τ, % of the best that the domain had")
     for axes in (overall, domains):
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize="small")
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def _draw_intervals(axes: "Axes", intervals: Mapping[str, Interval], scale: float) -> None:
@@ -91,15 +99,12 @@ def _draw_intervals(axes: "Axes", intervals: Mapping[str, Interval], scale: floa
 
 
 def _draw(curves: Mapping[str, Sequence[tuple[int, float]]], x_label: str, y_label: str, file: Path) -> Path:
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 20 else "")
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, window: int, file: Path) -> Path:
@@ -111,9 +116,7 @@ def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, w
         window: requests that a mean runs over.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
     counted = [(n, row) for n, row in enumerate(answers) if row["accepted_per_step"]]
     for domain in sorted({str(row["domain"]) for _, row in counted}):
@@ -139,8 +142,7 @@ def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, w
     if swap_at is not None:
         axes.axvline(swap_at, color="black", linestyle="--", label="draft swapped")
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
@@ -151,11 +153,9 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
         x_label: what they are.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
     sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
     width, height = SIZE_INCHES
-    figure = Figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)), layout="constrained")
+    figure = new_figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)))
     figure.supxlabel(x_label)
     shared = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
     for axes, (domain, of_domain) in zip(shared, speeds.items(), strict=True):
@@ -166,8 +166,7 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
                 axes.barh(place, median, xerr=[[median - p10], [p90 - median]])
     shared[0].set_yticks(range(len(sides)), sides)
     shared[0].invert_yaxis()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_ratios(
@@ -185,9 +184,7 @@ def draw_ratios(
         x_label, y_label: what number and ratio are.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     shared = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
     for axes, (domain, of_domain) in zip(shared, ratios.items(), strict=True):
         axes.set(title=domain, xlabel=x_label)
@@ -203,8 +200,7 @@ def draw_ratios(
     shared[0].set_ylabel(y_label)
     handles, labels = shared[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
@@ -215,13 +211,10 @@ def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: s
         x_label: what the place is.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
     for name, of_kind in points.items():
         axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
