@@ -27,7 +27,7 @@ from infra.priority import lower_session
 from infra.settings import load_settings
 from infra.watchdog import go_first
 from models.recipe import DEFAULT_RECIPE
-from tasks.measure.find_comparison import families
+from tasks.measure.comparisons import families
 
 if TYPE_CHECKING:
     from infra.versions import Version

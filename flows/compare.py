@@ -6,7 +6,7 @@ from typing import Any
 
 from infra.settings import Settings
 from models.recipe import load_recipe
-from tasks.measure.find_comparison import load_comparison
+from tasks.measure.comparisons import load_comparison
 
 MOST_SEEDS = 12
 

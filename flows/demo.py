@@ -7,9 +7,8 @@ from flows.refresh import refresh
 from infra.artifacts import open_artifact
 from infra.settings import Settings
 from models.recipe import Recipe
-from tasks.measure.compiling import compiling
-from tasks.measure.demo_stages import Stages
-from tasks.measure.demonstration import demonstrating
+from tasks.measure.demonstration import Stages, demonstrating
+from tasks.stages.compiling import compiling
 
 MOST_WINDOWS = 3  # of traffic; an undecided challenger learns on
 GOES_ON = ("undecided", "nothing to do")  # the latter where a run was interrupted after the former

@@ -6,6 +6,8 @@ choice follows the processor.
 
 import torch
 
+from models.params import BaseParams
+
 
 def gpu_name(device: str) -> str:
     """Return the name of the GPU that computes, "" on a CPU."""
@@ -18,3 +20,9 @@ def fast_dtype(device: str = "cpu") -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def engine_dtype(engine: BaseParams, device: str) -> str:
+    """Return the number format that an engine computes in, as torch names it."""
+    dtype = str(getattr(engine, "dtype", "auto"))
+    return str(fast_dtype(device)).removeprefix("torch.") if dtype == "auto" else dtype

@@ -21,7 +21,7 @@ ALLOWED = {
 }
 VERBS = [file for file in sorted((ROOT / "tasks").glob("*.py")) if file.name != "__init__.py"]
 # What a room starts as a process, by import path.
-STARTED = {"infra": {"services.main"}, "tasks": {"services.log_rate"}}
+STARTED = {"infra": {"services.main"}}
 WATCHED = {*ROOMS, *OPEN, "prefect", "ray", "mlflow", "torch", "vllm"}
 
 

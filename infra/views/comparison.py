@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from infra.views.figures import SIZE_INCHES
+from infra.views.figures import SIZE_INCHES, new_figure, saved
 from infra.views.results import Grid, Report
 from models.types import Estimate, Frozen
 
@@ -34,11 +34,6 @@ class MethodFigure(Frozen):
     def differs(self) -> bool:
         """Whether the interval of the difference from the baseline leaves out 0."""
         return self.gain is not None and not self.gain.low <= 0 <= self.gain.high
-
-    @property
-    def tells(self) -> bool:
-        """Whether it differs and was measured: what is the same under every seed, such as bytes, is counted."""
-        return self.differs and self.gain is not None and not _counted(self.gain)
 
 
 class Comparison(Frozen):
@@ -100,8 +95,6 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
     if found.verdicts:
         each = "; ".join(f"{row}: {verdict}" for row, verdict in found.verdicts.items())
         notes.append(f"Within {found.margin}, at 95% over all looks: {each}.")
-    told = {heading: [row for row in figures if figures[row][metric].tells] for metric, heading in headings.items()}
-    said = "; ".join(f"{heading}: {', '.join(rows)}" for heading, rows in told.items() if rows)
     return Report(
         figures={
             "question": found.question,
@@ -116,7 +109,6 @@ def comparison_report(found: Comparison, picture: Path) -> Report:
         },
         grids=grids,
         notes=notes,
-        verdict=f"different from {found.baseline} at 95%: {said or 'nothing'}.",
         picture=draw_comparison(figures, headings, picture),
     )
 
@@ -131,12 +123,10 @@ def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Ma
         headings: metric to what its axis is called.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
     names, (width, _) = list(rows), SIZE_INCHES
     num_across = min(3, len(headings))
     num_down = -(-len(headings) // num_across)
-    figure = Figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))), layout="constrained")
+    figure = new_figure((0.5 * width * (num_across + 1), num_down * (1.2 + 0.28 * len(names))))
     panels = figure.subplots(num_down, num_across, sharey=True, squeeze=False)
     for axes in panels.flat[len(headings) :]:
         axes.set_visible(False)
@@ -154,8 +144,7 @@ def draw_comparison(rows: Mapping[str, Mapping[str, MethodFigure]], headings: Ma
         axes.set_xlabel("\n".join(wrap(heading, HEADING_WIDTH)))
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_tradeoffs(
@@ -177,10 +166,8 @@ def draw_tradeoffs(
         metrics: what a row costs or gains.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
     width, height = SIZE_INCHES
-    figure = Figure((0.75 * width * len(metrics) + 2.6, 1.25 * height), layout="constrained")
+    figure = new_figure((0.75 * width * len(metrics) + 2.6, 1.25 * height))
     panels = figure.subplots(1, len(metrics), squeeze=False, sharey=True).flat
     styles = row_styles(list(rows))
     named: dict[str, Any] = {}
@@ -206,8 +193,7 @@ def draw_tradeoffs(
     panels[0].set_ylabel("\n".join(wrap(headings[quality], HEADING_WIDTH)))
     drawn = [name for name in rows if name in named]
     figure.legend([named[name] for name in drawn], drawn, loc="outside right upper")
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def row_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:

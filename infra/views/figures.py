@@ -2,12 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.types import Estimate
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SIZE_INCHES = (6.4, 3.6)
-NUM_COLOURS = 10  # of the default cycle, which begins anew after them
+
+
+def new_figure(size_inches: tuple[float, float] = SIZE_INCHES) -> "Figure":
+    """Return an empty figure."""
+    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
+
+    return Figure(size_inches, layout="constrained")
+
+
+def saved(figure: "Figure", file: Path) -> Path:
+    """Write a figure into a PNG and return `file`."""
+    figure.savefig(file, dpi=150)
+    return file
 
 
 def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str], file: Path) -> Path:
@@ -18,9 +33,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
         marks: what stands under each of them.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(ylabel="τ, mean accepted length")
     for number, (domain, of_domain) in enumerate(taus.items()):
         places = [place + 0.05 * number for place in range(len(of_domain))]  # else the intervals hide each other
@@ -28,8 +41,7 @@ def draw_refreshes(taus: Mapping[str, Sequence[Estimate]], marks: Sequence[str],
         axes.errorbar(places, [one.value for one in of_domain], yerr=ends, marker="o", capsize=3, label=domain)
     axes.set_xticks(range(len(marks)), marks)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, window: int, file: Path) -> Path:
@@ -41,9 +53,7 @@ def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, w
         window: requests that a mean runs over.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(xlabel="requests answered", ylabel=f"τ, mean of {window} requests")
     counted = [(n, row) for n, row in enumerate(answers) if row["accepted_per_step"]]
     for domain in sorted({str(row["domain"]) for _, row in counted}):
@@ -69,8 +79,7 @@ def draw_acceptance(answers: Sequence[Mapping[str, Any]], swap_at: int | None, w
     if swap_at is not None:
         axes.axvline(swap_at, color="black", linestyle="--", label="draft swapped")
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], x_label: str, file: Path) -> Path:
@@ -81,11 +90,9 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
         x_label: what they are.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
     sides = list(dict.fromkeys(side for of_domain in speeds.values() for side in of_domain))
     width, height = SIZE_INCHES
-    figure = Figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)), layout="constrained")
+    figure = new_figure((max(width, 2 * (1 + len(speeds))), height + 0.25 * len(sides)))
     figure.supxlabel(x_label)
     shared = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
     for axes, (domain, of_domain) in zip(shared, speeds.items(), strict=True):
@@ -96,8 +103,7 @@ def draw_speeds(speeds: Mapping[str, Mapping[str, tuple[float, float, float]]], 
                 axes.barh(place, median, xerr=[[median - p10], [p90 - median]])
     shared[0].set_yticks(range(len(sides)), sides)
     shared[0].invert_yaxis()
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_ratios(
@@ -115,9 +121,7 @@ def draw_ratios(
         x_label, y_label: what number and ratio are.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     shared = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
     for axes, (domain, of_domain) in zip(shared, ratios.items(), strict=True):
         axes.set(title=domain, xlabel=x_label)
@@ -133,8 +137,7 @@ def draw_ratios(
     shared[0].set_ylabel(y_label)
     handles, labels = shared[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)
 
 
 def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: str, file: Path) -> Path:
@@ -145,80 +148,10 @@ def draw_latency(points: Mapping[str, Sequence[tuple[float, float]]], x_label: s
         x_label: what the place is.
         file: where to.
     """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
+    figure = new_figure()
     axes = figure.add_subplot(xlabel=x_label, ylabel="inter-token latency, ms")
     for name, of_kind in points.items():
         axes.plot(*zip(*of_kind, strict=True), label=name, linestyle="", marker=".", markersize=3)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_learning(curves: Mapping[str, Sequence[tuple[int, Estimate]]], file: Path) -> Path:
-    """Draw τ with its intervals over how much was learnt, on a logarithmic axis.
-
-    Args:
-        curves: name to (requests, τ), ascending.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot(xlabel="requests learnt", ylabel="τ, mean accepted length", xscale="log")
-    learnt = [size for points in curves.values() for size, _ in points]
-    axes.set_xlim(0.8 * min(learnt), 1.25 * max(learnt))
-    for name, points in curves.items():
-        taus = [tau for _, tau in points]
-        ends = [[tau.value - tau.low for tau in taus], [tau.high - tau.value for tau in taus]]
-        sizes = [size for size, _ in points]
-        axes.errorbar(sizes, [tau.value for tau in taus], yerr=ends, marker="o", capsize=3, label=name)
-    axes.legend(fontsize="small")
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_shares(values: Mapping[str, Sequence[float]], x_label: str, file: Path) -> Path:
-    """Draw which share of a set of figures is above each value, on logarithmic axes, so that the tail can be seen.
-
-    Args:
-        values: name to figures.
-        x_label: what they are.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    figure = Figure(SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot(xlabel=x_label, ylabel="share above", xscale="log", yscale="log")
-    for name, figures in values.items():
-        ordered = sorted(figures)
-        axes.plot(ordered, [1 - n / len(ordered) for n in range(len(ordered))], label=name)
-    axes.legend()
-    figure.savefig(file, dpi=150)
-    return file
-
-
-def draw_promotions(shares: Mapping[str, Sequence[tuple[float, float]]], limit: float, file: Path) -> Path:
-    """Draw which share of champions was replaced by each window, on logarithmic axes.
-
-    Args:
-        shares: kind of challenger to (window, share in [0, 1]), ascending.
-        limit: share that challengers without gain may have.
-        file: where to.
-    """
-    from matplotlib.figure import Figure  # no pyplot: it keeps state and looks for a display
-
-    width, height = SIZE_INCHES
-    figure = Figure((width, height + 1.4), layout="constrained")
-    axes = figure.add_subplot(xlabel="windows", ylabel="share of champions replaced", xscale="log", yscale="log")
-    axes.axhline(limit, color="black", linestyle="--", label=f"limit without gain: {limit:.0%}")
-    for number, (name, points) in enumerate(shares.items()):
-        windows, replaced = zip(*points, strict=True)
-        line = "-" if number < NUM_COLOURS else ":"
-        axes.step(windows, replaced, where="post", label=name, color=f"C{number}", linestyle=line)
-    axes.set_ylim(1e-3, 1.5)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-    figure.savefig(file, dpi=150)
-    return file
+    return saved(figure, file)

@@ -31,7 +31,6 @@ class Report(Frozen):
         figures: all numbers, for programs.
         grids: the numbers that a reader needs.
         notes: sentences that belong under the tables: what was left out, what a column means.
-        verdict: how the figures stand to what was aimed at.
         failures: what makes the command fail after it has reported.
         picture: a PNG, or None.
     """
@@ -41,7 +40,6 @@ class Report(Frozen):
     figures: dict[str, Any]
     grids: list[Grid]
     notes: list[str] = Field(default_factory=list)
-    verdict: str
     failures: list[str] = Field(default_factory=list)
     picture: Path | None = None
 
@@ -59,7 +57,7 @@ def publish(
         command: what to type to repeat it.
         setup: commit, device and settings that the figures belong to.
     """
-    result = {"benchmark": title, **setup, **report.figures, "verdict": report.verdict, "failures": report.failures}
+    result = {"benchmark": title, **setup, **report.figures, "failures": report.failures}
     (folder / RESULT).write_text(json.dumps(result, allow_nan=False) + "\n")
     (folder / BLOCK).write_text(markdown(report, title, question, command, setup))
     for grid in report.grids:
@@ -67,7 +65,7 @@ def publish(
         for row in grid.rows:
             table.add_row(*row)
         out.print(table)
-    for line in (*report.notes, report.verdict):
+    for line in report.notes:
         out.print(line, markup=False, highlight=False)
     for name in (RESULT, BLOCK):
         out.print(f"{folder / name}", soft_wrap=True)
@@ -91,7 +89,7 @@ def markdown(report: Report, title: str, question: str, command: str, setup: Map
     for grid in report.grids:
         rows = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
         lines += ["", f"{grid.title}:", "", *(f"| {' | '.join(row)} |" for row in rows)]
-    lines += ["", *report.notes, f"Verdict: {report.verdict}", *(f"Failed: {one}." for one in report.failures), ""]
+    lines += ["", *report.notes, *(f"Failed: {one}." for one in report.failures), ""]
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ Only requests that a draft drafted alone say how it does, and these are few (ser
 draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All their steps
 draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all tokens up
 to there were accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is worth is
-their sum, so a fall at the later ones is told as soon as one at all that costs as much (`tasks.measure.falls` plants
+their sum, so a fall at the later ones is told as soon as one at all that costs as much (`tests.benchmarks.falls` plants
 both), and K judges would tell falls that cost little, and K times as many that are none. Nor are logged rows scored for
 it: of a domain whose people agree to no log there are none, counts need no consent, and scoring takes the processor
 that answers.

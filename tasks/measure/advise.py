@@ -1,8 +1,8 @@
 """Which way of drafting a target, its traffic and a machine want: what each is expected to give, then what the best do.
 
 Each way answers a sample of the traffic once, in the reference engine, with as many drafted tokens as it may have; what
-fewer would give follows from that and from what rows of the target take here (`tasks.measure.expected`). The best are
-then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
+fewer would give follows from that and from what rows of the target take here (`models.throughput.expected`). The best
+are then measured in turns with plain decoding, on the same prompts. One stream, greedily; speeds are of decoding alone.
 
 With a table of another machine nothing is timed: what is accepted is seen here, times are the table's.
 """
@@ -23,12 +23,12 @@ from infra.views.results import Grid, Report, interval
 from models.chats import ChatEncoder
 from models.engines import Completion, Sampling
 from models.engines.torch import TorchEngine
+from models.evaluation.latency import Decoded, compare_speed
 from models.layers.decoder import Cache
 from models.params import BaseParams
+from models.throughput.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
-from tasks.measure.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.fit import toml
-from tasks.measure.latency import Decoded, compare_speed
 from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
 
@@ -38,7 +38,6 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)
 REPEATS, WARM_TOKENS = 9, 8
 NUM_MEASURED = 3
-AIM = 0.15  # share of a measured speed that the expected one may miss it by
 TREE_SIZES = (4, 8, 16)
 ENDED = 8  # K where a policy ends a proposal before: it is seen as it is and not cut, as trees are
 UNSURE = {"num_draft_tokens": ENDED, "lengths": {"name": "confidence"}}
@@ -276,6 +275,7 @@ def make_report(
     best = next(option for option in options if option.way == first)
     gain = speeds[best.way]["value"] if speeds else best.speedup
     notes = [
+        advice(best, gain, bool(speeds)),
         "One stream, greedy, decoding alone; in brackets 95% intervals over prompts.",
         f"Times are of {costs.device or 'the table that was given'}.",
     ]
@@ -296,7 +296,6 @@ def make_report(
         },
         grids=grids,
         notes=notes,
-        verdict=judge(best, gain, misses, bool(speeds)),
     )
 
 
@@ -307,15 +306,9 @@ def recipe_tables(way: Configuration, option: Option) -> dict[str, dict[str, Any
     return ({} if draft is None or way.draft == SERVED else {"draft": draft}) | {"engine": engine}
 
 
-def judge(best: Option, gain: float, misses: Mapping[str, float], measured: bool) -> str:
-    """Say what to take, and how far expectation and measurement are apart."""
+def advice(best: Option, gain: float, measured: bool) -> str:
+    """Say what to take."""
     how = "measured" if measured else "expected"
     if gain <= 1:
-        said = f"Don't speculate: the best, {best.way} with K = {best.num_draft_tokens}, is {how} at {gain:.2f}× plain."
-    else:
-        said = f"{best.way} with K = {best.num_draft_tokens}: {how} at {gain:.2f}× plain decoding."
-    if misses:
-        worst = max(misses, key=lambda way: abs(misses[way]))
-        kept = "within" if abs(misses[worst]) <= AIM else "not within"
-        said += f" Expected speeds are {kept} {AIM:.0%} of the measured ones; {worst} misses by {misses[worst]:+.0%}."
-    return said
+        return f"Don't speculate: the best, {best.way} with K = {best.num_draft_tokens}, is {how} at {gain:.2f}× plain."
+    return f"{best.way} with K = {best.num_draft_tokens}: {how} at {gain:.2f}× plain decoding."

@@ -1,10 +1,11 @@
 """Finished measurements on disk, so that an interrupted benchmark or comparison continues."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from infra.files import write_atomic
 
 SETUP = "setup.json"
 
@@ -34,7 +35,7 @@ class Cells:
                     "remove the folder, or choose another with --output"
                 )
         else:
-            _write(file, wanted)
+            write_atomic(file, json.dumps(wanted, allow_nan=False) + "\n")
 
     def has(self, name: str) -> bool:
         """Whether a cell is finished."""
@@ -48,7 +49,7 @@ class Cells:
             measure: returns its content, as JSON.
         """
         if not self.has(name):
-            _write(self._file(name), measure())
+            write_atomic(self._file(name), json.dumps(measure(), allow_nan=False) + "\n")
         return self.read(name)
 
     def read(self, name: str) -> Any:
@@ -57,9 +58,3 @@ class Cells:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.json"
-
-
-def _write(file: Path, content: Any) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, allow_nan=False) + "\n")
-    temporary.replace(file)

@@ -6,7 +6,7 @@ longer than most of them, or in several processes that stay; seconds then are th
 
 Seeds are paired: a row's difference from the baseline is taken seed by seed, and document by document where a metric
 has a figure for each, so what a seed does to all rows alike, such as the documents that it draws, cancels out.
-Intervals are Student's t, see `tasks.measure.spread`.
+Intervals are Student's t, see `models.evaluation.spread`.
 
 Rows that train do so at a learning rate of their own, which a sweep finds before their first cell, see
 `tasks.measure.sweep`. Under a margin, rows that the first seeds leave undecided get more of them, see
@@ -37,8 +37,8 @@ from infra.registry import open_registry
 from infra.settings import load_settings
 from infra.views.comparison import Comparison, MethodFigure, number
 from infra.views.results import out
-from models import catalog
 from models.evaluation.acceptance import CONFIDENCE
+from models.evaluation.spread import Mean, differences, spread
 from models.layers.linears import ENOUGH
 from models.params import did_you_mean
 from models.precision import gpu_name
@@ -48,12 +48,11 @@ from models.types import Estimate
 from tasks.measure import chain, decide, sweep
 from tasks.measure.cells import Cells
 from tasks.measure.comparisons import Bench, Metrics, Row
-from tasks.measure.spread import Mean, differences, spread
 from tasks.prepare_target import prepare_target
 from tasks.prepare_text import PARTS, prepare_text, read_documents, tokenise
-from tasks.stages import code_hashes, code_version
+from tasks.stages import code_hashes, code_version, methods_in
 
-ROOM = "tasks.measure."
+ROOMS = ("models", __name__.rpartition(".")[0])  # what figures depend on: algorithms, and what measures them
 DTYPE = "float32"  # what models are trained, pruned and quantized in
 
 
@@ -98,7 +97,7 @@ def compare_methods(
         "recipe": recipe.model_dump(mode="json", include={"name", "seed", "target", "text"}),
         "budget": budget,
         "rows": {row.name: row.settings for row in rows},
-        "code": code_version(*code_modules(comparison, rows))[:16],
+        "code": code_version(*code_modules(comparison, rows), rooms=ROOMS)[:16],
         "sweep": sweep.PLAN if hasattr(comparison, "tune") else None,
         "draft": _champion(recipe),
         "commit": git_commit(),
@@ -122,10 +121,12 @@ def compare_methods(
     if margin is not None:
         verdicts = decide.needed(metrics, comparison.BASELINE, margin, len(steps)) | verdicts
     figures = summarise(metrics, comparison.BASELINE)
-    record = recorder(family, {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]})
+    about = {"recipe": recipe.name, "budget": budget, "commit": setup["commit"]}
     for row in rows:
         count = counts[row.name]
-        cells.keep(f"run-{count}-{row.name}", partial(record, row, figures[row.name], count))
+        cells.keep(
+            f"run-{count}-{row.name}", partial(record, f"compare {family}", about, row, figures[row.name], count)
+        )
     found = Comparison(
         question=comparison.QUESTION,
         baseline=comparison.BASELINE,
@@ -269,29 +270,18 @@ def choose_rows(comparison: ModuleType, budget: float, only: Sequence[str] = ())
 def code_modules(comparison: ModuleType, rows: Sequence[Row]) -> list[str]:
     """Return the modules that figures depend on, with all that they import: the comparison, the methods of its rows and
     of its constants, the sweep, and the build's stages where it makes chains of them."""
-    named = [*(row.settings for row in rows), *_constants(comparison)]
-    own = [comparison.__name__, *sorted(set(_methods(named))), sweep.__name__]
+    named = methods_in([*(row.settings for row in rows), *_constants(comparison)])
+    own = [comparison.__name__, *named, sweep.__name__]
     stages = {change.__module__ for change in chain.CHANGES.values()}
-    return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own) else own
+    return [*own, *sorted(stages)] if chain.__name__ in code_hashes(*own, rooms=ROOMS) else own
 
 
 def _constants(comparison: ModuleType) -> list[object]:
-    """Return what stands in the constants of a comparison, and of the modules of this room that it reads."""
-    shared = [one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOM)]
+    """Return what stands in the constants of a comparison, and of the modules beside this one that it reads."""
+    shared = [
+        one for one in vars(comparison).values() if isinstance(one, ModuleType) and one.__name__.startswith(ROOMS[1])
+    ]
     return [value for module in (comparison, *shared) for name, value in vars(module).items() if name.isupper()]
-
-
-def _methods(settings: object) -> Iterator[str]:
-    """Yield the modules of the methods that tables of a row name, whichever family they are of."""
-    if isinstance(settings, Mapping):
-        name = settings.get("name")
-        for family in catalog.families() if name is not None else ():
-            if name in catalog.names(family):
-                yield f"models.{family}.{name}"
-        yield from _methods(list(settings.values()))
-    elif isinstance(settings, Sequence) and not isinstance(settings, str):
-        for one in settings:
-            yield from _methods(one)
 
 
 def measure_cell(comparison: ModuleType, bench: Bench, row: Row, seed: int) -> dict[str, Any]:
@@ -359,20 +349,17 @@ def t_interval(values: Sequence[float]) -> Estimate | None:
     return None if math.isinf(reach) else Estimate(value=found.mean, low=found.mean - reach, high=found.mean + reach)
 
 
-def recorder(family: str, setup: Mapping[str, object]) -> Callable[[Row, dict[str, MethodFigure], int], dict[str, str]]:
-    """Return what records a row as a run in MLflow, and returns the run's id."""
-    registry = open_registry()
-
-    def record(row: Row, figures: dict[str, MethodFigure], num_seeds: int) -> dict[str, str]:
-        metrics: dict[str, float] = {}
-        for metric, figure in figures.items():
-            if figure.value is not None:
-                metrics[metric] = figure.value
-            if figure.interval is not None:
-                metrics |= {f"{metric}/low": figure.interval.low, f"{metric}/high": figure.interval.high}
-            if figure.gain is not None:
-                metrics[f"{metric}/gain"] = figure.gain.value
-        params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
-        return {"run": registry.store.record_run(f"compare {family}: {row.name}", params, metrics, [])}
-
-    return record
+def record(
+    title: str, setup: Mapping[str, object], row: Row, figures: Mapping[str, MethodFigure], num_seeds: int
+) -> dict[str, str]:
+    """Record a row as a run in MLflow, and return the run's id."""
+    metrics: dict[str, float] = {}
+    for metric, figure in figures.items():
+        if figure.value is not None:
+            metrics[metric] = figure.value
+        if figure.interval is not None:
+            metrics |= {f"{metric}/low": figure.interval.low, f"{metric}/high": figure.interval.high}
+        if figure.gain is not None:
+            metrics[f"{metric}/gain"] = figure.gain.value
+    params = {**setup, "row": row.name, "settings": row.settings, "num_seeds": num_seeds}
+    return {"run": open_registry().store.record_run(f"{title}: {row.name}", params, metrics, [])}

@@ -7,7 +7,13 @@ from typing import Any
 
 from models.evaluation.acceptance import Summary, Trace, difference, summarise
 from models.evaluation.golden import Golden, equal_output, load_golden
+from models.sources import Prompt
 from models.types import Estimate, Frozen
+from tasks.measure.endpoint import Endpoint, dump
+from tasks.measure.run import Run
+from tasks.promote import open_champions
+
+Row = dict[str, Any]
 
 
 class DomainComparison(Frozen):
@@ -44,7 +50,7 @@ def compare_acceptance(
     """
     comparisons = {}
     for domain in sorted({str(row["domain"]) for row in before}):
-        old, new = (_traces(rows, domain) for rows in (before, after))
+        old, new = (traces_of(rows, domain) for rows in (before, after))
         gain = difference(old, new)
         tau = summarise(old).tau
         if tau is None:
@@ -78,15 +84,51 @@ def judge_outputs(
     return verdicts
 
 
-def _traces(rows: Sequence[Mapping[str, Any]], domain: str) -> list[Trace]:
+def traces_of(rows: Sequence[Mapping[str, Any]], domain: str = "") -> list[Trace]:
+    """Return what was accepted of the answers in a domain, "" for all, of which the steps are known."""
     return [
         Trace(
             request_id=str(row["prompt_id"]),
             token_ids=tuple(row["token_ids"]),
             drafted=tuple(row["drafted_per_step"]),
             accepted=tuple(row["accepted_per_step"]),
-            domain=domain,
+            domain=str(row["domain"]),
         )
         for row in rows
-        if row["domain"] == domain and row["accepted_per_step"] is not None
+        if domain in ("", row["domain"]) and row["accepted_per_step"] is not None
     ]
+
+
+def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) -> list[Row]:
+    """Ask each prompt once without speculation, with what tells a near-tie.
+
+    Call it after what is measured: the blocks that it leaves in the prefix cache have no keys of the draft.
+    """
+    with run.bar("reference outputs, speculation off", len(prompts)) as bar:
+        endpoint.speculate(False)
+        answers = endpoint.ask(prompts, gaps=True, on_answer=bar.advance)
+        endpoint.speculate(True)
+    return dump(answers)
+
+
+def judge_answers(references: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Count the verdicts over answers that ended, of prompts that were asked any number of times."""
+    target_dir = open_champions.fn().target_files.path
+    by_prompt = {row["prompt_id"]: row for row in references}
+    verdicts: Counter[str] = Counter()
+    for row in answers:
+        if row["status"] == "ok":
+            verdicts.update(judge_outputs([by_prompt[row["prompt_id"]]], [row], target_dir).values())
+    return verdicts
+
+
+def sentence(verdicts: Mapping[str, int]) -> str:
+    """Say what came of it."""
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "none"
+    return f"Outputs against no speculation, answer by answer: {counts}."
+
+
+def differing(verdicts: Mapping[str, int]) -> list[str]:
+    """Return the failure that other outputs are, as a list of none or one."""
+    count = verdicts.get("different", 0)
+    return [f"{count} outputs differ from those without speculation"] if count else []

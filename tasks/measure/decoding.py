@@ -26,11 +26,11 @@ from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
 from models.engines.torch.request import Took
 from models.evaluation.golden import LEAST_THRESHOLD, Golden, equal_output
+from models.evaluation.spread import Mean
 from models.layers.decoder import Decoder
 from models.learning import fitted
 from tasks.measure import lesson
 from tasks.measure.comparisons import Bench
-from tasks.measure.spread import Mean
 
 COLUMNS = {
     "tau": "τ, tokens a step ↑",

@@ -7,6 +7,7 @@ import asyncio
 import json
 import platform
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +35,6 @@ from models.sources import Prompt
 from tasks.configure_service import configure_service
 from tasks.measure.compare_traffic import compare_acceptance, compare_outputs
 from tasks.measure.demo_files import PHASES, RESULT, answers_of
-from tasks.measure.demo_stages import Stages
 from tasks.measure.stock import Stock
 from tasks.select_data import as_chats, choose_more, choose_prompts
 
@@ -47,6 +47,31 @@ PAUSE_S = 25.0
 ROOM_GIB = 14.0  # of memory that is free, for vLLM's own endpoint to wait beside the service and what trains
 
 Row = dict[str, Any]
+
+
+class Stages:
+    """What is done one after the other, and how long each took.
+
+    Attributes:
+        seconds: stage to seconds, of those that are done.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started_s = time.monotonic()
+        self._current: tuple[str, float] | None = None
+
+    def start(self, name: str, said: str = "") -> None:
+        """End a stage and announce the next one, by its name or in other words."""
+        now_s = time.monotonic()
+        if self._current is not None:
+            self.seconds[self._current[0]] = round(now_s - self._current[1], 1)
+        self._current = (name, now_s)
+        out.rule(said or name, align="left")
+
+    def total_s(self) -> float:
+        """Return the seconds since the first stage."""
+        return round(time.monotonic() - self._started_s, 1)
 
 
 @contextmanager

@@ -1,18 +1,19 @@
-"""The columns that tables of training regimes share: what methods say of themselves, loss in their own arithmetic."""
+"""What tables of training regimes share: columns of what methods say of themselves, loss in their own arithmetic, and
+the small model that is trained."""
 
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from models import catalog
+from models.checkpoints.loading import moved
 from models.evaluation.perplexity import score
+from models.evaluation.spread import Mean, nats_per_token
 from models.learning.training import Trained
 from models.params import BaseParams
-from tasks.measure.losses import nats_per_token
-from tasks.measure.spread import Mean
 
 COLUMNS = {
     "sign_agreement": "signs as the exact product's, share ↑",
@@ -22,6 +23,32 @@ COLUMNS = {
     "flushed_share": "gradients flushed to zero, share ↓",
     "fit_distance": "distance from the lognormal fit ↓",
 }
+
+
+def small_llama(
+    vocab_size: int, width: int, num_layers: int, heads: tuple[int, int], seed: int, device: str, **more: Any
+) -> PreTrainedModel:
+    """Return a Llama with weights of the seed's, its embedding tied.
+
+    Args:
+        vocab_size, width, num_layers: its shape.
+        heads: of attention, and of keys and values.
+        seed: of the weights.
+        device: where it is moved.
+        more: further keys of its configuration.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        tie_word_embeddings=True,
+        **more,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return moved(LlamaForCausalLM(config).float(), device)
 
 
 def evidence(trained: Trained) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from models.drafts import Draft
 from models.evaluation.likeness import answers
 from models.evaluation.paired import Score
 from models.evaluation.scoring import score
+from models.evaluation.spread import Mean
 from models.learning import distill
 from models.learning.hidden import Sample
 from tasks.measure.comparisons import Bench, draw
-from tasks.measure.spread import Mean
 
 COLUMNS = {
     "tau": "τ on greedy answers, tokens a step ↑",
@@ -40,38 +40,15 @@ LEARNING_RATE = 1.5e-3  # where sweeps begin
 HEAD = {"name": "eagle3"}
 
 
-class Learnt(NamedTuple):
-    """What came of it.
-
-    Attributes:
-        figures: all of `COLUMNS`.
-        num_parameters: that were trained.
-    """
-
-    figures: dict[str, float]
-    num_parameters: int
-
-
-class Taught(NamedTuple):
-    """A draft that was trained, the answers that it learnt, and the seconds that it took."""
-
-    draft: Draft
-    samples: list[Sample]
-    train_s: float
-
-
-def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Learnt:
-    """Train a new draft as `train` does, and score it on answers to other documents."""
-    taught = train(bench, draft, training, seed)
-    return Learnt(
-        figures={**accepted(bench, taught.draft, seed), "train_s": taught.train_s},
-        num_parameters=sum(one.numel() for one in taught.draft.parameters() if one.requires_grad),
-    )
+def teach(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> tuple[Draft, dict[str, float]]:
+    """Train a new draft as `train` does, and return it with `COLUMNS` on answers to other documents."""
+    taught, train_s = train(bench, draft, training, seed)
+    return taught, {**accepted(bench, taught, seed), "train_s": train_s}
 
 
 def refused(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> float:
     """Train a new draft as `train` does, and return what a sweep makes least: minus the mean of both τ."""
-    found = accepted(bench, train(bench, draft, training, seed).draft, seed)
+    found = accepted(bench, train(bench, draft, training, seed)[0], seed)
     return -(found["tau"] + found["tau_sampled"]) / 2
 
 
@@ -99,11 +76,11 @@ def _head(target_dir: Path, documents: tuple[tuple[int, ...], ...], budget: floa
     with TemporaryDirectory(prefix="redraft-lesson-") as folder:
         text = {"text": [list(one) for one in documents]}
         bench = Bench(target_dir, text, {}, budget, Path(folder), device=device)
-        return train(bench, HEAD, TRAINING, seed).draft
+        return train(bench, HEAD, TRAINING, seed)[0]
 
 
-def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> Taught:
-    """Train a new draft on answers of the target.
+def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: int) -> tuple[Draft, float]:
+    """Train a new draft on answers of the target, and return it with the seconds that took.
 
     Args:
         bench: the target and its documents; `budget` scales the answers that are learnt, 1 being 96 of 48 tokens.
@@ -122,7 +99,7 @@ def train(bench: Bench, draft: dict[str, Any], training: dict[str, Any], seed: i
     started = time.perf_counter()
     work_dir, device = bench.work_dir / "train", bench.device
     distill.train(model, bench.target_dir, learnt, params, NUM_DRAFT_TOKENS, work_dir, seed, device=device)
-    return Taught(model, learnt, time.perf_counter() - started)
+    return model, time.perf_counter() - started
 
 
 def answered(bench: Bench, number: int, seed: int) -> list[Sample]:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from models.checkpoints.loading import load_model
 from models.drafting.draft_families import family_of
 from models.evaluation.likeness import accepted, fits, likeness
+from models.evaluation.spread import Mean
 from tasks.measure.comparisons import Bench
-from tasks.measure.spread import Mean
 
 COLUMNS = {
     "kl": "KL from the target (nats/token, lower is better)",

@@ -9,7 +9,6 @@ HTTP on its way, which is to its advantage.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from infra.client import Answer
 from infra.peers import INTERPRETER
@@ -17,8 +16,7 @@ from models import catalog
 from models.recipe import Recipe
 from models.sources import Prompt
 from models.targets import stop_ids
-from tasks.measure.offline import run_process
-from tasks.measure.peers import encoder
+from tasks.measure.peers import answer_of, encoder, run_process
 from tasks.measure.run import Bar
 
 LLAMACPP = "llama.cpp"
@@ -65,15 +63,7 @@ def run_llamacpp(
     job.write_text(json.dumps(asked))
     argv = [str(INTERPRETER), "-I", str(PROCESS), str(job)]  # else modules beside it would be taken for Python's own
     rows = run_process(argv, {}, answers, folder / "llamacpp.log", "llama.cpp's process", bar)
-    return [(row.pop("side"), _answer(prompts[row.pop("prompt")], row)) for row in rows]
-
-
-def _answer(prompt: Prompt, row: dict[str, Any]) -> Answer:
-    return Answer(
-        prompt_id=prompt.id,
-        domain=prompt.domain,
-        status="ok",
-        num_tokens=len(row["token_ids"]),
-        first_token_ms=row["arrival_ms"][0],
-        **row,
-    )
+    return [
+        (row.pop("side"), answer_of(prompts[row.pop("prompt")], {"first_token_ms": row["arrival_ms"][0], **row}))
+        for row in rows
+    ]

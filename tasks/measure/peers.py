@@ -1,5 +1,8 @@
 """What the served pair is measured against without an endpoint: transformers, and the reference engine.
 
+They run in a process of their own, `python -m tasks.measure.peers JOB.json`, because the processor's threads belong to
+whoever is measured, and because a model that was loaded is only really gone when its process is.
+
 All of them answer one prompt at a time and greedily, with the target's own weights, in the engine's number format and
 with as many threads as this process may use cores. Assisted generation is transformers' model-free kind, prompt lookup:
 a small model with the target's tokenizer to assist it is not at hand. The reference engine is there with the draft and,
@@ -7,26 +10,33 @@ to hold its forward pass to vLLM's, started without one.
 """
 
 import asyncio
+import json
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
+from infra.client import Answer
+from infra.installed import openmp_preload
+from infra.processes import Child
 from models import catalog
 from models.chats import ChatEncoder
 from models.engines import Sampling
 from models.params import BaseParams
-from models.precision import fast_dtype
 from models.sources import Prompt
+from tasks.measure.run import Bar
 
 UNDRAFTED = "reference engine without a draft"
+POLL_S = 2.0  # seldom: the cores are being measured
 
 
 class Timed(NamedTuple):
@@ -50,12 +60,6 @@ class Timed(NamedTuple):
 
 # (prompt's token ids, most tokens of the answer) → the answer.
 Peer = Callable[[list[int], int], Timed]
-
-
-def engine_dtype(engine: BaseParams, device: str) -> str:
-    """Return the number format that an engine computes in, as torch names it."""
-    dtype = str(getattr(engine, "dtype", "auto"))
-    return str(fast_dtype(device)).removeprefix("torch.") if dtype == "auto" else dtype
 
 
 def open_peers(
@@ -142,3 +146,89 @@ def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> 
         )
 
     return answer
+
+
+class Job(BaseModel):
+    """What the process is to do; it writes one line a prompt and peer to `answers`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target_dir: Path
+    draft_dir: Path
+    dtype: str
+    num_draft_tokens: int
+    max_model_len: int
+    max_tokens: int
+    prompts: tuple[Prompt, ...]
+    answers: Path
+
+
+def run_offline(job: Job, folder: Path, bar: Bar) -> list[tuple[str, Answer]]:
+    """Run the process to its end and return peer and answer, in the order they were given.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "job.json"
+    file.write_text(job.model_dump_json())
+    argv = [sys.executable, "-m", "tasks.measure.peers", str(file)]
+    rows = run_process(argv, openmp_preload(), job.answers, folder / "offline.log", "the peers' process", bar)
+    return [(row["side"], Answer(**row["answer"])) for row in rows]
+
+
+def run_process(
+    argv: Sequence[str], environment: Mapping[str, str], answers: Path, log: Path, name: str, bar: Bar
+) -> list[dict[str, Any]]:
+    """Run a process that writes a line of JSON an answer to its end, and return the lines.
+
+    Args:
+        argv: the process.
+        environment: variables added to this one's.
+        answers: where it writes; what an earlier one left is removed.
+        log: for what else it says.
+        name: what messages call it.
+        bar: told of the lines so far.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its log.
+    """
+    answers.unlink(missing_ok=True)
+    with Child.start(argv, environment, log, name) as child:
+        while (code := child.poll()) is None:
+            time.sleep(POLL_S)
+            bar.show(_num_lines(answers))
+    if code:
+        raise RuntimeError(f"{name} ended with {code}\n{child.tail()}")
+    return [json.loads(line) for line in answers.read_text().splitlines()]
+
+
+def main() -> None:
+    """Do one job."""
+    job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
+    encode = encoder(job.target_dir)
+    peers = list(open_peers(job.target_dir, job.draft_dir, job.dtype, job.num_draft_tokens, job.max_model_len).items())
+    for _, peer in peers:
+        peer(encode(job.prompts[0]), job.max_tokens)  # warm: the first run allocates
+    with job.answers.open("w") as file:
+        for number, prompt in enumerate(job.prompts):
+            turn = number % len(peers)
+            for side, peer in peers[turn:] + peers[:turn]:
+                sent_s, timed = time.monotonic(), peer(encode(prompt), job.max_tokens)
+                answer = answer_of(prompt, {"sent_s": sent_s, **timed._asdict()})
+                file.write(json.dumps({"side": side, "answer": answer.model_dump(mode="json")}) + "\n")
+                file.flush()
+
+
+def answer_of(prompt: Prompt, timed: Mapping[str, Any]) -> Answer:
+    """Return an answer as a client has it, of the prompt and what a peer told of it."""
+    num_tokens = len(timed["token_ids"])
+    return Answer(prompt_id=prompt.id, domain=prompt.domain, status="ok", num_tokens=num_tokens, **timed)
+
+
+def _num_lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """What every benchmark is given: the recipe, a home of its own, its finished cells, and where to show progress."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,17 +8,20 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from infra.environment import environment_of
 from infra.machine import describe_machine, git_commit
+from infra.processes import Child
 from infra.querylog import QueryLog
 from infra.settings import Settings, load_settings
 from infra.views.results import out
-from models.precision import gpu_name
+from models.precision import engine_dtype, gpu_name
 from models.recipe import Recipe
 from models.sources import Prompt
 from tasks.measure.cells import Cells
 from tasks.measure.home import Served, copy_log, copy_served
-from tasks.measure.peers import engine_dtype
 from tasks.select_data import choose_prompts
+
+POLL_S = 0.5
 
 
 class Run:
@@ -113,6 +117,17 @@ class Run:
                 )
             found += prompts[: per_domain or None]
         return found
+
+    def command(self, *arguments: str) -> None:
+        """Run a command of `redraft` in the benchmark's home; RuntimeError with the end of its log if it fails."""
+        log, name = self.settings.home / "logs" / f"{arguments[0]}.log", f"redraft {arguments[0]}"
+        environment = environment_of(self.settings.home)
+        with self.bar(name, 1) as bar, Child.start([*self.redraft, *arguments], environment, log, name) as child:
+            while (code := child.poll()) is None:
+                time.sleep(POLL_S)
+            bar.advance()
+        if code:
+            raise RuntimeError(f"{name} ended with {code}\n{child.tail()}")
 
     @contextmanager
     def bar(self, what: str, total: int) -> "Iterator[Bar]":

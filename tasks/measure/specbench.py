@@ -10,7 +10,7 @@ nothing to hold them to: that a rule keeps the target's distribution is tested e
 
 A cell is a few prompts of a task at one temperature. What a draft remembers of earlier requests is forgotten between
 cells, so that an interrupted run goes on with the same figures. Drafts that have to be made are made before the first
-(`tasks.measure.families`).
+(`tasks.measure.configurations`).
 """
 
 import asyncio
@@ -29,11 +29,17 @@ from models import catalog
 from models.chats import ChatEncoder
 from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
-from models.evaluation.acceptance import Trace, summarise
-from tasks.measure.compare_traffic import judge_outputs
-from tasks.measure.configurations import Configuration, Target, open_target, read_configurations
-from tasks.measure.families import every_family, make_drafts
-from tasks.measure.latency import Decoded, compare_speed, spread
+from models.evaluation.acceptance import summarise
+from models.evaluation.latency import Decoded, compare_speed, spread
+from tasks.measure.compare_traffic import judge_outputs, traces_of
+from tasks.measure.configurations import (
+    Configuration,
+    Target,
+    every_family,
+    make_drafts,
+    open_target,
+    read_configurations,
+)
 from tasks.measure.questions import Question, as_questions, chat_before, fingerprint, read_questions
 from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
@@ -220,9 +226,6 @@ def make_report(
         for at, tasks in found.items()
         for task, of in tasks.items()
     }
-    verdicts = [
-        f"At temperature {at:g}: {judge(of, [*ways])}" if at else judge(of, [*ways]) for at, of in over_all.items()
-    ]
     return Report(
         figures={"temperatures": {f"{at:g}": {"tasks": tasks} for at, tasks in found.items()}},
         grids=[
@@ -230,7 +233,6 @@ def make_report(
             *_over_all(over_all, ways),
         ],
         notes=notes,
-        verdict=" ".join(verdicts),
         failures=failures,
         picture=draw_speeds(speeds, "× plain decoding", folder / "specbench.png"),
     )
@@ -260,17 +262,7 @@ def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir
     kept = [[row for row in side if row["prompt_id"] in passed] for side in (rows, plain)]
     here, there = ({row["prompt_id"]: Decoded(len(row["token_ids"]), row["seconds"]) for row in side} for side in kept)
     speedup, decoding = compare_speed(here, there, seed), compare_speed(_decoding(kept[0]), _decoding(kept[1]), seed)
-    traces = [
-        Trace(
-            request_id=row["prompt_id"],
-            token_ids=tuple(row["token_ids"]),
-            drafted=tuple(row["drafted_per_step"]),
-            accepted=tuple(row["accepted_per_step"]),
-            domain=row["domain"],
-        )
-        for row in rows
-    ]
-    accepted = summarise(traces, seed)
+    accepted = summarise(traces_of(rows), seed)
     places = [place.value for place in accepted.per_position]
     while places and not places[-1]:
         places.pop()
@@ -336,15 +328,3 @@ def _ratio(figures: Row, key: str = "speedup") -> str:
 
 def _tau(figures: Row) -> str:
     return f"{figures['tau']['value']:.2f}" if figures["tau"] else "–"
-
-
-def judge(found: Mapping[str, Row], ways: Sequence[str]) -> str:
-    """Say which way is the fastest over all tasks, and whether it is faster than plain decoding at all."""
-    speeds = {way: found[way]["speedup"]["overall"] for way in ways if found[way]["speedup"]}
-    if not speeds:
-        return "No configuration has an output that passed."
-    best = max(speeds, key=lambda way: float(speeds[way]["value"]))
-    told = f"{best}: {interval(speeds[best])}× plain decoding over all tasks"
-    if speeds[best]["value"] <= 1:
-        return f"No way is faster than plain decoding; least is lost with {told}."
-    return f"The fastest is {told}{'' if speeds[best]['low'] > 1 else ', which may be luck'}."

@@ -23,17 +23,17 @@ from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
+from models.evaluation.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
+from models.evaluation.latency import spread as spread_of
 from models.layers.grids import FILE as GRID
 from models.params import did_you_mean
+from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.endpoint import Asked, Endpoint, dump
 from tasks.measure.home import Served
-from tasks.measure.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
-from tasks.measure.latency import spread as spread_of
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
-from tasks.measure.offline import Job, run_offline
-from tasks.measure.peers import UNDRAFTED, engine_dtype
+from tasks.measure.peers import Job, run_offline
 from tasks.measure.run import Bar, Run
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
@@ -42,8 +42,6 @@ TITLE, QUESTION = "B1", "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
 OVER_STOCK = ("over_stock", "request_over_stock")
-# What is aimed at by domain, and elsewhere.
-AIMS, AIM = {"code": 2.0}, 1.5
 OURS = "pair"  # what is started for the pair
 UNHELD = "not held to them"  # the verdict on an output of other number formats
 # Of each domain before the pair is timed: of a domain's first requests most are drafted by the head alone.
@@ -218,7 +216,10 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     domains = list(run.recipe.traffic)
     figures, grids, failures = {}, [], []
     for domain in domains:
-        of = {side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)] for side in _sides(rows)}
+        of = {
+            side: [row for row in rows if (row["side"], row["domain"]) == (side, domain)]
+            for side in dict.fromkeys(row["side"] for row in rows)
+        }
         references = of.pop(REFERENCE)
         sides = {side: _Side(answers, _judge(side, references, answers, target_dir)) for side, answers in of.items()}
         figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
@@ -233,19 +234,15 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     notes = [
         f"One stream, greedy, K = {run.recipe.num_draft_tokens} everywhere; first token left out of tokens/s.",
         f"Draft {served.originals[-1]} is served; the first draft is {served.originals[0]}.",
-        f"{PLAIN} is its own OpenAI endpoint, compiled: the same version, weights, number format, threads and client.",
-        "Without a draft it is the baseline, and its outputs are those that all others are held to.",
+        f"{PLAIN} is its own OpenAI endpoint, compiled; without a draft it is what speeds and outputs are held to.",
         "Speeds are only of prompts whose output passed. In brackets p10 to p90 over prompts.",
         "The last column is over all tokens and seconds, with a 95% interval that resamples prompts.",
-        "Assisted generation of transformers is its prompt lookup: no small model with this tokenizer is at hand.",
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
     ]
     if suffix_version() is None:
         notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make peers` compiles it.")
     if missing := why_not(run.recipe):
         notes.append(f"{LLAMACPP} was left out: {missing}.")
-    else:
-        notes.append(f"{LLAMACPP} has the file that the target is made of, and computes in its own formats.")
     if served.champion == 1:
         notes.append("The served draft is the first one, so there is no static draft to compare with.")
     picture = draw_speeds(_speeds(figures), "tokens/s, one stream", run.folder / "speed.png")
@@ -253,7 +250,6 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         figures={"domains": figures, "drafts": list(served.originals)},
         grids=grids,
         notes=notes,
-        verdict=judge(figures),
         failures=failures,
         picture=picture,
     )
@@ -344,10 +340,6 @@ def _last_s(row: Row) -> float:
     return float(row["arrival_ms"][-1] / 1000 if row["arrival_ms"] else row["seconds"])
 
 
-def _sides(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["side"] for row in rows))
-
-
 def _grid(domain: str, figures: Mapping[str, Row]) -> Grid:
     columns = ["side", "outputs", "tokens/s", "first ms", "p50 ms", "p99 ms", "τ"]
     columns += [f"× {PLAIN}", f"whole request × {PLAIN}", "pair ÷ it"]
@@ -377,34 +369,3 @@ def _outputs(figures: Row) -> str:
     return ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in ("equal", "near-tie", "different", UNHELD) if counts.get(verdict)
     )
-
-
-def judge(figures: Mapping[str, Mapping[str, Row]]) -> str:
-    """Say how the pair, and the reference engine without a draft, stand to vLLM without a draft.
-
-    Args:
-        figures: domain to side to what `_Side.figures` gave.
-    """
-    parts = []
-    for domain, sides in figures.items():
-        own, request = (sides[PAIR][name] for name in OVER_STOCK)
-        if own is None or request is None:
-            parts.append(f"{domain}: no output of the pair could be compared")
-            continue
-        behind = [
-            side
-            for side, one in sides.items()
-            if side != PAIR and one["pair_over_it"] and one["pair_over_it"]["overall"]["value"] < 1
-        ]
-        parts.append(
-            f"{domain}: {own['overall']['value']:.2f}× vLLM without a draft (aim {AIMS.get(domain, AIM):g}), "
-            f"{request['overall']['value']:.2f}× over whole requests, "
-            + (f"behind {', '.join(behind)}" if behind else "ahead of every peer")
-        )
-    for domain, sides in figures.items():
-        if UNDRAFTED not in sides:  # peers were chosen without it
-            continue
-        ratio = sides[UNDRAFTED]["over_stock"]
-        found = f"{interval(ratio['overall'])} of vLLM's speed" if ratio else "no output could be compared"
-        parts.append(f"{domain}, {UNDRAFTED}: {found}")
-    return "; ".join(parts) + "."

@@ -22,10 +22,10 @@ from infra.settings import Settings
 from models.drafting.draft_families import family_of
 from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
+from models.precision import engine_dtype
 from models.recipe import Recipe
 from tasks.measure.endpoint import Asked
 from tasks.measure.home import Served
-from tasks.measure.peers import engine_dtype
 
 LOOPBACK = "127.0.0.1"  # where it needs no key
 # A cold start compiles for minutes.

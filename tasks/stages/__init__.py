@@ -88,7 +88,7 @@ def stage_key(stage: str, params: object, inputs: Mapping[str, Artifact], code: 
         "stage": stage,
         "params": params,
         "inputs": {role: artifact.sha256 for role, artifact in inputs.items()},
-        "code": code_version(*map(_module_of, code), *_methods_in(params)),
+        "code": code_version(*map(_module_of, code), *methods_in(params)),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(canonical_json(parts)).hexdigest()[:KEY_LENGTH]
@@ -108,19 +108,23 @@ def local_content(path: str) -> dict[str, str]:
     return {"sha256": hashlib.sha256(canonical_json(hashes)).hexdigest()}
 
 
-def code_version(*modules: str) -> str:
-    """Hash the syntax of modules and of the modules of `models` and of measuring that they import, near and far.
+def code_version(*modules: str, rooms: Sequence[str] = ("models",)) -> str:
+    """Hash the syntax of modules and of what they import, near and far, of some packages.
 
     Comments, layout and the recipe's schema don't count. What is only looked up by name (`models.catalog`) is not seen
     here; `stage_key` adds the methods that a stage's params name.
 
+    Args:
+        modules: their names.
+        rooms: the packages that are followed into.
+
     Raises:
         ValueError: there is no such module.
     """
-    return hashlib.sha256(canonical_json(code_hashes(*modules))).hexdigest()
+    return hashlib.sha256(canonical_json(code_hashes(*modules, rooms=rooms))).hexdigest()
 
 
-def code_hashes(*modules: str) -> dict[str, str]:
+def code_hashes(*modules: str, rooms: Sequence[str] = ("models",)) -> dict[str, str]:
     """Return what `code_version` hashes: each module's own hash."""
     waiting, hashes = list(modules), {}
     for name in modules:
@@ -136,7 +140,7 @@ def code_hashes(*modules: str) -> dict[str, str]:
         waiting += [
             imported
             for imported in _imports(tree)
-            if imported.startswith(("models.", "tasks.measure.")) and imported not in SCHEMAS
+            if imported.startswith(tuple(f"{room}." for room in rooms)) and imported not in SCHEMAS
         ]
     return hashes
 
@@ -145,7 +149,7 @@ def _module_of(code: object) -> str:
     return code.__name__ if isinstance(code, ModuleType) else code.__module__
 
 
-def _methods_in(params: object) -> list[str]:
+def methods_in(params: object) -> list[str]:
     """Return the modules of the methods that tables in a stage's params name, of whichever family has such a one."""
     waiting, named = [params], set[str]()
     while waiting:

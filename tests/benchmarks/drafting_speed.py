@@ -27,9 +27,10 @@ from models.chats import ChatEncoder
 from models.engines import Completion, Sampling, Way
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.measuring import measure as measure_steps
 from models.evaluation.golden import Golden, equal_output, load_golden
+from models.evaluation.latency import Decoded, compare_blocks
 from models.recipe import load_recipe
-from tasks.measure.latency import Decoded, compare_blocks
 from tasks.select_data import choose_prompts
 
 NONE = "none"
@@ -102,7 +103,7 @@ async def measure(
         print(f"started in {time.monotonic() - started_s:.1f} s", flush=True)
         try:
             started_s = time.monotonic()
-            await engine.measure_costs()
+            await measure_steps(engine)
             print(f"measured what steps take in {time.monotonic() - started_s:.1f} s", flush=True)
             prompts = held_out(target, count)
             for of_domain in prompts.values():  # warms up, and lets the policy see what is accepted

@@ -33,7 +33,7 @@ from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import Wishes
 from models.engines.vllm.measuring import measure as measure_steps
-from tasks.measure.latency import Decoded, compare_blocks
+from models.evaluation.latency import Decoded, compare_blocks
 
 DOMAINS = ("gsm8k", "mbpp", "wikisql")
 ALLOWED = {1: 0.05, 4: 0.08}  # streams to how far the estimate may be off

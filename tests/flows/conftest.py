@@ -41,10 +41,10 @@ class Cli:
             self._env["PREFECT_API_URL"] = orchestrator
         self._env |= variables
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, program: str = "flows.cli") -> subprocess.Popen[str]:
         """Start a command in a process group of its own; its output goes to one pipe."""
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", program, *arguments],
             env=self._env,
             text=True,
             start_new_session=True,
@@ -52,9 +52,9 @@ class Cli:
             stderr=subprocess.STDOUT,
         )
 
-    def run(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
+    def run(self, *arguments: str, timeout_s: float = TIMEOUT_S, program: str = "flows.cli") -> str:
         """Run a command that must succeed, and return its output."""
-        with self.start(*arguments) as process:
+        with self.start(*arguments, program=program) as process:
             output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, output
         return output

@@ -27,6 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from models.engines.vllm import Params, native
 from models.engines.vllm.fields import MEASURE, WISHES, Wishes
 from models.engines.vllm.planning import cycles, turns
+from models.types import Frozen
 
 if TYPE_CHECKING:
     from models.engines.vllm.engine import VllmEngine

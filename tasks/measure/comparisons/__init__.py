@@ -8,7 +8,7 @@ A file has
 - `rows(budget) -> list[Row]`: what is compared; `budget` scales how much is trained or calibrated, 1 being minutes for
   the whole family on two cores;
 - `measure(bench, row, seed) -> dict[str, float]`: one row under one seed, all of `COLUMNS` and nothing else; a metric
-  that makes no sense for a row is NaN, one that is a mean over documents is of type `tasks.measure.spread.Mean`, so
+  that makes no sense for a row is NaN, one that is a mean over documents is of type `models.evaluation.spread.Mean`, so
   that rows are compared document by document;
 - `tune(bench, row, seed) -> float`, optional: the loss of a row on `bench.held_out` after training at the rate that its
   settings call `learning_rate`; rows that have one are then measured at their best rate (`tasks.measure.sweep`);
@@ -22,9 +22,14 @@ alone. What they draw from is said here once; torch is not imported, because lis
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import chain, zip_longest
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from models.params import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +73,18 @@ class Bench(NamedTuple):
     draft_dir: Path | None = None
     num_draft_tokens: int = 3
     device: str = "cpu"
+
+
+def families() -> list[str]:
+    """Return the names of the comparisons there are; none is imported."""
+    return sorted(module.name for module in iter_modules(__path__))
+
+
+def load_comparison(family: str) -> ModuleType:
+    """Import a comparison; ValueError names the nearest one if there is none of that name."""
+    if family not in (known := families()):
+        raise ValueError(f'no family to compare is called "{family}"{did_you_mean(family, known)}')
+    return import_module(f"{__name__}.{family}")
 
 
 def draw(documents: Mapping[str, Sequence[list[int]]], num_tokens: int, max_length: int, seed: int) -> list[list[int]]:

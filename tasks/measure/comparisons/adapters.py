@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from models import adapters, catalog
 from models.checkpoints.loading import load_model
 from models.evaluation.perplexity import score
+from models.evaluation.spread import Mean, nats_per_token
 from models.learning.counting import held_bytes
 from models.learning.training import pad, train
 from models.params import TrainingParams
 from tasks.measure import likeness, sweep
 from tasks.measure.comparisons import Bench, Row, shuffled
-from tasks.measure.losses import nats_per_token
-from tasks.measure.spread import Mean
 
 QUESTION = "What does a domain cost to learn when few parameters are trained, and what is forgotten?"
 BASELINE = "base"

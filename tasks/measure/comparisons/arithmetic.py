@@ -15,17 +15,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import catalog
-from models.checkpoints.loading import moved
 from models.evaluation.perplexity import score
+from models.evaluation.spread import Mean, differences, nats_per_token
 from models.learning.training import train_by_name
 from models.params import TrainingParams
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, first_by_domain, shuffled, up_to
-from tasks.measure.losses import nats_per_token
-from tasks.measure.spread import Mean, differences
 
 QUESTION = "How few bits, or how much of the gradient, does training get by with?"
 BASELINE = "float32"
@@ -126,28 +123,13 @@ def _float32(texts: Texts, width: int, seed: int, rate: float, device: str) -> O
 
 def _run(texts: Texts, width: int, seed: int, method: dict[str, Any] | None, rate: float, device: str) -> Outcome:
     methods = [] if method is None else [catalog.parse("regimes", method)]
-    model = moved(_model(width, seed), device)
+    heads, sizes = width // HEAD_WIDTH, {"intermediate_size": 3 * width, "max_position_embeddings": LENGTH}
+    model = evidence.small_llama(VOCABULARY, width, 2, (heads, heads), seed, device, **sizes)
     training = TRAINING.model_copy(update={"learning_rate": rate})
     trained = train_by_name(model, texts.train, training, methods, seed)
     in_floats = nats_per_token(score(model, texts.held_out, max_length=LENGTH))
     loss = evidence.own_loss(model, texts.held_out, methods, LENGTH, seed)
     return Outcome(loss, in_floats, trained.seconds, evidence.evidence(trained))
-
-
-def _model(width: int, seed: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=2,
-        num_attention_heads=width // HEAD_WIDTH,
-        num_key_value_heads=width // HEAD_WIDTH,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
 
 
 def _texts(bench: Bench, seed: int) -> Texts:

@@ -32,8 +32,9 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train one draft; see `tasks.measure.comparisons`."""
-    learnt = lesson.teach(bench, row.settings["draft"], _training(row), seed)
-    return {**learnt.figures, "rate": sweep.rate_of(row), "parameters_m": learnt.num_parameters / 1e6}
+    draft, figures = lesson.teach(bench, row.settings["draft"], _training(row), seed)
+    trained = sum(one.numel() for one in draft.parameters() if one.requires_grad)
+    return {**figures, "rate": sweep.rate_of(row), "parameters_m": trained / 1e6}
 
 
 def _training(row: Row) -> dict[str, Any]:

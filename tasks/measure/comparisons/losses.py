@@ -30,4 +30,4 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     """Train one draft; see `tasks.measure.comparisons`."""
-    return {**lesson.teach(bench, DRAFT, row.settings, seed).figures, "rate": sweep.rate_of(row)}
+    return {**lesson.teach(bench, DRAFT, row.settings, seed)[1], "rate": sweep.rate_of(row)}

@@ -18,11 +18,11 @@ from models import catalog
 from models.checkpoints.loading import load_model
 from models.checkpoints.sparsity import Pattern
 from models.evaluation.perplexity import score
+from models.evaluation.spread import perplexity
 from models.layers.linears import enough_tokens, linears
 from models.prune import prune_model
 from tasks.measure import likeness
 from tasks.measure.comparisons import Bench, Row, draw
-from tasks.measure.losses import perplexity
 
 QUESTION = "What does zeroing the target's linear weights cost, method by method?"
 BASELINE = "dense"

@@ -23,22 +23,22 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from models import catalog, quantize
 from models.checkpoints import invariants, mixed
-from models.checkpoints.loading import load_model, moved
+from models.checkpoints.loading import load_model
 from models.checkpoints.sparsity import Pattern
 from models.evaluation.perplexity import score
+from models.evaluation.spread import nats_per_token, perplexity
 from models.layers.layout import blocks
 from models.layers.linears import enough_tokens
 from models.learning import training
 from models.params import TrainingParams
 from models.prune import prune_model
 from models.quantize import BLOCK, Quantized
-from tasks.measure import chain, likeness, sweep
+from tasks.measure import chain, evidence, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw, up_to
-from tasks.measure.losses import nats_per_token, perplexity
 
 QUESTION = "What does each form of fewer bits cost in perplexity, and what does it save?"
 BASELINE = "float"
@@ -230,18 +230,8 @@ def _outliers(bench: Bench, seed: int) -> PreTrainedModel:
 
 
 def _scratch(bench: Bench, seed: int) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=AutoConfig.from_pretrained(bench.target_dir).vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return moved(LlamaForCausalLM(config).float(), bench.device)
+    vocab_size = AutoConfig.from_pretrained(bench.target_dir).vocab_size
+    return evidence.small_llama(vocab_size, 128, 3, (4, 2), seed, bench.device, intermediate_size=384)
 
 
 MODELS = {"target": _target, "outliers": _outliers, "scratch": _scratch}

@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from models import catalog
-from models.checkpoints.loading import moved
 from models.evaluation.perplexity import score
+from models.evaluation.spread import nats_per_token
 from models.layers.linears import linears
 from models.learning.counting import Cost, counted
 from models.learning.training import Trained, pad, train, train_by_name
 from models.params import BaseParams, TrainingParams
 from tasks.measure import evidence, sweep
 from tasks.measure.comparisons import Bench, Row, commonest, in_turn, shuffled, up_to
-from tasks.measure.losses import nats_per_token
 
 QUESTION = "What does each training regime save, and what does it cost in loss, against plain training?"
 BASELINE = "plain"
@@ -128,19 +127,8 @@ def _settings(row: Row, num_epochs: int) -> TrainingParams:
 
 
 def _scratch(vocab_size: int, seed: int, device: str) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return moved(LlamaForCausalLM(config), device)
+    sizes = {"intermediate_size": 352, "max_position_embeddings": LENGTH}
+    return evidence.small_llama(vocab_size, 128, 4, (4, 2), seed, device, **sizes)
 
 
 def _draw(domains: dict[str, list[list[int]]], ids: dict[int, int], num_tokens: int, seed: int) -> list[list[int]]:

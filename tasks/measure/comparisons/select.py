@@ -21,13 +21,12 @@ from models import catalog
 from models.checkpoints.loading import load_model
 from models.drafts import lm
 from models.evaluation.perplexity import score
+from models.evaluation.spread import Mean, nats_per_token
 from models.learning.training import train
 from models.params import TrainingParams
 from models.select import Sources, acceptance, select
 from tasks.measure import sweep
 from tasks.measure.comparisons import Bench, Row, first_by_domain, shuffled
-from tasks.measure.losses import nats_per_token
-from tasks.measure.spread import Mean
 
 QUESTION = "Which documents of a pool teach a small model most, at an equal number of documents?"
 BASELINE = "random"

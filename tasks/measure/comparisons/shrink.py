@@ -32,13 +32,14 @@ from transformers import AutoConfig, PreTrainedModel
 from models import catalog
 from models.adapters import lora
 from models.checkpoints.loading import load_model, save_model
+from models.evaluation import spread
 from models.evaluation.perplexity import perplexity, score
 from models.layers.linears import enough_tokens
 from models.layers.reshape import Kept, take_layers, take_widths
 from models.learning import training
 from models.params import TrainingParams
 from models.shrink import choose, choose_heads, num_stored, shape_of
-from tasks.measure import chain, likeness, losses, sweep
+from tasks.measure import chain, likeness, sweep
 from tasks.measure.comparisons import Bench, Row, draw
 
 QUESTION = "Which way of making the target a fifth smaller keeps most of it, and what does each save?"
@@ -113,7 +114,7 @@ def tune(bench: Bench, row: Row, seed: int) -> float:
         model = load_model(_chain(bench, row, seed), device=bench.device)
     else:
         model = _shrunk(load_model(bench.target_dir, device=bench.device), bench, _shorter(row), seed)
-    return losses.nats_per_token(score(model, held_out, LENGTH))
+    return spread.nats_per_token(score(model, held_out, LENGTH))
 
 
 def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
@@ -130,7 +131,7 @@ def measure(bench: Bench, row: Row, seed: int) -> dict[str, float]:
     seconds = math.nan if model is full else time.perf_counter() - started
     kept = getattr(model.config, "redraft", {}).get("kept_tokens")
     if kept is None:
-        said: float = losses.perplexity(score(model, held_out, LENGTH))
+        said: float = spread.perplexity(score(model, held_out, LENGTH))
     else:  # other stretches of text than the target's, so that no document can be paired
         said = perplexity(score(model, _readable(held_out, kept), LENGTH))
     return {

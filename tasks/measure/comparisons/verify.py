@@ -21,8 +21,8 @@ from models.drafting.multi_draft import exact_outcome, most_kept
 from models.drafting.sampling import probabilities
 from models.drafts import lm
 from models.engines import Sampling
+from models.evaluation.spread import Mean
 from tasks.measure.comparisons import Bench, Row, draw
-from tasks.measure.spread import Mean
 
 QUESTION = "How much of the drafts for a place does each verification rule keep, and how far is that from the best?"
 BASELINE = "rejection, 1 draft, T 1"

@@ -2,10 +2,8 @@
 
 from infra.views.figures import (
     draw_latency,
-    draw_promotions,
     draw_ratios,
     draw_refreshes,
-    draw_shares,
     draw_speeds,
 )
 from models.types import Estimate
@@ -22,17 +20,8 @@ def test_ratios_are_drawn_also_of_a_single_load(tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_promotions_are_drawn_also_where_none_came(tmp_path):
-    file = draw_promotions(
-        {"no gain": [(1.0, 0.0), (1000.0, 0.0)], "better": [(1.0, 0.0), (3.0, 1.0)]}, 0.05, tmp_path / "g.png"
-    )
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_latencies_are_drawn_as_dots_and_as_shares(tmp_path):
+def test_latencies_are_drawn_as_dots(tmp_path):
     file = draw_latency({"all": [(-1.0, 12.0), (0.5, 30.0)]}, "seconds from a swap", tmp_path / "swap.png")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    file = draw_shares({"quiet": [1.0, 2.0, 2.0], "busy": [3.0]}, "ms", tmp_path / "shares.png")
     assert file.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,12 +1,34 @@
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 import torch
+from rich.progress import Progress
 
+from infra.artifacts import Artifact, publish, staged
 from models import catalog
-from models.drafting.draft_families import family_named
+from models.drafting.draft_families import family_named, family_of, name_of
+from models.evaluation.golden import save_golden
 from models.layers.decoder import Decoder
-from tasks.measure.configurations import SERVED, Configuration, Target, read_configurations
+from models.learning.hidden import Sample
+from models.recipe import Recipe, load_recipe
+from models.sources import Message
+from tasks.measure.configurations import (
+    SERVED,
+    Configuration,
+    Target,
+    every_family,
+    is_made,
+    make_drafts,
+    read_configurations,
+)
+from tasks.measure.fit import toml
+from tasks.measure.questions import Question
+from tasks.measure.run import Bar
+from tasks.measure.specbench import ALL, PLAIN, _answer, make_report
+from tasks.stages.samples import write_samples
+from tests.models.drafts.answered import answer_all, prompts
+from tests.models.drafts.tiny import params_of
 
 
 def test_without_a_file_there_is_the_served_draft_and_each_family_that_needs_nothing() -> None:
@@ -53,3 +75,101 @@ def test_a_configuration_that_is_wrong_is_named(tmp_path: Path, text: str, messa
     (tmp_path / "ways.toml").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_configurations(tmp_path / "ways.toml", 3)
+
+
+QUESTIONS = [Question(id="1", domain="qa", messages=(Message(role="user", content="a b c a b c"),))]
+
+
+@pytest.fixture
+def answered(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Artifact, Artifact]:
+    """The tiny target and its answers, in a home of their own."""
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    with staged(tmp_path / "target") as directory:
+        copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
+        save_golden(directory, [], 1e-3)
+    with staged(tmp_path / "samples") as directory:
+        said = answer_all(tiny_target, None, prompts(6))
+        rows = [Sample(str(n), "chat", [*one.prompt_ids], [*one.token_ids]) for n, one in enumerate(said)]
+        write_samples(directory, "train", rows)
+    return publish(tmp_path / "target", "target"), publish(tmp_path / "samples", "samples")
+
+
+@pytest.fixture
+def tiny() -> Recipe:
+    return load_recipe("tiny")
+
+
+def tiny_ways(file: Path) -> dict[str, Configuration]:
+    """Read a file that names every family in a shape that fits the tiny target."""
+    tables = {}
+    for name in catalog.names("drafts"):
+        shape = params_of(family_named(name)).model_dump(mode="json", exclude_none=True)
+        shape |= {"num_trials": 2} if name == "self_skip" else {}
+        tables[name] = {"draft": shape, "num_draft_tokens": 2}
+    file.write_text(toml(tables))
+    return read_configurations(file, 2, makes=True)
+
+
+@pytest.mark.slow
+def test_every_family_is_in_one_table_greedily_and_at_temperature_1(
+    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    asked = tiny_ways(tmp_path / "ways.toml")
+    assert [*asked] == catalog.names("drafts")
+    ways = make_drafts(tiny, *answered, asked, 0.001)
+    for name, way in ways.items():
+        assert isinstance(way.draft, str) == is_made(asked[name])
+        assert not isinstance(way.draft, str) or name_of(family_of(Path(way.draft))) == name
+    made = sorted((tmp_path / "home" / "artifacts" / "draft").iterdir())
+    assert ways == make_drafts(tiny, *answered, asked, 0.001)
+    assert sorted((tmp_path / "home" / "artifacts" / "draft").iterdir()) == made
+
+    directory = answered[0].path
+    shared = {"dtype": "float32", "max_model_len": 64}
+    target = Target(directory, Decoder.load(directory, torch.float32), directory, shared)
+    with Progress(disable=True) as progress:
+        bar = Bar(progress, progress.add_task("", total=1))
+        rows = {at: _answer(target, ways, QUESTIONS, 12, bar, at) for at in (0.0, 1.0)}
+    report = make_report(rows, ways, directory, tmp_path, seed=0)
+    assert report.failures == []
+    both = next(grid for grid in report.grids if grid.title == "over all tasks, by temperature")
+    assert [row[0] for row in both.rows] == [PLAIN, *catalog.names("drafts")]
+    assert all("–" not in row for row in both.rows)
+    assert all(set(of["tasks"][ALL]) == {PLAIN, *ways} for of in report.figures["temperatures"].values())
+
+
+def test_without_a_file_there_is_the_served_draft_and_every_family_with_its_vocabulary(tiny: Recipe) -> None:
+    ways = every_family(tiny)
+    assert [*ways] == ["served draft", "served draft, look-up", *catalog.names("drafts")]
+    assert ways["eagle3"].draft == tiny.draft
+    assert ways["eagle"].draft.vocab_size == tiny.draft.vocab_size
+    tokens = {name: way.engine["num_draft_tokens"] for name, way in ways.items()}
+    assert (tokens["eagle3"], tokens["early_exit"], tokens["rag_draft"], tokens["suffix"]) == (2, 2, 2, 8)
+
+
+@pytest.mark.slow
+def test_what_a_table_says_of_training_goes_before_the_recipe(
+    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    file = tmp_path / "ways.toml"
+    table = '[lm{0}]\ndraft = {{ name = "lm", num_layers = 1 }}\ndistill = {{ learning_rate = {1} }}\n'
+    file.write_text(table.format("", 1e-3) + table.format("-slowly", 1e-12))
+    ways = make_drafts(tiny, *answered, read_configurations(file, 2, makes=True), 1.0)
+    new = family_named("lm").create(catalog.parse("drafts", {"name": "lm", "num_layers": 1}), answered[0].path, None)
+
+    def moved(way: Configuration) -> float:
+        draft = family_named("lm").load(Path(str(way.draft)), answered[0].path)
+        parts = zip(draft.parameters(), new.parameters(), strict=True)
+        return max(float((one - other.to(torch.bfloat16)).detach().abs().max()) for one, other in parts)
+
+    assert moved(ways["lm"]) > 1e-3
+    assert moved(ways["lm-slowly"]) < 1e-3
+
+
+def test_a_draft_that_does_not_fit_the_target_is_named(
+    tiny: Recipe, answered: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    (tmp_path / "ways.toml").write_text('[deep]\ndraft = { name = "lm", num_layers = 9 }\n')
+    ways = read_configurations(tmp_path / "ways.toml", 2, makes=True)
+    with pytest.raises(ValueError, match="deep: num_layers must be 1 to 1"):
+        make_drafts(tiny, *answered, ways, 1.0)

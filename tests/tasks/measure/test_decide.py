@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
+from models.evaluation.spread import Mean
 from tasks.measure import decide
-from tasks.measure.spread import Mean
 
 MARGIN, FIRST, MOST = 0.1, 3, 12
 NUM_RUNS = 4000

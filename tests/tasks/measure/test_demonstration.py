@@ -9,7 +9,7 @@ from infra.settings import load_settings
 from models.recipe import Demo, Recipe, load_recipe
 from tasks.measure import demonstration
 from tasks.measure.demo_files import answers_of
-from tasks.measure.demo_stages import Stages
+from tasks.measure.demonstration import Stages
 from tasks.measure.stock import Stock
 from tasks.select_data import choose_prompts
 
@@ -68,3 +68,13 @@ def test_where_a_recipe_wants_none_vllms_own_endpoint_is_not_started(tiny_target
     assert not recipe.demo.stock
     demonstrated(recipe, recipe.demo, tiny_target, tmp_path).time_stock()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_takes_until_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 1.0, 4.0, 9.5, 11.0])
+    monkeypatch.setattr(demonstration.time, "monotonic", lambda: next(moments))
+    stages = Stages()
+    for name in ("build", "serve", "result"):
+        stages.start(name)
+    assert stages.seconds == {"build": 3.0, "serve": 5.5}
+    assert stages.total_s() == 11.0

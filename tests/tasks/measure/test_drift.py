@@ -1,5 +1,6 @@
 """When a way has followed a shift, and what it forgot meanwhile, by hand."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 
 from models.evaluation.acceptance import Trace
 from models.learning.hidden import Sample
-from tasks.measure.drift import FROZEN, OURS, Stream, make_report
+from tasks.measure.drift import FROZEN, OURS, Stream, file_traffic, make_report
+from tasks.select_data import choose_more
 
 REQUESTS = [Sample(f"{number}", "math", [1], [2, 3, 4]) for number in range(9)]
 STREAM = Stream("math", "code", [REQUESTS[:3], REQUESTS[3:6], REQUESTS[6:]], 2, [], [])
@@ -34,31 +36,33 @@ def test_a_way_has_followed_when_it_has_nine_tenths_of_the_specialists_acceptanc
     assert ours["near"] == {"requests": 6, "seconds": 30.0}
     assert (ours["tau"]["value"], ours["changes"]["code"]["value"], ours["back"]["value"]) == (3.0, 0.0, 4.0)
     assert (frozen["near"], frozen["tau"]["value"], frozen["back"]["value"]) == (None, 1.0, 3.0)
-    assert found.verdict == (
-        "90% of the specialist's τ is reached after 6 requests and 30 s, which meets the bar (200 requests and 600 s); "
-        "the other domains meet theirs (within 3%)."
-    )
     assert found.picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "near", "code"),
     [
-        (row(1, 2), "is not reached, which misses the bar (200 requests and 600 s); the other domains meet"),
-        (
-            row(2, 2, 700.0),
-            "after 6 requests and 700 s, which misses the bar (200 requests and 600 s); the other domains meet",
-        ),
-        (row(2, 1), "after 6 requests and 0 s, which meets the bar (200 requests and 600 s); the other domains miss"),
+        (row(1, 2), None, 0),
+        (row(2, 2, 700.0), {"requests": 6, "seconds": 700.0}, 0),
+        (row(2, 1), {"requests": 6, "seconds": 0.0}, -1),
     ],
 )
-def test_what_is_late_or_forgotten_misses_its_bar(tmp_path: Path, second: dict[str, Any], told: str) -> None:
-    assert told in report(tmp_path, [row(0, 2), second, row(0, 2)]).verdict
+def test_what_is_late_or_forgotten_is_told(tmp_path: Path, second: dict[str, Any], near: Any, code: float) -> None:
+    ours = report(tmp_path, [row(0, 2), second, row(0, 2)]).figures["ways"][OURS]
+    assert (ours["near"], ours["changes"]["code"]["value"]) == (near, code)
 
 
-@pytest.mark.parametrize(("num_requests", "found"), [(100, "meets"), (101, "misses")])
-def test_more_than_two_hundred_requests_miss_the_bar_however_few_seconds(
-    tmp_path: Path, num_requests: int, found: str
-) -> None:
-    verdict = report(tmp_path, [row(1, 2), row(2, 2), row(0, 2)], num_requests).verdict
-    assert f"after {2 * num_requests} requests and 0 s, which {found} the bar" in verdict
+def test_a_further_domain_comes_out_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "math.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "domain": "sums"} for n in range(400)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    domain, traffic = file_traffic(f"math={file}", 60)
+    assert {prompt.domain for prompt in choose_more(domain, traffic, 0, "requests", 60)} == {"math"}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("math", "names no domain and file"), ("math=none.jsonl", "there is no file none.jsonl")]
+)
+def test_what_names_no_file_is_refused(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        file_traffic(given, 10)

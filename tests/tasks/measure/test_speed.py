@@ -1,6 +1,6 @@
 import pytest
 
-from tasks.measure.speed import FIRST, OFF, OURS, OVER_STOCK, PAIR, _chosen, _Host, judge, unequal
+from tasks.measure.speed import FIRST, OFF, OURS, PAIR, _chosen, _Host, unequal
 from tasks.measure.stock import PLAIN
 
 HOSTS = {name: _Host(lambda stage: [], 1) for name in (OURS, PLAIN, "vLLM with ngram", "offline")}
@@ -15,15 +15,6 @@ def test_every_peer_is_asked_unless_some_are_named() -> None:
 def test_a_peer_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f'no peer "{name}"'):
         _chosen(HOSTS, (name,))
-
-
-def test_peers_that_were_not_asked_are_not_judged() -> None:
-    ratio = {"overall": {"value": 1.5, "low": 1.4, "high": 1.6}}
-    peer = {"pair_over_it": {"overall": {"value": 0.9, "low": 0.8, "high": 1.0}}}
-    sides = {PAIR: dict.fromkeys(OVER_STOCK, ratio), "vLLM with ngram": peer}
-    assert judge({"code": sides}) == (
-        "code: 1.50× vLLM without a draft (aim 2), 1.50× over whole requests, behind vLLM with ngram."
-    )
 
 
 def test_an_answer_that_differs_from_that_without_speculation_by_one_token_is_a_failure() -> None:

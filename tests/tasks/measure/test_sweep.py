@@ -9,8 +9,7 @@ import torch
 
 from tasks.measure import lesson, sweep
 from tasks.measure.cells import Cells
-from tasks.measure.comparisons import Bench, Row, adapters, losses, quantize, regimes, shrink
-from tasks.measure.find_comparison import families, load_comparison
+from tasks.measure.comparisons import Bench, Row, adapters, families, load_comparison, losses, quantize, regimes, shrink
 
 DOCUMENTS = {"chat": [[number, 1, 2] for number in range(17)], "code": [[100, 1], [101, 1]]}
 

@@ -15,9 +15,9 @@ import pytest
 from models.evaluation.paired import Score
 from models.learning.hidden import Sample
 from models.types import Estimate
-from tasks.measure.coverage import judged_by
-from tasks.measure.intervals import estimate, summary
 from tasks.stages.split import cluster_samples
+from tests.benchmarks.coverage import judged_by
+from tests.benchmarks.intervals import estimate, summary
 
 NUM_ROWS, NUM_FRESH, MOST_ASKED = 200, 600, 4
 TEMPLATE, FILLING, NGRAM = 30, 20, 5  # tokens

@@ -4,14 +4,17 @@ import math
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from infra.views.comparison import Comparison, MethodFigure
 from infra.views.results import Report
 from models import catalog
+from models.targets import random
 from tasks.measure.comparisons import systems
+from tasks.measure.comparisons.systems import DEVICES, _decoder, part_times
 from tests.tasks.measure.test_decoding import bench_of
 
-EMPTY = Report(figures={}, grids=[], verdict="")
+EMPTY = Report(figures={}, grids=[])
 
 
 def found(shape: float | None) -> Comparison:
@@ -47,7 +50,6 @@ def test_a_row_is_studied(row, tiny_target: Path, tmp_path: Path) -> None:
 )
 def test_a_claim_ends_with_a_verdict(shape: float, said: str) -> None:
     report = systems.claims(EMPTY, found(shape))
-    assert report.verdict == f"flover: {said}."
     (grid,) = report.grids
     assert grid.rows[0][0] == "flover" and "2×" in grid.rows[0][3] and grid.rows[0][-1] == said
 
@@ -55,3 +57,21 @@ def test_a_claim_ends_with_a_verdict(shape: float, said: str) -> None:
 def test_a_row_without_a_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="flover says nothing of its shape"):
         systems.claims(EMPTY, found(None))
+
+
+def test_all_parts_are_timed(tiny_target: Path) -> None:
+    times = part_times(tiny_target)
+    assert set(times.attention_ms) == set(times.mlp_ms) == set(DEVICES)
+    assert times.rest_ms > 0 and times.meet_ms > 0
+    line = times.cost.line(1)
+    assert line is not None and line.target_ms(1) > 0
+
+
+def test_a_device_holds_whole_heads_and_the_fullest_one_counts(tmp_path: Path) -> None:
+    random.build(random.Params(num_heads=6, num_kv_heads=3), tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    shapes = []
+    for number in DEVICES:
+        part = _decoder(config, number)
+        shapes.append((part.num_heads, part.num_kv_heads, part.head_dim))
+    assert shapes == [(6, 3, 64), (4, 2, 64), (2, 1, 64), (2, 1, 64)]
