@@ -153,9 +153,9 @@ def test_what_a_rule_expects_to_accept_of_the_targets_answers_is_what_it_accepts
     )
     expected = rule.expected_accepted(answers, q, p, rule.Params())
     assert expected.shape == chance.shape
-    proposal, laws = propose(case, 11)
+    proposal, laws = first_blocks(case, 11, 50_000)
     accepted = rule.verify(proposal, laws, torch.Generator().manual_seed(12), rule.Params()).num_accepted.double()
-    error = 4.5 * float(accepted.std()) / NUM_BLOCKS**0.5
+    error = 4.5 * float(accepted.std()) / len(laws) ** 0.5
     assert float((chance * expected).sum()) == pytest.approx(float(accepted.mean()), abs=error + 1e-6)
 
 
