@@ -5,10 +5,15 @@ BIN := .venv/bin
 CONSTRAINTS := infra/constraints.txt
 # What takes minutes a test has targets of its own.
 OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
+# Grids of which `make test` tries some: trees of each family's drafts, and loads of each draft and machine.
+GRIDS := tests/models/engines/test_torch_families.py tests/models/drafts/test_learning.py \
+	tests/models/lengths/test_goodput.py
 SWAPS := tests/drills/test_served_swaps.py
 ALONE := tests/drills/test_strangers.py tests/drills/test_tutorial.py tests/drills/test_up.py
 # What took longest is said at the end, so that it is seen when the tests get slow.
 PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
+# A file's tests stay with one worker, since most files share what they train, draw or start; tests/conftest.py orders them.
+WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 # How long `make soak` lasts; SEED= draws the faults of an earlier one again.
 MINUTES ?= 20
 SEED ?=
@@ -51,26 +56,26 @@ demo: install
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
-	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine' -n 2
+	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m 'not engine' $(WORKERS)
 	$(MAKE) --no-print-directory -j 2 types test-engines
 
 types: install
 	$(BIN)/mypy
 
 test-engines: install
-	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(PYTEST) $(OUTSIDE) -m engine $(WORKERS)
 
 test-fast: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OUTSIDE) -m 'not engine and not slow' $(WORKERS)
 
 # All pairs of methods, of which `make test` tries those that a rule chooses; most of an hour, so outside of CI.
 test-pairs: install
-	PAIRS=all OMP_NUM_THREADS=1 $(PYTEST) tests/models/pairs -n 2
+	PAIRS=all OMP_NUM_THREADS=1 $(PYTEST) tests/models/pairs $(GRIDS) -n 2
 
 # Those that measure how long others wait, and what trains beside a whole stack in the time that nobody else takes, have the
 # machine to themselves; each worker of the rest keeps to one core.
 drills: install
-	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(ALONE:%=--ignore=%) -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(PYTEST) tests/drills --ignore=$(SWAPS) $(ALONE:%=--ignore=%) $(WORKERS)
 	$(PYTEST) $(ALONE)
 
 # Swaps under load again, of a draft of each family that the engine serves; minutes each, so outside of CI.

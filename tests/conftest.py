@@ -7,6 +7,7 @@ starts: two engines of two threads each, which wait for each other, are far slow
 import asyncio
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ DEAR = (
     tuple(f"tests/drills/test_{name}.py" for name in ("pipeline", "up", "watch", "windows")),
 )
 ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
+LONG = ("tests/flows/", "tests/services/", "tests/tasks/measure/test_compiling.py")
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
@@ -56,6 +58,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if marked == "engine" and path.match("test_*.py"):
         return "pytest.mark.engine" not in path.read_text() or None
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let workers begin with what takes longest, and then with files of many tests, so that they end together."""
+    if _WORKER:
+        files = [item.nodeid.partition("::")[0] for item in items]
+        num_tests = Counter(files)
+        ranks = {file: (not file.startswith(LONG), -num_tests[file], file) for file in num_tests}
+        items.sort(key=lambda item: ranks[item.nodeid.partition("::")[0]])
 
 
 @pytest.hookimpl(optionalhook=True)

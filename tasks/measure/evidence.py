@@ -4,6 +4,7 @@ the small model that is trained."""
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel

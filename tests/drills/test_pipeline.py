@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.consent import QueryRow
-from infra.processes import Child, answers, free_port, wait_until
+from infra.processes import Child, wait_until
 from infra.querylog import QueryLog
 from infra.settings import load_settings
 from tests.drills.scene import filled, small_disk
@@ -40,27 +40,19 @@ def recipe(tmp_path: Path) -> str:
 
 
 @contextmanager
-def orchestrated(home: Path, recipe: str) -> Iterator[None]:
-    """A Prefect server and the runner of flows, as `redraft up` starts them; this process talks to the server."""
-    port = free_port()
-    api = f"http://127.0.0.1:{port}/api"
+def orchestrated(home: Path, recipe: str, api: str) -> Iterator[None]:
+    """The runner of flows, as `redraft up` starts it, over a Prefect server; this process talks to the server."""
     variables = load_settings({"REDRAFT_HOME": str(home)}).process_variables()
     variables |= {"REDRAFT_HOME": str(home), "PREFECT_API_URL": api, "OMP_NUM_THREADS": "1"}
-    server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     runner = [sys.executable, "-m", "flows.deployments", "--recipe", recipe]
-    with Child.start(server, variables, home / "prefect.log", "prefect") as child:
-        wait_until(lambda: answers(f"{api}/health"), 120, child, "the server")
-        with (
-            Child.start(runner, variables, home / "runner.log", "the runner"),
-            temporary_settings({PREFECT_API_URL: api}),
-        ):
-            yield
+    with Child.start(runner, variables, home / "runner.log", "the runner"), temporary_settings({PREFECT_API_URL: api}):
+        yield
 
 
 def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_moved_goes_on_each_time(
-    home: Path, rows: list[QueryRow], recipe: str
+    home: Path, rows: list[QueryRow], recipe: str, orchestrator: str
 ) -> None:
-    cli, log, drafts = Cli(home), QueryLog(home / "queries.db"), home / "artifacts" / "draft"
+    cli, log, drafts = Cli(home, orchestrator), QueryLog(home / "queries.db"), home / "artifacts" / "draft"
     log.append(rows)
     made = {path.name for path in drafts.iterdir()}
 
@@ -93,7 +85,7 @@ def test_f4_f5_f6_a_refresh_killed_in_a_step_in_a_save_and_before_the_alias_move
     assert champion is not None
     assert (champion.number, log.windows.cursor()) == (1, 0)
 
-    with orchestrated(home, recipe):
+    with orchestrated(home, recipe, orchestrator):
         states = sorted(run.state_name or "" for run in _run_twice_at_once())
     assert states == ["Cancelled", "Completed"]
     versions = registry_of(home).versions("draft")

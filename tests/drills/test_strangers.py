@@ -113,9 +113,10 @@ class Strangers:
 
 @pytest.fixture(scope="module")
 def strangers(
-    tiny_target: Path, engine: Any, loop: Any, tmp_path_factory: pytest.TempPathFactory
+    tiny_target: Path, engine: Any, loop: Any, store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Strangers]:
     home = tmp_path_factory.mktemp("strangers")
+    shutil.copy(store, home)
     make_target(tiny_target, home / "target", engine, loop)
     serve = {"structured": {"enabled": True, "timeout_s": COMPILE_S}, "front": "auto"}
     with pytest.MonkeyPatch.context() as environment:

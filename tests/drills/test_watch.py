@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from infra.artifacts import staged
 from infra.events import DRAFT_TAKEN_BACK
 from infra.processes import Child, wait_until
+from infra.service_process import config_path
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
 from models.drafting.draft_families import open_draft
@@ -22,6 +23,7 @@ from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
 from tests.flows.conftest import Cli, registry_of
 from tests.infra.collector import collecting
+from tests.world import Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
@@ -55,10 +57,8 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
 ) -> None:
     cli, recipe = Cli(home), tmp_path / "watched.toml"
     recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + LOOK)
-    worse, watches = spoiled(home, tmp_path), Watches(Settings(home=home))
-
-    def status() -> dict:
-        return json.loads(cli.run("status", "--json").splitlines()[-1])
+    worse, settings = spoiled(home, tmp_path), Settings(home=home)
+    watches = Watches(settings)
 
     def found() -> Watch | None:
         return watches.find(worse, 1)
@@ -68,9 +68,11 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
     watch = [sys.executable, "-m", "flows.watch", "--recipe", str(recipe)]
     with Child.start(serve, environment, home / "serve.log", "serve") as serving, collecting() as collector:
         wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
+        port = json.loads(config_path(settings).read_text())["port"]
+        served = Served(f"http://127.0.0.1:{port}", home)  # a command would start a process for each look
         with Child.start(watch, environment, home / "watch.log", "watch") as watching:
             cli.run("promote", str(worse))
-            wait_until(lambda: status()["service"]["draft_version"] == worse, 120, serving, "the swap")
+            served.wait_for("the swap", lambda status: str(status["draft_version"]) == str(worse), 120)
             cli.run("traffic", "--recipe", str(recipe), "--domain", "chat")
             wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, watching, "a look")
             os.kill(watching.pid, signal.SIGKILL)
@@ -78,9 +80,9 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
         with Child.start(watch, orchestrated, home / "watch.log", "watch") as watching:
             cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
             wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
-            wait_until(lambda: status()["service"]["draft_version"] == 1, 120, serving, "the swap back")
+            served.wait_for("the swap back", lambda status: str(status["draft_version"]) == "1", 120)
             wait_until(lambda: len(collector.got) > 0, 60, watching, "an event")
-        told = status()
+        told = json.loads(cli.run("status", "--json").splitlines()[-1])
     seen = found()
     assert seen is not None
     [event] = collector.got

@@ -62,11 +62,12 @@ def _plain_tasks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tiny_build(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_build(recipe: Recipe, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("challenger") / "home"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDRAFT_HOME", str(home))
         home.mkdir()
+        shutil.copy(store, home)
         (home / NAME).touch(0o600)
         (home / NAME).write_bytes(bytes(NUM_BYTES))  # every split is the same each time
         import_module("flows.build").build.fn(recipe)

@@ -224,11 +224,3 @@ def test_ctrl_c_is_exit_code_130(run, monkeypatch):
 
     monkeypatch.setattr(cli, "load_settings", interrupted)
     assert run("doctor").exit_code == 130
-
-
-@pytest.mark.slow
-def test_the_command_line_starts_without_torch_prefect_and_mlflow():
-    code = (
-        "import sys, flows.cli; print([m for m in ('torch', 'prefect', 'mlflow', 'vllm', 'ray') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

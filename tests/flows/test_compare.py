@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows import cli
+from infra.home import open_home
+from infra.settings import load_settings
 from models.recipe import shipped_recipes
 from tasks.measure import comparisons
 from tests.flows.conftest import registry_of
@@ -71,13 +74,17 @@ def measure(bench, row, seed):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None) -> Iterator[Callable[..., Result]]:
+def run(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_environment: None
+) -> Iterator[Callable[..., Result]]:
     """Return what runs `redraft compare` in a fresh home, with one more file among the comparisons."""
     (tmp_path / "files").mkdir()
     source = SOURCE.replace("MEASURED", str(tmp_path / "measured")).replace("INTERRUPT", str(tmp_path / "interrupt"))
     (tmp_path / "files" / "unigrams.py").write_text(source)
     monkeypatch.setattr(comparisons, "__path__", [*comparisons.__path__, str(tmp_path / "files")])
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    open_home(load_settings())
+    shutil.copy(store, tmp_path / "home")
     yield lambda *arguments: CliRunner().invoke(cli.app, ["compare", *arguments, "--recipe", "tiny"])
     sys.modules.pop("tasks.measure.comparisons.unigrams", None)
 

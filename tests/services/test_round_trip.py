@@ -115,10 +115,15 @@ def target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(
-    target: Path, engine: Any, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
+    target: Path,
+    engine: Any,
+    loop: asyncio.AbstractEventLoop,
+    store: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[World]:
     """A service of that target that parses tool calls."""
     home = tmp_path_factory.mktemp("world")
+    shutil.copy(store, home)
     make_target(target, home / "target", engine, loop)
     serve = {"tool_parser": "hermes", "structured": {"enabled": True}}
     engine_table = {"name": "vllm", "num_draft_tokens": 3, "max_model_len": MAX_LEN, "enforce_eager": True}

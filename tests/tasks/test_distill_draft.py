@@ -1,7 +1,7 @@
 import tomllib
 from itertools import pairwise
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns
 
 import pytest
 import torch
@@ -41,6 +41,14 @@ WINDOW = Window(first_seq=1, last_seq=9, num_rows=0, sha256="0" * 64, owner="tes
 SAMPLES = [Sample("1", "code", [3, 4], [5, 6]), Sample("2", "chat", [7], [8, 9])]
 
 
+@pytest.fixture(autouse=True)
+def _home(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home with an empty registry."""
+    (tmp_path / "home").mkdir()
+    copy(store, tmp_path / "home")
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+
+
 def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_clients_text(
     tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -52,11 +60,8 @@ def test_a_new_store_holds_the_answers_for_training_and_a_refresh_adds_no_client
 
 
 @pytest.mark.slow
-def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(tmp_path: Path) -> None:
     """Of a target whose middle layers add nothing, all that they are is skipped."""
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     for name in ("serve", "demo", "distill", "refresh"):
         del tables[name]
@@ -76,9 +81,8 @@ def test_a_family_that_is_searched_for_is_fitted_to_the_answers_for_training(
 
 @pytest.mark.slow
 def test_a_head_that_a_recipe_asks_for_is_built_with_the_draft_and_again_in_a_refresh(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     del tables["serve"], tables["demo"]
     tables["engine"] = {"name": "torch", "lengths": {"name": "specdec_pp"}}
@@ -134,10 +138,7 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
 
 
 @pytest.mark.slow
-def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(tiny_target: Path, tmp_path: Path) -> None:
     with staged(tmp_path / "target") as directory:
         copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
     with staged(tmp_path / "samples") as directory:
@@ -166,9 +167,8 @@ def test_a_draft_learns_of_a_teacher_and_another_weight_makes_another_draft(
     ["chimera", "clover", "dflash", "eagle", "falcon", "hydra", "medusa", "parallel_eagle", "prompt_tokens"],
 )
 def test_a_family_that_is_trained_for_its_target_is_built_and_goes_on_learning_in_refreshes(
-    name: str, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_target: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     own = {"vocab_size": 128} if "vocab_size" in family_named(name).Params.model_fields else {}
     del tables["serve"], tables["demo"]
@@ -201,7 +201,6 @@ def test_a_build_and_a_refresh_stop_when_answers_kept_from_them_say_so_and_tell_
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refresh keeps answers of its own window only, of clusters that have no older answer."""
-    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     del tables["serve"], tables["demo"]
     tables["engine"] = {"name": "torch"}

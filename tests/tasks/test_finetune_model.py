@@ -1,5 +1,6 @@
 """The stage that finetunes: a second task changes the target, and is measured on text of its own."""
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -17,8 +18,9 @@ TEXT = {"source": {"name": "synthetic", "count": 60}, "num_train": 20, "num_held
 
 
 def test_a_second_task_is_learnt_with_its_weight_and_one_of_weight_0_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copy(store, tmp_path)
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text()) | {"text": {"code": TEXT, "chat": TEXT}}
     made = []

@@ -1,5 +1,6 @@
 """Stages that make another target: a plain directory comes out, made once, and a killed one is gone on with."""
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -21,8 +22,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """A recipe that pretrains a tiny target for some steps, in a home of its own."""
+def recipe(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """A recipe that pretrains a tiny target for some steps, in a home of its own; there is another."""
+    for home in ("home", "other"):
+        (tmp_path / home).mkdir()
+        shutil.copy(store, tmp_path / home)
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     tables = tomllib.loads(shipped_recipes()["tiny"].read_text())
     source = {"name": "synthetic", "domain": "code", "count": 80, "num_groups": 40}

@@ -1,6 +1,7 @@
 """The stage that prunes: what it calibrates on is enough, or somebody is told."""
 
 import logging
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_too_short_a_calibration_is_told_with_what_would_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    shutil.copy(store, tmp_path)
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     recipe = parse_recipe({"name": "r", **tomllib.loads(shipped_recipes()["full-chain-tiny"].read_text())}, "r")
     assert recipe.prune is not None

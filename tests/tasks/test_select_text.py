@@ -1,5 +1,6 @@
 """Choosing documents by what the target accepts of the proxy, from a recipe's own tables."""
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -14,8 +15,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_documents_are_chosen_by_what_the_target_accepts_of_the_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copy(store, tmp_path)
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path))
     tables = tomllib.loads(shipped_recipes()["full-chain-tiny"].read_text())
     tables["text"] = {"chat": {**tables["text"]["chat"], "num_train": 12, "num_held_out": 4}}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -61,9 +62,10 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """A home with four drafts, a log of their requests with a swap in it, and a demonstration."""
-    settings = Settings(home=tmp_path_factory.mktemp("report") / "home")
+    settings = Settings(home=tmp_path_factory.mktemp("report"))
+    shutil.copy(store, settings.home)
     registry = open_registry(settings)
     passed = judge({"chat": 0.05, "code": 0.5})
     refused = judge({"chat": -0.2, "code": 0.1}, challenger=2, left_out=("sql",))
@@ -259,8 +261,9 @@ def test_an_empty_home_says_what_is_missing(tmp_path: Path) -> None:
     assert "<svg" not in html
 
 
-def test_an_unfinished_demonstration_and_a_first_draft_alone_are_told_as_such(tmp_path: Path) -> None:
-    settings = Settings(home=tmp_path / "home")
+def test_an_unfinished_demonstration_and_a_first_draft_alone_are_told_as_such(store: Path, tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    shutil.copy(store, tmp_path)
     demonstrate(settings.home / "demo" / "tiny")
     (settings.home / "demo" / "tiny" / "result.json").unlink()
     registry = open_registry(settings)

@@ -1,6 +1,7 @@
 """Every draft family and tree in the reference engine: the output is that without a draft, also at the edges."""
 
 import asyncio
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from models.layers.decoder import Decoder
 from tests.models.drafts.answered import GREEDY, answer_all, prompts, require_equal
 from tests.models.drafts.tiny import make_tiny, save_tiny
 from tests.models.engines.sampled import P_VALUE, sampled_p_value
+from tests.models.pairs.forms import chosen
 
 FAMILIES = catalog.names("drafts")
 EXPANDING = [
@@ -56,6 +58,7 @@ SAMPLED = [
     "self_skip",
     "token_recycling",
 ]
+GROWN = chosen(list(product(TREES, EXPANDING)), lambda _: False)
 ASKED = prompts(2) + prompts(1)  # one comes again, which some families learn from
 
 
@@ -119,8 +122,7 @@ def test_a_draft_multiplies_in_the_engines_format(tiny_target: Path, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("family", EXPANDING)
+@pytest.mark.parametrize(("name", "family"), GROWN)
 def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
     tiny_target: Path, plain: list[Completion], name: str, family: str
 ) -> None:
@@ -133,7 +135,7 @@ def test_greedy_output_with_a_grown_tree_is_that_without_a_draft(
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_target(tiny_target: Path, name: str) -> None:
-    assert sampled_p_value(tiny_target, make(name, tiny_target), num_draft_tokens=6) > P_VALUE
+    assert sampled_p_value(tiny_target, make(name, tiny_target)) > P_VALUE
 
 
 @pytest.mark.slow

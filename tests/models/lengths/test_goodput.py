@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from tests.models.lengths.simulated import (
     Served,
     best_fixed,
 )
+from tests.models.pairs.forms import chosen
 
 WARM_UP = 500  # steps
 STEADY = goodput.Params(explore=0.0)
@@ -28,6 +29,12 @@ STEADY = goodput.Params(explore=0.0)
 TIMES = [*(Time(num, num * rows, 0, 9.0 + num * rows) for num in (1, 2) for rows in (1, 4)), Time(1, 1, 1, 12.0)]
 COST = Cost.measured(TIMES)
 MACHINES = pytest.mark.parametrize("machine", [WITH_UNITS, WITHOUT], ids=lambda machine: machine.name)
+DRAFTS = {"bad": BAD, "fresh": FRESH, "adapted": ADAPTED}
+# One stream, where a step tells least, and the most, of which each costs most; of the loads between some.
+LOADED = chosen(
+    list(product([WITH_UNITS, WITHOUT], DRAFTS, (1, 2, 4, 8, 16, 64))),
+    lambda of: of[2] == 1 or (of[1], of[2]) == ("bad", 64),
+)
 
 
 def known(**chances: float) -> Acceptance:
@@ -189,13 +196,9 @@ def test_one_sequence_of_the_reference_engine_is_planned_by_its_own_steps() -> N
 
 
 @pytest.mark.slow
-@MACHINES
-@pytest.mark.parametrize("draft", [BAD, FRESH, ADAPTED], ids=["bad", "fresh", "adapted"])
-@pytest.mark.parametrize("load", [1, 2, 4, 8, 16, 64])
-def test_it_never_loses_and_is_near_the_best_fixed_length(
-    machine: Machine, draft: tuple[float, ...], load: int
-) -> None:
-    served = Served(machine, {"code": draft}, np.random.default_rng(load))
+@pytest.mark.parametrize(("machine", "name", "load"), LOADED, ids=lambda one: getattr(one, "name", str(one)))
+def test_it_never_loses_and_is_near_the_best_fixed_length(machine: Machine, name: str, load: int) -> None:
+    served, draft = Served(machine, {"code": DRAFTS[name]}, np.random.default_rng(load)), DRAFTS[name]
     served.run(WARM_UP + (1500 if load < 64 else 500), load)
     gain, best = served.gain(WARM_UP), best_fixed(machine, draft, load)
     print(f"{machine.name}, a = {draft}, {load} sequences: {gain:.3f}, best fixed {best:.3f}", end="; ")

@@ -40,21 +40,23 @@ def forms(family: str, *names: str) -> list[Form]:
 
 
 def chosen(pairs: Sequence[PairT], always: Callable[[PairT], bool]) -> list[PairT]:
-    """Return the pairs to try: what is asked for always, and of the others, drawn by a seed, until each member is in.
+    """Return the pairs to try: what is asked for always, and of the others as few as have each member in one.
 
     Args:
-        pairs: all that are allowed.
+        pairs: all that are allowed; a seed draws from them.
         always: whether a pair is tried in any case.
     """
     if ALL:
         return list(pairs)
     kept = [pair for pair in pairs if always(pair)]
-    seen = {(place, one) for pair in kept for place, one in enumerate(pair)}
-    for pair in random.Random(0).sample(list(pairs), len(pairs)):
-        members = set(enumerate(pair))
-        if not members <= seen:
-            kept.append(pair)
-            seen |= members
+    missing = {(place, one) for pair in pairs for place, one in enumerate(pair)}
+    missing -= {(place, one) for pair in kept for place, one in enumerate(pair)}
+    drawn = random.Random(0).sample(list(pairs), len(pairs))
+    for num_new in range(len(drawn[0]), 0, -1):  # those first of which more members are in no other
+        for pair in drawn:
+            if len(missing & (members := set(enumerate(pair)))) == num_new:
+                kept.append(pair)
+                missing -= members
     return kept
 
 

@@ -1,5 +1,6 @@
 """What every prompt source keeps, and what they share."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,9 +26,24 @@ def make(text: str, group: str = "g", domain: str = "chat") -> Prompt:
     return Prompt(messages=(Message(role="user", content=text),), domain=domain, group=group)
 
 
-@pytest.fixture(scope="module", params=[name for name in catalog.names("sources") if runs_by_default(name)])
+NAMES = [name for name in catalog.names("sources") if runs_by_default(name)]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, list[list[str]]]:
+    """Source to id and group of each of its prompts, as another process makes them."""
+    code = (
+        "import json, sys; from models import catalog\n"
+        "def of(source): return [(prompt.id, prompt.group) for prompt in source.prompts(source.Params())]\n"
+        "print(json.dumps({name: of(catalog.load('sources', name)) for name in sys.argv[1:]}))"
+    )
+    argv = [sys.executable, "-c", code, *NAMES]
+    return json.loads(subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.fixture
@@ -52,13 +68,10 @@ def test_every_prompt_ends_on_a_user_who_says_something(stream: list[Prompt]) ->
 
 
 @pytest.mark.slow
-def test_a_stream_is_the_same_in_another_process(name: str, stream: list[Prompt]) -> None:
-    code = (
-        f"from models import catalog; source = catalog.load('sources', '{name}')\n"
-        "for prompt in source.prompts(source.Params()): print(prompt.id, prompt.group)"
-    )
-    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert other.splitlines() == [f"{prompt.id} {prompt.group}" for prompt in stream]
+def test_a_stream_is_the_same_in_another_process(
+    name: str, stream: list[Prompt], elsewhere: dict[str, list[list[str]]]
+) -> None:
+    assert elsewhere[name] == [[prompt.id, prompt.group] for prompt in stream]
 
 
 def test_documents_are_many_without_copies_and_of_the_prompts_domain_and_groups(
