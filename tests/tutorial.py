@@ -1,4 +1,4 @@
-"""Run the commands of flows/TUTORIAL.md as a reader would: in order, in one shell a part.
+"""Run the commands of docs/tutorial.md as a reader would: in order, in one shell a part.
 
     python -m tests.tutorial [PART]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from models.targets import smollm2
 
 ROOT = Path(__file__).parents[1]
-TUTORIAL = ROOT / "flows" / "TUTORIAL.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 # Whatever part of it fails, nothing goes on running.
 OPENING = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; redraft down 2>/dev/null || true' EXIT\n"
 GRACE_S = 60
