@@ -1086,7 +1086,7 @@ def test_a_draft_that_changes_the_output_while_it_serves_is_loaded_again(checked
 
 
 def test_a_target_that_changed_its_output_is_told_of_and_no_draft_is_blamed(checked: World) -> None:
-    checked.loop._goldens = misquote(checked.goldens)
+    checked.loop._prompts._goldens = misquote(checked.goldens)
     checked.tick()
     assert (checked.serving(), checked.engine.speculating, checked.told) == (1, True, [TARGET_DIFFERS])
     assert (checked.loop.state.refused, checked.loop.state.postponed) == ({}, {})
