@@ -59,9 +59,7 @@ def kernel_for(target: Path) -> str:
 
     Graphs that were compiled and times that were measured hold for it.
     """
-    if not (target / grids.FILE).is_file():
-        return ""
-    return f"{version(FEW_ROWS)}, drafts in 8 bits"
+    return f"{version(FEW_ROWS)}, drafts in 8 bits" if (target / grids.FILE).is_file() else ""
 
 
 def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:

@@ -39,7 +39,6 @@ FEW_ROWS, FEW_TOKENS = 2, 4
 # Numbers of requests for which `Judging` reckons, and steps between two times that it does.
 NUMS = (1, 2, 4, 8, 16, 32, 64)
 EVERY = 64
-# The dearest way that tokens of a step are chosen is what its time is kept by.
 DEAREST: tuple[Choice, ...] = ("logprobs", "sampled")
 
 log = logging.getLogger(__name__)

@@ -215,10 +215,9 @@ class DraftKeys:
         self._lacking: dict[int, Any] = {}  # by identity; until written anew from the first position on
 
     def note(self, step: Mapping[str, tuple[int, int]]) -> None:
-        """Remember which blocks the step that was just scheduled writes; a request that ends in it gives them back.
+        """Remember which blocks the step that was just scheduled writes: of each request's positions [start, end).
 
-        Args:
-            step: by a request's id the positions that are written of it, from one up to another.
+        A request that ends in it gives them back.
         """
         for request_id, (start, end) in step.items():
             for manager in self._managers:
