@@ -4,6 +4,7 @@ the small model that is trained."""
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -26,7 +27,7 @@ COLUMNS = {
 
 
 def small_llama(
-    vocab_size: int, width: int, num_layers: int, heads: tuple[int, int], seed: int, device: str, **more: int
+    vocab_size: int, width: int, num_layers: int, heads: tuple[int, int], seed: int, device: str, **more: Any
 ) -> PreTrainedModel:
     """Return a Llama with weights of the seed's, its embedding tied.
 
