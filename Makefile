@@ -84,7 +84,7 @@ test-swaps: install
 
 # The edge again, behind Ray's own proxy: what serves where HAProxy does not run.
 test-front: install
-	RAY_SERVE_HAPROXY_BINARY_PATH=/nowhere OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/services/test_edge.py
+	RAY_SERVE_HAPROXY_BINARY_PATH=/nowhere OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/services/test_request_middleware.py
 
 soak: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -73,7 +73,7 @@ def open_settings() -> Settings:
     """
     settings = load_settings()
     settings.prepare_environment()
-    from infra.guard import pages_login
+    from infra.auth_middleware import pages_login
     from infra.home import open_home
     from infra.supervisor import read_state
 

@@ -27,7 +27,7 @@ from infra.settings import load_settings
 from infra.triggerfile import TriggerFile
 from infra.watchdog import go_first
 from models.recipe import Recipe, load_recipe
-from tasks.trigger.ask import Asker, champion_of_registry, of_registry, prefect_server
+from tasks.trigger.ask import RefreshTrigger, champion_of_registry, of_registry, prefect_server
 
 # A second run would wait for the window that the first one holds, and then find it trained.
 ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW)
@@ -76,7 +76,7 @@ def main() -> None:
     querylog = settings.querylog
     orchestrator = prefect_server(f"{refresh.name}/{NAME}")
     known, champion = of_registry(recipe), champion_of_registry
-    asker = Asker(recipe, QueryLog(querylog), TriggerFile(querylog), orchestrator, known, champion)
+    asker = RefreshTrigger(recipe, QueryLog(querylog), TriggerFile(querylog), orchestrator, known, champion)
     if options.only_ask:
         asker.run(stop)
     else:

@@ -75,7 +75,7 @@ def pages() -> None:
     Example: redraft keys pages
     """
     settings = open_settings()
-    from infra.guard import pages_login
+    from infra.auth_middleware import pages_login
 
     typer.echo(pages_login(settings.home))
 

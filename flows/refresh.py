@@ -6,13 +6,13 @@ from infra.versions import Pair, Version
 from infra.windows import Window
 from models.recipe import Recipe
 from tasks.advance_cursor import advance_cursor
-from tasks.answer_again import answer_again
 from tasks.claim_window import claim_window, hold_out, hold_window, leave_window
 from tasks.distill_draft import train_challenger
 from tasks.find_challenger import find_challenger, start_test
 from tasks.find_past import find_past, find_returned
 from tasks.gate_draft import gate_draft
 from tasks.promote import find_candidate, open_champions, promote_candidate
+from tasks.regenerate import regenerate
 from tasks.register import first_samples, register_candidate, register_returned
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 
@@ -53,7 +53,7 @@ def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
         if judged.report.verdict == "passed":
             return returned
     start = find_challenger(recipe, pair, window)
-    learnt = answer_again(recipe, pair, window, parts.samples)
+    learnt = regenerate(recipe, pair, window, parts.samples)
     trained = train_challenger(recipe, pair, start, learnt, window)
     judged = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
     return register_candidate(recipe, pair, start, trained, window, parts.samples, judged)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from flows.command import complete_erasures
-from infra.guard import LOOPBACK, pages_login
+from infra.auth_middleware import LOOPBACK, pages_login
 from infra.home import open_home
 from infra.identity import process_identity
 from infra.installed import openmp_preload
@@ -36,7 +36,7 @@ from models.recipe import load_recipe
 PREFECT, MLFLOW, SERVICE, RUNNER, WATCH = "prefect", "mlflow", "service", "runner", "watch"
 SUPERVISOR = "supervisor"
 # Whatever the service binds, these are for people on this machine who know the home's secret.
-GUARDED = (sys.executable, "-m", "infra.guard", "--port")
+GUARDED = (sys.executable, "-m", "infra.auth_middleware", "--port")
 UP_TIMEOUT_S, DOWN_TIMEOUT_S = 600.0, 120.0
 POLL_S = 0.3
 
@@ -134,7 +134,7 @@ def pages(settings: Settings) -> list[Program]:
     if settings.mlflow_uri.startswith("sqlite:"):
         port = free_port()
         mlflow = f"http://{LOOPBACK}:{port}"
-        argv = [*GUARDED, str(port), "--login", "infra.guard:mlflow_page()"]
+        argv = [*GUARDED, str(port), "--login", "infra.auth_middleware:mlflow_page()"]
         programs.append(Program(MLFLOW, argv, url=mlflow, health=f"{mlflow}/health"))
     return programs
 

@@ -21,7 +21,7 @@ CGROUP_FILES = (
 )
 
 
-class Memory(NamedTuple):
+class MemoryUsage(NamedTuple):
     """A reading, in bytes."""
 
     total: int
@@ -38,11 +38,11 @@ class Memory(NamedTuple):
         return (self.total * TRAINER_ENDS_AT - self.used) / GIB
 
 
-def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) -> Memory:
+def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) -> MemoryUsage:
     """Return the machine's memory or, if less of it is left, that of this container."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    machine = Memory(total, total - free)
+    machine = MemoryUsage(total, total - free)
     found = [machine]
     for limit, usage, stat, names in CGROUP_FILES:
         with suppress(OSError, ValueError, KeyError):  # "max", or the other version of cgroups
@@ -50,7 +50,7 @@ def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroups: Path = CGROUPS) 
             files = sum(int(pages[name]) for name in names)
             bound = int((cgroups / limit).read_text())
             if 0 < bound < total:
-                found.append(Memory(bound, max(0, int((cgroups / usage).read_text()) - files)))
+                found.append(MemoryUsage(bound, max(0, int((cgroups / usage).read_text()) - files)))
     return max(found, key=lambda one: one.share)
 
 

@@ -11,7 +11,7 @@ from infra.registry import open_registry
 from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
-from infra.supervisor import Running, read_state
+from infra.supervisor import ProcessRecord, read_state
 from infra.triggerfile import TriggerFile
 from infra.versions import Version
 from infra.waiting import Queue, Waiting, waiting_for
@@ -62,7 +62,7 @@ class Overview(Frozen):
     last_refresh: DraftOverview | None
     log: LogStats
     service: RunningService | None
-    programs: tuple[Running, ...]
+    programs: tuple[ProcessRecord, ...]
     waiting: Waiting
     probe_sets: dict[str, ProbeSet] = Field(default_factory=dict)
     watch: Watch | None = None

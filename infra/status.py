@@ -9,7 +9,7 @@ from enum import StrEnum
 from pydantic import Field, ValidationError
 
 from infra.events import EventCounts
-from models.types import Frozen, Pace, Speed
+from models.types import Frozen, Speed, ThroughputEstimate
 
 
 class Phase(StrEnum):
@@ -74,7 +74,7 @@ class ServiceStatus(Frozen):
     champion: int | None = Field(description="draft that the registry named last; null without one")
     draft_version: int | None = Field(description="draft in the engine; null without one")
     speculating: bool = Field(description="whether the draft is used")
-    pace: Pace | None = Field(description="how steps are drafted; null before one was planned")
+    pace: ThroughputEstimate | None = Field(description="how steps are drafted; null before one was planned")
     speed: dict[str, Speed] = Field(description="how fast requests are decoded, by domain, against no speculation")
     mode: str = Field(description="whether the engine is compiled or eager, and why")
     unplanned: str | None = Field(

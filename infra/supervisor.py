@@ -56,7 +56,7 @@ class Program:
     after: tuple[str, ...] = ()
 
 
-class Running(Frozen):
+class ProcessRecord(Frozen):
     """One program as the state file tells it; `pid` is None while it is down."""
 
     name: str
@@ -73,7 +73,7 @@ class UpState(Frozen):
     pid: int
     identity: str
     recipe: str
-    programs: tuple[Running, ...]
+    programs: tuple[ProcessRecord, ...]
     failure: str = ""
 
     @property
@@ -206,7 +206,7 @@ class Supervisor:
         for program in self._programs:
             child = self._children.get(program.name)
             running.append(
-                Running(
+                ProcessRecord(
                     name=program.name,
                     url=program.url,
                     pid=child.pid if child is not None and child.poll() is None else None,

@@ -87,7 +87,7 @@ class LastLook(Frozen):
         return same and 0 <= later.at_ms - self.at_ms < NOTE_S * 1000
 
 
-class Wish(Frozen):
+class RunRequest(Frozen):
     """The wish that the orchestrator is asked with; it makes one run of each.
 
     Attributes:
@@ -208,12 +208,12 @@ class TriggerFile:
 
             yield end
 
-    def wish(self) -> Wish:
+    def wish(self) -> RunRequest:
         """Return what the orchestrator is to be asked with."""
         with self._open() as db, _transaction(db):
             return _wish(db)
 
-    def ask_anew(self, wish: Wish) -> None:
+    def ask_anew(self, wish: RunRequest) -> None:
         """Ask with another wish from now on: this one's run ended without acknowledging it."""
         with self._open() as db, _transaction(db):
             if _wish(db) == wish:
@@ -292,15 +292,15 @@ def _keep(db: sqlite3.Connection, fact: Frozen) -> None:
     db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (type(fact).__name__, fact.model_dump_json()))
 
 
-def _wish(db: sqlite3.Connection) -> Wish:
-    wish = _fact(db, Wish)
+def _wish(db: sqlite3.Connection) -> RunRequest:
+    wish = _fact(db, RunRequest)
     if wish is None:
-        wish = Wish(log=uuid.uuid4().hex[:12])
+        wish = RunRequest(log=uuid.uuid4().hex[:12])
         _keep(db, wish)
     return wish
 
 
-def _next(wish: Wish) -> Wish:
+def _next(wish: RunRequest) -> RunRequest:
     return wish.model_copy(update={"number": wish.number + 1})
 
 

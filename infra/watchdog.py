@@ -15,7 +15,7 @@ from functools import wraps
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
-from infra.memory import GIB, TRAINER_ENDS_AT, Memory, own_gib, read_memory
+from infra.memory import GIB, TRAINER_ENDS_AT, MemoryUsage, own_gib, read_memory
 from infra.serving import is_served
 from infra.settings import load_settings
 
@@ -60,7 +60,7 @@ class Watchdog:
         self,
         spares: Callable[[], bool],
         last_words: Callable[[str], None] = lambda why: None,
-        read: Callable[[], Memory] = read_memory,
+        read: Callable[[], MemoryUsage] = read_memory,
         end: Callable[[], object] = end_with_children,
     ) -> None:
         """Take what is to happen.

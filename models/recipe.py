@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.engines import EngineParams
-from models.evaluation.lookback import Params as WatchParams
+from models.evaluation.post_promotion_test import Params as WatchParams
 from models.params import BaseParams, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
@@ -81,7 +81,7 @@ class Generate(Frozen):
     num_golden: int = Field(8, ge=1)
 
 
-class Again(Frozen):
+class Regeneration(Frozen):
     """How logged prompts are answered again before a refresh trains, while the service does not answer.
 
     Attributes:
@@ -125,7 +125,7 @@ class Refresh(Frozen):
     pool: int = Field(3, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     share_wait_s: float = Field(3600.0, ge=0, allow_inf_nan=False)
-    again: Again | None = None
+    again: Regeneration | None = None
     distill: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from models import catalog
 from models.evaluation.canary import Params as CanaryParams
-from models.evaluation.watch import Params as WatchParams
+from models.evaluation.drift_detector import Params as WatchParams
 from models.params import BaseParams, require_unsaid
 from models.types import Frozen
 

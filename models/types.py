@@ -149,7 +149,7 @@ class Finding(Frozen):
     lost: bool
 
 
-class Pace(Frozen):
+class ThroughputEstimate(Frozen):
     """How steps are drafted at the present load, and what that is expected to give."""
 
     num_draft_tokens: int = Field(description="tokens that the draft model drafts in a step, 0 where none pays")

@@ -63,7 +63,7 @@ KEPT_HEADERS = tuple(name.lower().encode() for name in REQUEST_HEADERS)
 log = logging.getLogger(__name__)
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that is answered with an error; the message is meant for the client."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-INTERNAL_ERROR = Refusal(500, "the server failed to answer this request", code="internal_error")
+INTERNAL_ERROR = RequestError(500, "the server failed to answer this request", code="internal_error")
 
 
 class Caller(NamedTuple):
@@ -145,13 +145,13 @@ class Keys:
         roles = next((roles for start, roles in ROLES_OF.items() if path.startswith(start)), OPERATORS)
         if found is not None and scheme == "bearer":
             if found.role not in roles:
-                raise Refusal(403, f"this path is not for {found.role}s' keys", code="wrong_role")
+                raise RequestError(403, f"this path is not for {found.role}s' keys", code="wrong_role")
             return Caller(found.sha256, found.role, found.log)
         if "client" not in roles or not self._loopback or any(key.role == "client" for key in self._keys):
             message = "a valid API key is required: Authorization: Bearer <key>"
-            raise Refusal(401, message, code="invalid_api_key", challenge=challenge)
+            raise RequestError(401, message, code="invalid_api_key", challenge=challenge)
         if not _is_own_name(headers.get("host", "")):
-            raise Refusal(403, "without a key this machine is asked by its own name", "Host", "foreign_host")
+            raise RequestError(403, "without a key this machine is asked by its own name", "Host", "foreign_host")
         return None
 
     def _refresh(self) -> None:
@@ -218,12 +218,12 @@ class Admission:
         try:
             if scope["path"] not in OPEN_PATHS:
                 if self.draining:
-                    raise Refusal(503, "the service is shutting down; ask again in a few seconds", code="draining")
+                    raise RequestError(503, "the service is shutting down; ask again in a few seconds", code="draining")
                 scope["redraft.caller"] = self._keys.identify(Headers(scope=scope), scope["path"])
             scope["headers"] = [*known(scope["headers"]), (b"x-request-id", request_id.encode())]
             scope["redraft.id"], scope["redraft.at_end"] = request_id, at_end
             await app(scope, receive, counted)
-        except Refusal as refusal:
+        except RequestError as refusal:
             if started:
                 raise
             await refusal.response()(scope, receive, counted)

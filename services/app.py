@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from infra.views.dashboard import dashboard
 from models.engines.vllm.openai import Answer
 from services import metrics
-from services.access import INTERNAL_ERROR, PAGE_PATH, Refusal
+from services.access import INTERNAL_ERROR, PAGE_PATH, RequestError
 from services.bodies import bounded
 from services.handlers import answered, from_error
 from services.questions import check_limits, describe_origin, parse_body, wants_steps
@@ -44,7 +44,7 @@ def routes(service: Service) -> FastAPI:
 
     app = FastAPI(title="redraft", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Refusal, _on_refusal)
+    app.add_exception_handler(RequestError, _on_refusal)
     app.add_exception_handler(Exception, _on_failure)
 
     @app.get("/healthz")
@@ -53,7 +53,7 @@ def routes(service: Service) -> FastAPI:
         try:
             await service.health()
         except RuntimeError:
-            raise Refusal(503, "the target can't serve", code="unhealthy") from None
+            raise RequestError(503, "the target can't serve", code="unhealthy") from None
         return JSONResponse({"status": "degraded" if service.background.failed else "ok"})
 
     @app.get("/metrics")
@@ -80,7 +80,7 @@ def routes(service: Service) -> FastAPI:
         """
         body = await _body(raw)
         if body.keys() != {"on"} or not isinstance(body["on"], bool):
-            raise Refusal(400, 'wanted {"on": true} or {"on": false}', "on")
+            raise RequestError(400, 'wanted {"on": true} or {"on": false}', "on")
         return JSONResponse({"speculating": await service.set_speculation(body["on"])})
 
     @app.get("/v1/models")
@@ -99,7 +99,7 @@ def routes(service: Service) -> FastAPI:
     async def complete(raw: Request) -> Response:
         """OpenAI's completions of raw prompts: special tokens in them are special, unlike in chats; else as above."""
         if HEADER in raw.headers:
-            raise Refusal(400, f"{HEADER} is for chats", HEADER, "unsupported")
+            raise RequestError(400, f"{HEADER} is for chats", HEADER, "unsupported")
         return await _generate(service, service.handlers.complete, raw)
 
     return app
@@ -139,7 +139,7 @@ async def _in_turn(service: Service, raw: Request) -> Response:
     """Answer by a small model and the target in turn; the recorder never hears of it."""
     if service.reasoning is None:
         message = "no small model is served beside the target: the recipe has to name one in [serve.reasoning]"
-        raise Refusal(400, message, HEADER, "unsupported")
+        raise RequestError(400, message, HEADER, "unsupported")
     body = await _body(raw)
     check_limits(body)
     caller, request_id = raw.scope["redraft.caller"], raw.scope["redraft.id"]
@@ -156,11 +156,11 @@ async def _in_turn(service: Service, raw: Request) -> Response:
 async def _on_http_error(_: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = {404: "there is no such path", 405: "this path takes another method"}.get(status, "bad request")
-    return Refusal(status, message).response()
+    return RequestError(status, message).response()
 
 
 async def _on_refusal(_: Request, error: Exception) -> Response:
-    return error.response() if isinstance(error, Refusal) else INTERNAL_ERROR.response()
+    return error.response() if isinstance(error, RequestError) else INTERNAL_ERROR.response()
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:

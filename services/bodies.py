@@ -13,17 +13,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.serving import Limits
-from services.access import Refusal
+from services.access import RequestError
 
-FULL = Refusal(503, "the requests that are being answered are too large together; ask again", code="overloaded")
-FULL_OF_KEY = Refusal(
+FULL = RequestError(503, "the requests that are being answered are too large together; ask again", code="overloaded")
+FULL_OF_KEY = RequestError(
     429,
     "the requests of this key that are being answered are too large together; ask again",
     code="rate_limit_exceeded",
 )
 
 
-class Held:
+class BodyLimit:
     """Bytes of bodies that are held, in all and by key."""
 
     def __init__(self, limits: Limits) -> None:
@@ -54,7 +54,7 @@ class Held:
 def bounded(app: ASGIApp, limits: Limits) -> ASGIApp:
     """Return `app` with each request's body read before it, see `read_body`."""
 
-    held = Held(limits)
+    held = BodyLimit(limits)
 
     async def whole(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,7 +96,7 @@ async def read_body(
     max_bytes, timeout_s = limits.max_body_bytes, limits.body_timeout_s
     declared = headers.get("content-length", "0")
     if not declared.isascii() or not declared.isdigit():
-        raise Refusal(400, "Content-Length is not a number")
+        raise RequestError(400, "Content-Length is not a number")
     if len(declared) > 18 or int(declared) > max_bytes:
         _refuse_size(max_bytes)
     body = bytearray()
@@ -105,7 +105,7 @@ async def read_body(
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refusal(400, "the client left before the body was complete")
+                    raise RequestError(400, "the client left before the body was complete")
                 part = message.get("body", b"")
                 if len(body) + len(part) > max_bytes:
                     _refuse_size(max_bytes)
@@ -114,11 +114,11 @@ async def read_body(
                 if not message.get("more_body", False):
                     return _replayed(bytes(body), receive)
     except TimeoutError as error:
-        raise Refusal(408, f"the body took longer than {timeout_s:g} s") from error
+        raise RequestError(408, f"the body took longer than {timeout_s:g} s") from error
 
 
 def _refuse_size(max_bytes: int) -> NoReturn:
-    raise Refusal(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    raise RequestError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -2,7 +2,7 @@
 
 Memory that runs short, a port that is taken and files that are torn end a start too. So a draft that the engine does
 not start with is only passed over, and the next one is tried in the same process; what that says of the draft is in
-`services.drafts.Memory.after_start`. When nothing starts, nothing is said of any draft.
+`services.drafts.DraftHistory.after_start`. When nothing starts, nothing is said of any draft.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infra.versions import Version
-from services.drafts import DraftSource, Loaded, Memory, choose_boot_draft, label, read_memory, remember
+from services.drafts import DraftHistory, DraftSource, Loaded, choose_boot_draft, label, read_memory, remember
 
 E = TypeVar("E")
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 async def start_engine(
     start: Callable[[Loaded | None], Awaitable[E]], source: DraftSource, state: Path, counts: Counter[str]
-) -> tuple[E, Loaded | None, Memory]:
+) -> tuple[E, Loaded | None, DraftHistory]:
     """Start with the best draft there is.
 
     Args:
@@ -42,7 +42,7 @@ async def start_engine(
     except ValueError as error:
         counts["errors"] += 1
         log.warning("%s; starting without it", error)
-        memory = Memory()
+        memory = DraftHistory()
     before = memory
     failed: dict[str, Version] = {}
     while True:

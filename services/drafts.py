@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
     directory: Path
 
 
-class Memory(Frozen):
+class DraftHistory(Frozen):
     """What outlives the process.
 
     Attributes:
@@ -65,13 +65,13 @@ class Memory(Frozen):
     unreported: tuple[str, ...] = ()
     failed_starts: dict[str, int] = {}  # noqa: RUF012
 
-    def with_good(self, version: Version) -> "Memory":
+    def with_good(self, version: Version) -> "DraftHistory":
         """Put a version first."""
         others = [other for other in self.good if label(other) != label(version)]
         failed_starts = without(self.failed_starts, version)
         return self.model_copy(update={"good": (version, *others)[:KEPT_GOOD], "failed_starts": failed_starts})
 
-    def with_refused(self, version: Version, reason: str) -> "Memory":
+    def with_refused(self, version: Version, reason: str) -> "DraftHistory":
         """Note a refusal that the registry is to be told of; the version is no longer good."""
         return self.model_copy(
             update={
@@ -82,11 +82,11 @@ class Memory(Frozen):
             }
         )
 
-    def with_reported(self, name: str) -> "Memory":
+    def with_reported(self, name: str) -> "DraftHistory":
         """Note that the registry knows of a refusal, by the version's label."""
         return self.model_copy(update={"unreported": tuple(other for other in self.unreported if other != name)})
 
-    def without_cleared(self, version: Version) -> "Memory":
+    def without_cleared(self, version: Version) -> "DraftHistory":
         """Forget a refusal that the registry was told of and doesn't hold any more, because somebody cleared it.
 
         Args:
@@ -96,7 +96,7 @@ class Memory(Frozen):
             return self
         return self.model_copy(update={"refused": without(self.refused, version)})
 
-    def after_start(self, failed: Sequence[Version]) -> "Memory":
+    def after_start(self, failed: Sequence[Version]) -> "DraftHistory":
         """Count a start of the engine against the drafts that it failed with before it started without them.
 
         What started in the end shows that the target, the port and the files are fine, but not that the memory was: a
@@ -112,7 +112,7 @@ class Memory(Frozen):
             return memory
         return memory.with_refused(failed[0], f"the engine started without it, and not with it, {num_starts} times")
 
-    def postponed(self, patience: "Patience", now_s: float) -> dict[str, "Postponed"]:
+    def postponed(self, patience: "ReconcilerPolicy", now_s: float) -> dict[str, "Postponed"]:
         """Return the waits of the drafts that the engine did not start with, by label."""
         return {
             name: Postponed.after(num_starts, "the engine did not start with it", patience, now_s)
@@ -136,7 +136,7 @@ class Postponed(NamedTuple):
     due_s: float
 
     @classmethod
-    def after(cls, num_attempts: int, reason: str, patience: "Patience", now_s: float) -> "Postponed":
+    def after(cls, num_attempts: int, reason: str, patience: "ReconcilerPolicy", now_s: float) -> "Postponed":
         """Return the wait after so many attempts: as long as a probation may take, doubled by each that failed."""
         wait_s = min(patience.probation_s * 2.0 ** min(num_attempts - 1, 32), MAX_WAIT_S)
         return cls(num_attempts, reason, wait_s, now_s + wait_s)
@@ -148,7 +148,7 @@ class Postponed(NamedTuple):
         return f"attempt {self.num_attempts} failed: {self.reason}; the next {when}"
 
 
-class Patience(NamedTuple):
+class ReconcilerPolicy(NamedTuple):
     """Times that the table asks for.
 
     Attributes:
@@ -193,7 +193,7 @@ class DraftState:
     phase: Phase
     boot: Loaded | None
     serving: Loaded | None
-    memory: Memory
+    memory: DraftHistory
     fallback: str | None
     proof: Proof | None = None
     candidate: Loaded | None = None
@@ -210,7 +210,7 @@ class DraftState:
     swap_ms: float | None = None
 
     @classmethod
-    def started(cls, boot: Loaded | None, memory: Memory) -> "DraftState":
+    def started(cls, boot: Loaded | None, memory: DraftHistory) -> "DraftState":
         """Return the state of a replica that has just started."""
         return cls(
             phase=Phase.EMPTY if boot is None else Phase.UNPROVEN,
@@ -257,11 +257,11 @@ def without(by_label: Mapping[str, V], version: Version) -> dict[str, V]:
     return {name: one for name, one in by_label.items() if name != label(version)}
 
 
-class Unfit(ValueError):
+class Incompatible(ValueError):
     """The draft was made for another target, or this release can't tell its family."""
 
 
-class OtherReplica(ValueError):
+class NeedsReplacement(ValueError):
     """The draft can't be swapped into this engine; a replica that boots with it serves it."""
 
 
@@ -269,23 +269,23 @@ class ShortOfMemory(Exception):
     """A second draft does not fit beside the one that serves, now."""
 
 
-def read_memory(path: Path) -> Memory:
+def read_memory(path: Path) -> DraftHistory:
     """Read what the replica before this one knew; empty if there is nothing yet, ValueError if it is damaged."""
     try:
-        return Memory.model_validate_json(path.read_bytes())
+        return DraftHistory.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        return Memory()
+        return DraftHistory()
     except ValidationError as error:
         raise ValueError(f"{path} is not a memory of drafts: {error.error_count()} faults") from error
 
 
-def write_memory(path: Path, memory: Memory) -> None:
+def write_memory(path: Path, memory: DraftHistory) -> None:
     """Write it in one rename, flushed to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(memory.model_dump(mode="json"), indent=1, sort_keys=True))
 
 
-def remember(path: Path, memory: Memory, counts: Counter[str]) -> None:
+def remember(path: Path, memory: DraftHistory, counts: Counter[str]) -> None:
     """Write the memory; a full disk costs the memory of a restart, counted in `errors`, and not the service."""
     try:
         write_memory(path, memory)
@@ -339,12 +339,12 @@ class DraftSource:
             ("vocab_size", str(made_for.vocab_size), str(served.vocab_size)),
         ):
             if found != wanted:
-                raise Unfit(f"tag {tag} is {found[:16]!r}, the served target has {wanted[:16]!r}")
+                raise Incompatible(f"tag {tag} is {found[:16]!r}, the served target has {wanted[:16]!r}")
         directory = self.registry.download(version, self._cache)
         try:
             check_draft(directory, None, served)
         except UnknownFamily as error:
-            raise Unfit(str(error)) from error
+            raise Incompatible(str(error)) from error
         return directory
 
     def served_k(self, boot: Version) -> int:
@@ -352,7 +352,7 @@ class DraftSource:
         return self._num_draft_tokens and (boot.lineage.num_draft_tokens or self._num_draft_tokens)
 
     def require_swappable(self, draft: Loaded, boot: Loaded | None) -> None:
-        """Raise OtherReplica if a draft can't be swapped in for the one that the engine was started with.
+        """Raise NeedsReplacement if a draft can't be swapped in for the one that the engine was started with.
 
         Args:
             draft: a fetched one.
@@ -360,14 +360,18 @@ class DraftSource:
         """
         name = f"draft {draft.version.number}"
         if boot is None:
-            raise OtherReplica(f"{name} came, and the engine was started without one: it needs a replica of its own")
+            raise NeedsReplacement(
+                f"{name} came, and the engine was started without one: it needs a replica of its own"
+            )
         served_k, k = self.served_k(boot.version), draft.version.lineage.num_draft_tokens
         if served_k and k is not None and k != served_k:
-            raise OtherReplica(f"{name} drafts {k} tokens a step, this replica {served_k}: needs a replica of its own")
+            raise NeedsReplacement(
+                f"{name} drafts {k} tokens a step, this replica {served_k}: needs a replica of its own"
+            )
         try:
             check_draft(draft.directory, boot.directory, self._target)
         except ValueError as error:
-            raise OtherReplica(f"{name} needs a replica of its own: {error}") from error
+            raise NeedsReplacement(f"{name} needs a replica of its own: {error}") from error
 
 
 def require_room(draft: Loaded, min_free_gib: float) -> None:
@@ -384,8 +388,8 @@ def require_room(draft: Loaded, min_free_gib: float) -> None:
 
 
 def choose_boot_draft(
-    source: DraftSource, memory: Memory, counts: Counter[str], failed: Collection[str] = ()
-) -> tuple[Loaded | None, Memory]:
+    source: DraftSource, memory: DraftHistory, counts: Counter[str], failed: Collection[str] = ()
+) -> tuple[Loaded | None, DraftHistory]:
     """Pick what a starting replica loads: the champion, or the last good version that is in the cache.
 
     Args:
@@ -414,7 +418,7 @@ def choose_boot_draft(
             continue
         try:
             return Loaded(version, source.fetch(version)), memory
-        except Unfit as error:
+        except Incompatible as error:
             counts["unfit"] += 1
             log.warning("draft %s does not fit: %s", version.number, error)
         except ForeignVersion as error:

@@ -6,10 +6,10 @@ from typing import Any
 
 from models.engines.vllm.openai import Answer, EngineStopped, Refused
 from models.engines.vllm.tap import EngineEnded
-from services.access import INTERNAL_ERROR, Refusal
+from services.access import INTERNAL_ERROR, RequestError
 from services.failures import place_of
 
-UNAVAILABLE = Refusal(503, "the engine is not running; it is being restarted", code="engine_unavailable")
+UNAVAILABLE = RequestError(503, "the engine is not running; it is being restarted", code="engine_unavailable")
 NOT_IMPLEMENTED = 501
 # What reading a tool's odd parameters fails with; anything else is a failure of ours.
 ODD = (LookupError, AttributeError, RecursionError)
@@ -37,10 +37,10 @@ async def answered(running: Awaitable[Answer], body: Mapping[str, Any]) -> Answe
         if not body.get("tools"):
             raise
         log.warning("a request's tools could not be used: %s", place_of(error))
-        raise Refusal(400, "tools can't be used as they are", "tools", "invalid_schema") from error
+        raise RequestError(400, "tools can't be used as they are", "tools", "invalid_schema") from error
 
 
-def from_error(body: dict[str, Any]) -> Refusal:
+def from_error(body: dict[str, Any]) -> RequestError:
     """Turn the engine's error body into a Refusal; the text of a failure inside is left out.
 
     Such a failure is logged by its kind: the engine answers it as any other request, and nobody else tells of it.
@@ -49,7 +49,7 @@ def from_error(body: dict[str, Any]) -> Refusal:
     status, param = int(error["code"]), error.get("param")
     message = str(error["message"])[:1000]
     if status == NOT_IMPLEMENTED:
-        return Refusal(400, message or "this is not served here", param, "unsupported")
+        return RequestError(400, message or "this is not served here", param, "unsupported")
     if status == EngineEnded.STATUS:
         return UNAVAILABLE
     if status >= 500 and status != 503:
@@ -60,4 +60,4 @@ def from_error(body: dict[str, Any]) -> Refusal:
         code = "context_length_exceeded"
     elif status == 404:
         code = "model_not_found"
-    return Refusal(status, message, param, code)
+    return RequestError(status, message, param, code)

@@ -1,4 +1,4 @@
-"""The replica's own HTTP server, on a socket that only the proxy before it can reach (services/front.py).
+"""The replica's own HTTP server, on a socket that only the proxy before it can reach (services/reverse_proxy.py).
 
 Uvicorn's server is started by its parts: its main loop would wake the process ten times a second beside the engine.
 """

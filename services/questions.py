@@ -18,7 +18,7 @@ from infra.consent import (
     subject_of,
     subjects_named,
 )
-from services.access import Caller, Refusal
+from services.access import Caller, RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPECULATION = ("on", "off", "head")
@@ -57,17 +57,17 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
         Refusal: 415, or 400 for what is not JSON: NaN, Infinity, 1e999, lone surrogates, too deep, no object.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, "Content-Type must be application/json")
+        raise RequestError(415, "Content-Type must be application/json")
     try:
         value = json.loads(body.decode(), parse_constant=_no_constant)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # 1e999 and lone surrogates fail here
     except RecursionError as error:
-        raise Refusal(400, "the body is nested too deeply") from error
+        raise RequestError(400, "the body is nested too deeply") from error
     except ValueError as error:
         reason = "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)[:200]
-        raise Refusal(400, f"the body is not valid JSON: {reason}") from error
+        raise RequestError(400, f"the body is not valid JSON: {reason}") from error
     if not isinstance(value, dict):
-        raise Refusal(400, f"the body is a JSON {type(value).__name__}, wanted an object")
+        raise RequestError(400, f"the body is a JSON {type(value).__name__}, wanted an object")
     _require_shallow(value)
     return value
 
@@ -75,31 +75,31 @@ def parse_body(content_type: str, body: bytes) -> dict[str, Any]:
 def check_limits(body: Mapping[str, Any]) -> None:
     """Refuse with 400 what the engine would ignore, or what would let one request take the whole service."""
     if body.get("min_p") not in (None, 0):
-        raise Refusal(400, "min_p has no effect under speculative decoding; leave it out", "min_p", "unsupported")
+        raise RequestError(400, "min_p has no effect under speculative decoding; leave it out", "min_p", "unsupported")
     if body.get("logit_bias"):
-        raise Refusal(
+        raise RequestError(
             400, "logit_bias has no effect under speculative decoding; leave it out", "logit_bias", "unsupported"
         )
     if body.get("use_beam_search"):
-        raise Refusal(400, "beam search is not served here", "use_beam_search", "unsupported")
+        raise RequestError(400, "beam search is not served here", "use_beam_search", "unsupported")
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") not in ROLES:
-            raise Refusal(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
+            raise RequestError(400, f"a message's role must be one of {', '.join(ROLES)}", "messages")
         _require_shallow_arguments(message)
     for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"):
         if body.get(name):
-            raise Refusal(400, f"{name} is not accepted from clients", name, "unsupported")
+            raise RequestError(400, f"{name} is not accepted from clients", name, "unsupported")
     for name in ("n", "best_of"):
         number = body.get(name)  # a text would be read as a number further in
         if number is not None and not (isinstance(number, int) and 1 <= number <= MAX_CHOICES):
-            raise Refusal(400, f"{name} must be an integer from 1 to {MAX_CHOICES}", name)
+            raise RequestError(400, f"{name} must be an integer from 1 to {MAX_CHOICES}", name)
     prompts = body.get("prompt")
     texts = isinstance(prompts, list) and not any(isinstance(entry, int) for entry in prompts[:1])
     limits = {"stop": MAX_STOPS, "bad_words": MAX_BAD_WORDS, "prompt": MAX_PROMPTS if texts else None}
     for name, most in limits.items():
         if most is not None and isinstance(entries := body.get(name), list) and len(entries) > most:
-            raise Refusal(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
+            raise RequestError(400, f"{name} has {len(entries)} entries; at most {most} are accepted", name)
 
 
 def describe_origin(
@@ -120,7 +120,7 @@ def describe_origin(
     try:
         domain = parse_domain(headers.get("x-redraft-domain"))
     except ValueError as error:
-        raise Refusal(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
+        raise RequestError(400, f"X-Redraft-Domain: {error}", "X-Redraft-Domain") from error
     said = headers.getlist("x-redraft-log")  # sent twice it is malformed, not a choice
     consent = consent_level(", ".join(said) if said else None, body.get("store"), caller.log if caller else None)
     sent = caller.key if caller else None
@@ -128,12 +128,12 @@ def describe_origin(
     try:
         names = subjects_named(sent, body)
     except ValueError as error:
-        raise Refusal(400, str(error), str(error).partition(" ")[0]) from error
+        raise RequestError(400, str(error), str(error).partition(" ")[0]) from error
     named = headers.getlist("x-redraft-group")  # sent twice it is malformed: no name has a space
     try:
         group = group_of(secret, key, ", ".join(named) if named else None)
     except ValueError as error:
-        raise Refusal(400, f"X-Redraft-Group: {error}", "X-Redraft-Group") from error
+        raise RequestError(400, f"X-Redraft-Group: {error}", "X-Redraft-Group") from error
     subject = names[0] if names else key
     return Origin(request_id, domain, consent, subject, key, _speculation(headers), group, tuple(names[1:]))
 
@@ -148,9 +148,9 @@ def wants_steps(headers: Headers, caller: Caller | None) -> bool:
     if said is None:
         return False
     if said != "steps":
-        raise Refusal(400, f'X-Redraft-Detail is "{said[:32]}", wanted steps', "X-Redraft-Detail")
+        raise RequestError(400, f'X-Redraft-Detail is "{said[:32]}", wanted steps', "X-Redraft-Detail")
     if caller is None or caller.role != "operator":
-        raise Refusal(403, "the figures of each step are for operators", "X-Redraft-Detail", "wrong_role")
+        raise RequestError(403, "the figures of each step are for operators", "X-Redraft-Detail", "wrong_role")
     return True
 
 
@@ -158,7 +158,7 @@ def _speculation(headers: Headers) -> str:
     said = headers.get("x-redraft-speculation", SPECULATION[0])
     if said not in SPECULATION:
         message = f'X-Redraft-Speculation is "{said[:32]}", wanted {", ".join(SPECULATION[:-1])} or {SPECULATION[-1]}'
-        raise Refusal(400, message, "X-Redraft-Speculation")
+        raise RequestError(400, message, "X-Redraft-Speculation")
     return said
 
 
@@ -169,7 +169,7 @@ def _require_shallow(value: dict[str, Any]) -> None:
         level = [child for children in nested for child in children if isinstance(child, dict | list)]
         if not level:
             return
-    raise Refusal(400, f"the body is nested more than {MAX_DEPTH} deep")
+    raise RequestError(400, f"the body is nested more than {MAX_DEPTH} deep")
 
 
 def _require_shallow_arguments(message: Any) -> None:
@@ -181,7 +181,7 @@ def _require_shallow_arguments(message: Any) -> None:
         try:
             _require_shallow({"arguments": json.loads(said) if isinstance(said, str) and said.strip() else None})
         except (ValueError, RecursionError) as error:
-            raise Refusal(400, "a tool call's arguments are not JSON, or nested too deeply", "messages") from error
+            raise RequestError(400, "a tool call's arguments are not JSON, or nested too deeply", "messages") from error
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -24,7 +24,7 @@ from models.reasoning import Step, Steps, Vocabulary, Writers
 from models.serving import Reasoning as Settings
 from models.targets import describe, stop_ids
 from models.types import Frozen
-from services.access import Refusal
+from services.access import RequestError
 from services.handlers import UNAVAILABLE
 from services.stream import DATA, DONE
 
@@ -41,7 +41,7 @@ class Message(Frozen):
     content: str
 
 
-class Asked(Frozen):
+class ChatRequest(Frozen):
     """What such a request may say, as OpenAI's chats do."""
 
     model: str
@@ -154,20 +154,22 @@ class Reasoning:
             Refusal: what it asks for is not served so.
         """
         if method not in self._methods:
-            raise Refusal(400, f'{HEADER} is "{method[:32]}"{did_you_mean(method[:32], self._methods)}', HEADER)
+            raise RequestError(400, f'{HEADER} is "{method[:32]}"{did_you_mean(method[:32], self._methods)}', HEADER)
         asked = _parse(body)
         if asked.model != self._served_name:
-            raise Refusal(404, f"there is no such model; there is: {self._served_name}", "model", "model_not_found")
+            raise RequestError(
+                404, f"there is no such model; there is: {self._served_name}", "model", "model_not_found"
+            )
         try:
             turns = [message.model_dump() for message in asked.messages]
             prompt_ids = await asyncio.to_thread(ChatEncoder.of(self._tokenizer).encode, turns)
         except ValueError as error:
-            raise Refusal(400, str(error)[:1000], "messages") from error
+            raise RequestError(400, str(error)[:1000], "messages") from error
         room = self._max_model_len - len(prompt_ids)
         wanted = asked.max_completion_tokens or asked.max_tokens or max(1, room)
         if wanted > room:
             message = f"the context length is {self._max_model_len}: {len(prompt_ids)} tokens and {wanted} to come"
-            raise Refusal(400, message, "messages", "context_length_exceeded")
+            raise RequestError(400, message, "messages", "context_length_exceeded")
         # By the draft alone: what is looked up in recent answers is kept by key, and these engines' calls have none.
         plain = self.seeded == "plain" and asked.seed is not None and asked.temperature > 0
         drawn = Sampling(
@@ -198,7 +200,7 @@ class _Told:
     """What a client is told of an answer as it comes."""
 
     def __init__(
-        self, method: str, asked: Asked, request_id: str, num_prompt_tokens: int, vocabulary: Vocabulary
+        self, method: str, asked: ChatRequest, request_id: str, num_prompt_tokens: int, vocabulary: Vocabulary
     ) -> None:
         self._method, self._asked, self._vocabulary = method, asked, vocabulary
         self._num_prompt_tokens, self._sent = num_prompt_tokens, 0
@@ -275,14 +277,14 @@ async def _streamed(steps: Steps, told: _Told) -> AsyncGenerator[str, None]:
             yield event
 
 
-def _parse(body: Mapping[str, Any]) -> Asked:
+def _parse(body: Mapping[str, Any]) -> ChatRequest:
     try:
-        return Asked.model_validate(body)
+        return ChatRequest.model_validate(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
-        message = f"{where}: {fault['msg']}; with {HEADER} a chat takes {', '.join(Asked.model_fields)}"
-        raise Refusal(400, message[:1000], str(fault["loc"][0]), "unsupported") from error
+        message = f"{where}: {fault['msg']}; with {HEADER} a chat takes {', '.join(ChatRequest.model_fields)}"
+        raise RequestError(400, message[:1000], str(fault["loc"][0]), "unsupported") from error
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
 from models.engines import Completion, Engine, Sampling
-from models.evaluation.acceptance import Tally, mean_accepted_length
+from models.evaluation.acceptance import AcceptanceCount, mean_accepted_length
 from models.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.golden import Golden, equal_output, first_difference
@@ -29,14 +29,14 @@ from models.serving import Probation
 from services import swap
 from services.config import ServiceConfig
 from services.drafts import (
+    DraftHistory,
     DraftSource,
     DraftState,
+    Incompatible,
     Loaded,
-    Memory,
-    OtherReplica,
-    Patience,
+    NeedsReplacement,
+    ReconcilerPolicy,
     ShortOfMemory,
-    Unfit,
     label,
     remember,
     require_room,
@@ -53,7 +53,7 @@ PIECE = 64
 log = logging.getLogger(__name__)
 
 
-class Surroundings(NamedTuple):
+class ReplicaHooks(NamedTuple):
     """What the loop asks of the service around it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Surroundings(NamedTuple):
     """
 
     num_in_flight: Callable[[], int] = lambda: 0
-    recent: Callable[[str], Sequence[Tally]] = lambda draft: ()
+    recent: Callable[[str], Sequence[AcceptanceCount]] = lambda draft: ()
     tell: Callable[[str, str], None] = lambda event, text: None
 
 
@@ -85,11 +85,11 @@ class Reconciler:
         threshold: float,
         config: ServiceConfig,
         boot: Loaded | None,
-        memory: Memory,
+        memory: DraftHistory,
         counts: Counter[str],
     ) -> None:
         self.counts = counts
-        self.surroundings = Surroundings()
+        self.surroundings = ReplicaHooks()
         self._engine, self._source, self._config = engine, source, config
         self._prompts = GoldenPrompts(engine, goldens, threshold)
         postponed = memory.postponed(self._patience(), time.monotonic())
@@ -133,9 +133,9 @@ class Reconciler:
         for action in actions:
             await self._do(action)
 
-    def _patience(self) -> Patience:
+    def _patience(self) -> ReconcilerPolicy:
         serve = self._config.serve
-        return Patience(
+        return ReconcilerPolicy(
             serve.probation.timeout_s, serve.min_swap_interval_s, serve.canary.period_s, serve.canary.max_in_flight
         )
 
@@ -181,9 +181,9 @@ class Reconciler:
         try:
             draft = await self._ready(version)
             require_room(draft, self._config.serve.min_free_memory_gib)
-        except Unfit as error:
+        except Incompatible as error:
             return partial(swap.unfit, version=version, reason=str(error))
-        except OtherReplica as error:
+        except NeedsReplacement as error:
             goes_back = await asyncio.to_thread(self._goes_back, version)
             return partial(swap.needs_replica, version=version, reason=str(error), goes_back=goes_back)
         except ShortOfMemory as error:

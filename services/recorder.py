@@ -4,10 +4,10 @@ The engine reports a finished generation by its own id, in which the id of the H
 request may be several generations (a list of prompts); each is a row. Probes carry no such id and leave no row, and
 requests for several choices (`n`) neither: the engine's tap follows one sequence.
 
-Acceptance is that of requests which the draft was drawn to draft alone (services/alone.py), and is kept by the draft
-that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts for its
-own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by, nor does
-one whose answer a grammar constrained.
+Acceptance is that of requests which the draft was drawn to draft alone (services/acceptance_sampler.py), and is kept by
+the draft that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts
+for its own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by,
+nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
 dropped.
@@ -28,7 +28,7 @@ from infra.consent import OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.chats import ChatEncoder
-from models.evaluation.acceptance import Tally, counted
+from models.evaluation.acceptance import AcceptanceCount, counted
 from models.types import Frozen
 from services.questions import Origin
 
@@ -55,7 +55,7 @@ def no_states(completion: "Completion", row_id: str | None) -> None:
     """Do nothing: no hidden states are captured."""
 
 
-class Asked(Protocol):
+class RequestedSampling(Protocol):
     """What a request asked for: vLLM's SamplingParams. Those of SAMPLING that it has are kept."""
 
     n: int
@@ -114,7 +114,7 @@ class Recorder:
         self._running: dict[str, Origin] = {}
         self._finished: dict[str, list[Completion]] = {}
         self._left: OrderedDict[str, Origin] = OrderedDict()
-        self._rolling: OrderedDict[str, dict[str, deque[Tally]]] = OrderedDict()  # by draft, then by domain
+        self._rolling: OrderedDict[str, dict[str, deque[AcceptanceCount]]] = OrderedDict()  # by draft, then by domain
         self._unlogged: deque[bool] = deque(maxlen=LATELY)
         self._serial = itertools.count()
         self._queue: queue.Queue[tuple[Completion, dict[str, Any], Origin, str] | None] = queue.Queue(capacity)
@@ -138,7 +138,7 @@ class Recorder:
         found = REQUEST_ID.search(generation_id)
         return (self._running.get(found[0]) or self._left.get(found[0])) if found else None
 
-    def finished(self, completion: "Completion", params: Asked) -> None:
+    def finished(self, completion: "Completion", params: RequestedSampling) -> None:
         """Take a finished generation; the engine calls it in the event loop."""
         origin = self.origin_of(completion.request_id)
         if origin is None or params.n > 1:
@@ -200,7 +200,7 @@ class Recorder:
             )
         return figures
 
-    def recent(self, draft_version: str, after: int = -1) -> list[Tally]:
+    def recent(self, draft_version: str, after: int = -1) -> list[AcceptanceCount]:
         """Return the last requests that began with a draft, the oldest first, at most so many of each domain.
 
         Args:
@@ -239,7 +239,7 @@ class Recorder:
         self._rolling.move_to_end(completion.draft_version)
         if domain not in windows and len(windows) >= MAX_DOMAINS:
             domain = OTHER_DOMAINS  # names come from clients; each would be a series of the metrics
-        tally = Tally(
+        tally = AcceptanceCount(
             number=next(self._serial),
             domain=domain,
             steps=len(drafted),

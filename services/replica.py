@@ -89,7 +89,7 @@ def deployment(config: ServiceConfig, socket: Path | None) -> serve.Application:
     environment = {**child_environment(params), **openmp_preload(), **VLLM_LOGGING, **compiled}
     deployed = serve.deployment(
         name="replica",
-        # What runs and what waits is decided in the replica, by key (services/turns.py); all of it must get there.
+        # What runs and what waits is decided in the replica, by key (services/fair_queue.py); all of it must get there.
         max_ongoing_requests=config.max_requests,
         max_queued_requests=config.serve.limits.max_queued_requests,
         health_check_period_s=HEALTH_PERIOD_S,

@@ -15,8 +15,8 @@ from infra.memory import SERVICE_ENDS_AT
 from infra.secret import home_secret
 from infra.serving import SERVED_NAME, ray_folder
 from services.config import ServiceConfig, read_config
-from services.edge import CONFIG_VARIABLE
-from services.front import Front
+from services.request_middleware import CONFIG_VARIABLE
+from services.reverse_proxy import ReverseProxy
 
 APP_NAME = "redraft"
 NUM_CPUS = 4
@@ -41,7 +41,7 @@ RAY_VARIABLES = {
     # What trains ends itself before this share is used, see there; 1000 would offer the replica to the kernel first.
     "RAY_memory_usage_threshold": str(SERVICE_ENDS_AT),
     "RAY_worker_oom_score_adjustment": "0",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.edge.middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "services.request_middleware.middlewares",
 }
 # Whatever the environment says: Serve's own HAProxy, and replicas that listen for it, bind every address.
 HELD_OFF = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
@@ -55,7 +55,7 @@ def run(config: ServiceConfig) -> int:
     Ray tells nobody that its node was lost: a replica that is left answers on, and no other would ever take its place.
 
     Raises:
-        ValueError: see `ray_folder` and `Front.find`.
+        ValueError: see `ray_folder` and `ReverseProxy.find`.
     """
     home = config.settings.home
     os.environ.update({name: value for name, value in RAY_VARIABLES.items() if name not in os.environ})
@@ -67,7 +67,7 @@ def run(config: ServiceConfig) -> int:
 
     from services.replica import deployment
 
-    ray_dir, front = ray_folder(home), Front.find(config, home)
+    ray_dir, front = ray_folder(home), ReverseProxy.find(config, home)
     ended, is_lost = threading.Event(), False
     threading.Thread(target=_keep_closed, args=(ray_dir,), name="closes Ray's folder", daemon=True).start()
     ray.init(

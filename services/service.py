@@ -24,28 +24,28 @@ from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import Wishes
+from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measure
 from models.engines.vllm.openai import Handlers
 from models.engines.vllm.tap import is_seeded, tells_of_draft
-from models.evaluation import watch
+from models.evaluation import drift_detector
 from models.evaluation.golden import load_golden
 from models.targets import describe
-from models.types import Pace
+from models.types import ThroughputEstimate
+from services.acceptance_sampler import AcceptanceSampler
 from services.access import Admission, Keys
-from services.alone import Alone
 from services.boot import start_engine
 from services.capture import Capture
 from services.config import ServiceConfig
-from services.drafts import DraftSource, DraftState, Loaded, Memory, label
+from services.drafts import DraftHistory, DraftSource, DraftState, Loaded, label
 from services.failures import BackgroundTasks
+from services.fair_queue import FairQueue
 from services.questions import Domains
 from services.reasoning import Reasoning
-from services.reconciler import Reconciler, Surroundings
+from services.reconciler import Reconciler, ReplicaHooks
 from services.recorder import Recorder, no_states
-from services.turns import Turns
 
-UNFOLLOWED = replace(DraftState.started(None, Memory()), fallback="drafts are not followed")
+UNFOLLOWED = replace(DraftState.started(None, DraftHistory()), fallback="drafts are not followed")
 UNDRAFTED = replace(UNFOLLOWED, fallback="num_draft_tokens is 0, so no draft is served")
 
 # How soon a running service forgets what was erased.
@@ -76,10 +76,10 @@ class Service:
         self.domains = Domains()
         engine_params = config.engine_params()
         limits, busy = config.serve.limits, Busy(config.settings.home)
-        self.turns = Turns(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
+        self.turns = FairQueue(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
         engine.llm.on_finish, engine.llm.wishes_of = self.recorder.finished, self._wishes_of
-        self._alone, self._doubted = Alone(), frozenset[str]()
+        self._alone, self._doubted = AcceptanceSampler(), frozenset[str]()
         self._num_seeded = 0
         self._started_s = time.monotonic()
         self.background = BackgroundTasks()
@@ -130,7 +130,7 @@ class Service:
             self.background.start("capture", self._capture.run())
         if self.reconciler is not None:
             recent, tell = self.recorder.recent, self._tell
-            self.reconciler.surroundings = Surroundings(lambda: self.admission.in_flight, recent, tell)
+            self.reconciler.surroundings = ReplicaHooks(lambda: self.admission.in_flight, recent, tell)
             self.background.start("reconciler", self.reconciler.run())
 
     async def set_speculation(self, on: bool) -> bool:
@@ -204,19 +204,19 @@ class Service:
             await self.reasoning.close()
         await self.engine.close()
 
-    def _wishes_of(self, generation_id: str, params: Any) -> Wishes:
+    def _wishes_of(self, generation_id: str, params: Any) -> DraftOptions:
         """Return how a generation with vLLM's SamplingParams is to be drafted; the engine asks in the event loop."""
         origin = self.recorder.origin_of(generation_id)
         if origin is None:
-            return Wishes("auto")
+            return DraftOptions("auto")
         if self.config.serve.seeded == "plain" and is_seeded(params):
             self._num_seeded += 1
-            return Wishes("off")
+            return DraftOptions("off")
         if origin.speculation == "off":
-            return Wishes("off")
+            return DraftOptions("off")
         serving = None if self.reconciler is None else self.reconciler.state.serving
         alone = origin.speculation == "head" or (tells_of_draft(params) and self._draws(origin.domain))
-        return Wishes(
+        return DraftOptions(
             drafting="head" if alone else "auto",
             domain=origin.domain,
             key=origin.key or "",
@@ -224,7 +224,7 @@ class Service:
             capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
         )
 
-    def _pace(self) -> Pace | None:
+    def _pace(self) -> ThroughputEstimate | None:
         """Return how steps are drafted, with what judging costs at the present load."""
         return None if (pace := self.engine.llm.pace) is None else pace.at(self.admission.in_flight)
 
@@ -269,7 +269,7 @@ class Service:
         It is told anew at every look, so nothing is lost if the file can't be written now.
         """
         params, trigger = self.config.serve.watch, TriggerFile(self.config.settings.querylog)
-        judge, judged, last = watch.Judge({}, params), "", -1
+        judge, judged, last = drift_detector.DriftDetector({}, params), "", -1
         while True:
             await asyncio.sleep(params.period_s)
             state = self.reconciler.state if self.reconciler is not None else None
@@ -277,7 +277,7 @@ class Service:
                 continue  # of a draft that is being replaced nothing needs to be told
             version = state.serving.version
             if judged != label(version):
-                judge, judged = watch.Judge(version.lineage.tau, params), label(version)
+                judge, judged = drift_detector.DriftDetector(version.lineage.tau, params), label(version)
             if tallies := self.recorder.recent(str(version.number), last):
                 judge.take(tallies)
                 last = tallies[-1].number
@@ -294,7 +294,7 @@ class Service:
                     self._events.emit(ACCEPTANCE_FELL, domain, figures)
 
 
-def _event(draft: int, standing: watch.Standing) -> Fell | Recovered:
+def _event(draft: int, standing: drift_detector.Standing) -> Fell | Recovered:
     if not standing.fallen:
         return Recovered()
     return Fell(draft=draft, promised=standing.promised, served=standing.served, now_ms=now_ms())

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from services.access import INTERNAL_ERROR, Refusal
+from services.access import INTERNAL_ERROR, RequestError
 from services.failures import place_of
 
 DATA = "data: "
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 async def opened(
     frames: AsyncGenerator[str, None],
-    refuse: Callable[[dict[str, Any]], Refusal],
+    refuse: Callable[[dict[str, Any]], RequestError],
     usage: Callable[[], dict[str, Any] | None],
     closed: Callable[[], None],
 ) -> AsyncGenerator[str, None]:
@@ -49,7 +49,7 @@ async def opened(
 async def _rest(
     first: str,
     frames: AsyncGenerator[str, None],
-    refuse: Callable[[dict[str, Any]], Refusal],
+    refuse: Callable[[dict[str, Any]], RequestError],
     usage: Callable[[], dict[str, Any] | None],
     closed: Callable[[], None],
 ) -> AsyncGenerator[str, None]:

@@ -23,7 +23,7 @@ A draft that *failed* showed a fault of its own and is refused for good. One tha
 because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
 too: it is postponed, and tried again after a wait that doubles each time. The draft that a replica booted with goes on
 serving meanwhile, and another champion is followed at once. A draft that the engine did not start with waits in the
-same way (see `services.drafts.Memory.after_start`).
+same way (see `services.drafts.DraftHistory.after_start`).
 
 A draft that broke while it served is loaded again and put on probation. If it breaks once more, or fails, it waits like
 one that is undecided and the last good one before it is put back: what broke may be the engine. So until a draft passes
@@ -49,7 +49,7 @@ from infra.events import PAIR_BROKE, TARGET_DIFFERS
 from infra.status import Phase, Proof
 from infra.versions import Version
 from models.evaluation.canary import Answer, Finding
-from services.drafts import DraftState, Loaded, Patience, Postponed, label, without
+from services.drafts import DraftState, Loaded, Postponed, ReconcilerPolicy, label, without
 
 P = ParamSpec("P")
 
@@ -161,8 +161,8 @@ class Step(NamedTuple):
     actions: tuple[Action, ...] = ()
 
 
-Event = Callable[[DraftState, Patience], Step]
-_Rule = Callable[Concatenate[DraftState, Patience, P], Step]
+Event = Callable[[DraftState, ReconcilerPolicy], Step]
+_Rule = Callable[Concatenate[DraftState, ReconcilerPolicy, P], Step]
 
 
 def _in(*phases: Phase) -> Callable[[_Rule[P]], _Rule[P]]:
@@ -170,7 +170,7 @@ def _in(*phases: Phase) -> Callable[[_Rule[P]], _Rule[P]]:
 
     def of(rule: _Rule[P]) -> _Rule[P]:
         @wraps(rule)
-        def checked(state: DraftState, patience: Patience, /, *args: P.args, **kwargs: P.kwargs) -> Step:
+        def checked(state: DraftState, patience: ReconcilerPolicy, /, *args: P.args, **kwargs: P.kwargs) -> Step:
             if state.phase not in phases:
                 raise RuntimeError(f"{rule.__name__} can't happen while a replica's draft is {state.phase}")
             return rule(state, patience, *args, **kwargs)
@@ -186,7 +186,7 @@ TRIALS = (Phase.PROVING, Phase.CHECKING, Phase.TRYING)
 
 
 @_in(*IDLE, Phase.REVERTING)
-def ticked(state: DraftState, patience: Patience, now_s: float, in_flight: int = 0) -> Step:
+def ticked(state: DraftState, patience: ReconcilerPolicy, now_s: float, in_flight: int = 0) -> Step:
     """It is time for a look, while so many requests are being answered; times are on the monotonic clock."""
     if state.phase is Phase.REVERTING:
         return Step(state, (PutBack(), Report()))
@@ -203,7 +203,7 @@ def ticked(state: DraftState, patience: Patience, now_s: float, in_flight: int =
 
 
 @_in(*Phase)
-def switched(state: DraftState, patience: Patience, on: bool) -> Step:
+def switched(state: DraftState, patience: ReconcilerPolicy, on: bool) -> Step:
     """An operator wants speculation on or off.
 
     A trial is called off; switched on again, it decides itself when is drafted, and `called_off` does once it ended.
@@ -215,7 +215,7 @@ def switched(state: DraftState, patience: Patience, on: bool) -> Step:
 
 
 @_in(*IDLE, Phase.REVERTING)
-def named(state: DraftState, patience: Patience, champion: Version | None, now_s: float) -> Step:
+def named(state: DraftState, patience: ReconcilerPolicy, champion: Version | None, now_s: float) -> Step:
     """The registry named its champion, or that there is none; the last good draft is put back first."""
     if state.phase is Phase.REVERTING:
         return Step(state)
@@ -242,7 +242,7 @@ def named(state: DraftState, patience: Patience, champion: Version | None, now_s
 
 
 @_in(*SWAPPABLE)
-def fetched(state: DraftState, patience: Patience, draft: Loaded, now_s: float) -> Step:
+def fetched(state: DraftState, patience: ReconcilerPolicy, draft: Loaded, now_s: float) -> Step:
     """A champion's files are here, good, and can be swapped in."""
     if not state.wanted:  # it was switched off meanwhile
         return Step(state)
@@ -250,7 +250,7 @@ def fetched(state: DraftState, patience: Patience, draft: Loaded, now_s: float) 
 
 
 @_in(*IDLE)
-def unfit(state: DraftState, patience: Patience, version: Version, reason: str) -> Step:
+def unfit(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str) -> Step:
     """A champion is another target's, so another service may want it."""
     left = {**state.unfit, label(version): reason}
     return Step(replace(state, unfit=left), (Count("unfit", f"draft {version.number} does not fit: {reason}"),))
@@ -258,7 +258,7 @@ def unfit(state: DraftState, patience: Patience, version: Version, reason: str) 
 
 @_in(*IDLE)
 def needs_replica(
-    state: DraftState, patience: Patience, version: Version, reason: str, goes_back: bool = False
+    state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, goes_back: bool = False
 ) -> Step:
     """A champion is sound, and only an engine that was started with it can serve it.
 
@@ -277,19 +277,19 @@ def needs_replica(
 
 
 @_in(*SWAPPABLE)
-def no_room(state: DraftState, patience: Patience, version: Version, reason: str, now_s: float) -> Step:
+def no_room(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """A champion is sound, and there is too little memory to load it beside the draft that serves."""
     return _postpone(state, patience, version, reason, now_s)
 
 
 @_in(Phase.TRYING)
-def swapped(state: DraftState, patience: Patience, swap_ms: float) -> Step:
+def swapped(state: DraftState, patience: ReconcilerPolicy, swap_ms: float) -> Step:
     """The engine took the candidate."""
     return Step(replace(state, swap_ms=swap_ms), (Count("swaps"),))
 
 
 @_in(Phase.PROVING, Phase.TRYING)
-def passed(state: DraftState, patience: Patience, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
+def passed(state: DraftState, patience: ReconcilerPolicy, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
     """The draft on probation showed what it had to, in these answers."""
     version = (draft := _present(state.candidate or state.serving)).version
     state = replace(
@@ -310,7 +310,7 @@ def passed(state: DraftState, patience: Patience, proof: Proof, answers: tuple[A
 
 
 @_in(*IDLE, Phase.PROVING, Phase.TRYING)
-def failed(state: DraftState, patience: Patience, version: Version, reason: str, now_s: float) -> Step:
+def failed(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """A draft has a fault of its own, in its files or on probation; the registry is told now or at a later tick."""
     on_trial = state.phase in TRIALS
     if on_trial and state.fault is not None:
@@ -326,7 +326,7 @@ def failed(state: DraftState, patience: Patience, version: Version, reason: str,
 
 
 @_in(*TRIALS)
-def undecided(state: DraftState, patience: Patience, reason: str, now_s: float) -> Step:
+def undecided(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
     """The draft on trial could not be judged; the trial may have ended with speculation off."""
     if state.phase is Phase.TRYING:
         return _give_up_for_now(state, patience, reason, now_s)
@@ -342,7 +342,7 @@ def undecided(state: DraftState, patience: Patience, reason: str, now_s: float) 
 
 
 @_in(*TRIALS)
-def called_off(state: DraftState, patience: Patience) -> Step:
+def called_off(state: DraftState, patience: ReconcilerPolicy) -> Step:
     """A probation or a canary was ended, because an operator wants speculation off."""
     if state.phase is Phase.TRYING:
         return Step(replace(state, phase=Phase.REVERTING, candidate=None), (Count("called_off"), PutBack()))
@@ -351,7 +351,7 @@ def called_off(state: DraftState, patience: Patience) -> Step:
 
 
 @_in(Phase.CHECKING)
-def checked(state: DraftState, patience: Patience, finding: Finding, text: str, now_s: float) -> Step:
+def checked(state: DraftState, patience: ReconcilerPolicy, finding: Finding, text: str, now_s: float) -> Step:
     """The canary prompts were answered by the draft that serves; the look may have ended with speculation off."""
     if finding is Finding.PAIR:
         return _reload(state, patience, text, now_s)
@@ -366,7 +366,7 @@ def checked(state: DraftState, patience: Patience, finding: Finding, text: str, 
 
 
 @_in(Phase.REVERTING)
-def restored(state: DraftState, patience: Patience, draft: Loaded) -> Step:
+def restored(state: DraftState, patience: ReconcilerPolicy, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
     same = state.serving is not None and label(state.serving.version) == label(draft.version)
     proof, answers = (state.proof, state.answers) if same else (None, ())
@@ -375,13 +375,13 @@ def restored(state: DraftState, patience: Patience, draft: Loaded) -> Step:
 
 
 @_in(Phase.REVERTING)
-def exhausted(state: DraftState, patience: Patience) -> Step:
+def exhausted(state: DraftState, patience: ReconcilerPolicy) -> Step:
     """No good draft could be put back."""
     return Step(_off(state, "no good draft"), (SetSpeculation(False),))
 
 
 @_in(Phase.REVERTING)
-def late(state: DraftState, patience: Patience) -> Step:
+def late(state: DraftState, patience: ReconcilerPolicy) -> Step:
     """The last good draft was not put back in time."""
     text = "the last good draft is not back in time; speculation is off until it is"
     state = replace(state, fallback="the last good draft is being put back")
@@ -389,7 +389,7 @@ def late(state: DraftState, patience: Patience) -> Step:
 
 
 @_in(Phase.UNPROVEN, Phase.SERVING)
-def quarantined(state: DraftState, patience: Patience, version: Version, reason: str) -> Step:
+def quarantined(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str) -> Step:
     """Somebody found the served draft bad; `version` is what the registry holds under its number now."""
     memory = state.memory.with_refused(version, reason).with_reported(label(version))
     state = replace(_off(state, f"draft {version.number} was quarantined"), memory=memory)
@@ -397,12 +397,12 @@ def quarantined(state: DraftState, patience: Patience, version: Version, reason:
 
 
 @_in(*IDLE, Phase.REVERTING)
-def reported(state: DraftState, patience: Patience, name: str) -> Step:
+def reported(state: DraftState, patience: ReconcilerPolicy, name: str) -> Step:
     """The registry knows of a refusal, by its version's label."""
     return Step(replace(state, memory=state.memory.with_reported(name)), (Remember(),))
 
 
-def _postpone(state: DraftState, patience: Patience, version: Version, reason: str, now_s: float) -> Step:
+def _postpone(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """Note that a version could not be loaded or judged."""
     before = state.postponed.get(label(version))
     num_attempts = 1 if before is None else before.num_attempts + 1
@@ -411,18 +411,18 @@ def _postpone(state: DraftState, patience: Patience, version: Version, reason: s
     return Step(state, (Count("postponed", f"draft {version.number} is postponed: {postponed.describe(now_s)}"),))
 
 
-def _give_up_for_now(state: DraftState, patience: Patience, reason: str, now_s: float) -> Step:
+def _give_up_for_now(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
     version = _present(state.candidate or state.serving).version
     state, actions = _postpone(state, patience, version, reason, now_s)
     return Step(replace(state, phase=Phase.REVERTING, candidate=None), (*actions, Count("reverts"), PutBack()))
 
 
-def _pass_over_serving(state: DraftState, patience: Patience, reason: str, now_s: float) -> Step:
+def _pass_over_serving(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
     state, actions = _give_up_for_now(state, patience, reason, now_s)
     return Step(replace(state, serving=None, proof=None, answers=()), (SetSpeculation(False), *actions))
 
 
-def _reload(state: DraftState, patience: Patience, text: str, now_s: float) -> Step:
+def _reload(state: DraftState, patience: ReconcilerPolicy, text: str, now_s: float) -> Step:
     """Load the draft that broke again or, if it was, the last good one before it."""
     broken = _present(state.serving).version
     again = state.reloaded == label(broken)
@@ -434,7 +434,7 @@ def _reload(state: DraftState, patience: Patience, text: str, now_s: float) -> S
     return Step(replace(state, phase=Phase.REVERTING), (SetSpeculation(False), PutBack(), *said))
 
 
-def _check_later(state: DraftState, now_s: float, patience: Patience) -> DraftState:
+def _check_later(state: DraftState, now_s: float, patience: ReconcilerPolicy) -> DraftState:
     return replace(state, check_s=now_s + patience.canary_period_s)
 
 

@@ -16,10 +16,10 @@ from models.evaluation.scoring import score
 from models.recipe import Recipe
 from models.types import Frozen
 from tasks.measure_draft import tau_of
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import read_samples
+from tasks.stages.throttle import throttled
 
 NUM_SCORED = 32
 TAUS = "taus.json"
@@ -65,7 +65,7 @@ def adopt_draft(target: Artifact, source: Path, num_layers: int | None = None) -
         draft = family.adopt(source, open_artifact(target))
         family.save(draft if num_layers is None else cast("Any", family).cut(draft, num_layers), directory)
 
-    draft = produce(
+    draft = cached_step(
         stage="adopted",
         kind="draft",
         params={"source_sha256": sha256, **({} if num_layers is None else {"num_layers": num_layers})},
@@ -104,12 +104,14 @@ def settle_reading(recipe: Recipe, target: Artifact, adopted: Adopted, samples: 
         (directory / TAUS).write_text(json.dumps(taus))
 
     inputs = {"target": target, "samples": samples, "draft": adopted.draft}
-    measured = produce(stage="readings", kind="scores", params=params, inputs=inputs, code=code, make=gently(measure))
+    measured = cached_step(
+        stage="readings", kind="scores", params=params, inputs=inputs, code=code, make=throttled(measure)
+    )
     taus: dict[str, float] = json.loads((open_artifact(measured) / TAUS).read_text())
     best = max(taus, key=lambda name: taus[name])
     rows = [{"reading": name, "τ": round(tau, 3), "taken": name == best} for name, tau in taus.items()]
     table("readings", rows, f"the draft's files leave open what it reads; taken: {best}")
-    draft = produce(
+    draft = cached_step(
         stage="adopted",
         kind="draft",
         params={"reading": best},

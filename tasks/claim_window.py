@@ -27,7 +27,7 @@ from infra.windows import Window
 from models.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
-from tasks.stages import produce, stage_key
+from tasks.stages import cached_step, stage_key
 from tasks.stages.imported import judge_by_own
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
@@ -295,7 +295,7 @@ def _write_parts(
             "probe": ids["probe"],
         },
     )
-    artifact = produce(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
+    artifact = cached_step(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)
     _show(parts)
     counts = Counter(sample.domain for sample in traffic if sample.id not in structured)
     return Parts(

@@ -26,13 +26,13 @@ from models.recipe import Recipe
 from models.targets import describe
 from models.types import Frozen
 from tasks.find_challenger import Start
-from tasks.stages import produce, stage_key
-from tasks.stages.beside import gently
+from tasks.stages import cached_step, stage_key
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import read_samples
 from tasks.stages.split import cluster_samples
 from tasks.stages.teachers import prepare_teachers
+from tasks.stages.throttle import throttled
 
 STATE, STATE_FILE = "state", "state.safetensors"
 
@@ -170,7 +170,7 @@ def _train(
         fitted.fit(params.heads, draft.to("cpu"), target_dir, kept_rows, number, directory, work, recipe.seed)
         _record(report, {} if captured is None else captured.counts, params, work)
 
-    draft = produce(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=gently(make))
+    draft = cached_step(stage="draft", kind="draft", params=settings, inputs=inputs, code=code, make=throttled(make))
     return Trained(draft=draft, state=publish(end, STATE) if end.exists() else None)
 
 

@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.artifacts import Artifact
 from models import adapters
-from models.checkpoints.invariants import Held
+from models.checkpoints.invariants import PreservedStructure
 from models.learning import training
 from models.learning.second_task import SecondTask
 from models.stages import Finetune
@@ -28,7 +28,7 @@ def finetune_model(table: Finetune, seed: int, target: Artifact, text: Artifact)
 
 def change(table: Finetune, seed: int, start: Start) -> Changed:
     """Finetune; see `tasks.stages.change_target`."""
-    held = Held(start.model)
+    held = PreservedStructure(start.model)
     adapted = adapters.attach(start.model, table.method, torch.Generator().manual_seed(seed))
     share = adapted.trained_share
     second = table.second

@@ -29,11 +29,11 @@ from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
 from tasks.measure_draft import Measured, measure_probe, summarise, tau_of
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import probe_versions, read_samples
+from tasks.stages.throttle import throttled
 
 CHAMPION, CANDIDATE = "champion", "candidate"
 FILE = "scores.json"
@@ -171,7 +171,7 @@ class Scorer:
             opened = open_draft(open_artifact(draft), self.target_dir)
             (directory / FILE).write_text(json.dumps(measure(opened, work)))
 
-        made = produce(
+        made = cached_step(
             stage=stage,
             kind="scores",
             params={
@@ -181,7 +181,7 @@ class Scorer:
             },
             inputs={"target": self.pair.target_files, "draft": draft},
             code=(make, measure_probe, score, family_of(open_artifact(draft))),
-            make=gently(make),
+            make=throttled(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())
 

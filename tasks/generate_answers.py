@@ -24,7 +24,7 @@ from models.params import BaseParams
 from models.recipe import Generate, Recipe
 from models.sources import Prompt, encoded
 from tasks.select_data import read_prompts
-from tasks.stages import produce
+from tasks.stages import cached_step
 from tasks.stages.reporting import progress
 from tasks.stages.samples import Part, append_samples, read_written, write_samples
 
@@ -53,7 +53,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
         for part, of_part in asked.items():
             write_samples(directory, part, (_named(answers[one.id], one, recipe) for one in of_part))
 
-    return produce(
+    return cached_step(
         stage="samples",
         kind="samples",
         params={

@@ -19,10 +19,10 @@ from models.evaluation.scoring import STANDARD, score
 from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateReport
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.reporting import table
 from tasks.stages.samples import MIN_COMPLETION, read_samples
+from tasks.stages.throttle import throttled
 
 NUM_RESAMPLES = 2000
 MEASURED = "measured.json"
@@ -73,7 +73,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden", rules)
         (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
 
-    artifact = produce(
+    artifact = cached_step(
         stage="measured",
         kind="measured",
         params={
@@ -83,7 +83,7 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         },
         inputs={"target": target, "draft": draft, "samples": samples},
         code=(make, score, family_of(open_artifact(draft))),
-        make=gently(make),
+        make=throttled(make),
     )
     measured = Measured.model_validate_json((open_artifact(artifact) / MEASURED).read_text())
     table("tau", measured.rows(), "τ on held-out conversations")

@@ -11,14 +11,14 @@ from infra.artifacts import Artifact, open_artifact
 from models import catalog
 from models.evaluation.golden import FILE
 from models.params import BaseParams
-from tasks.stages import local_content, produce
+from tasks.stages import cached_step, local_content
 
 
 @task(cache_policy=NO_CACHE)
 def prepare_target(params: BaseParams) -> Artifact:
     """Build the target that `params` describe; an artifact of kind "target"."""
     method, tables = catalog.load("targets", params.name), list(_tables(params))
-    return produce(
+    return cached_step(
         stage="target",
         kind="target",
         params={
@@ -47,7 +47,7 @@ def complete_target(target: Artifact, samples: Artifact) -> Artifact:
         shutil.copytree(open_artifact(target), directory, dirs_exist_ok=True)
         shutil.copy(open_artifact(samples) / FILE, directory)
 
-    return produce(
+    return cached_step(
         stage="complete_target",
         kind="target",
         params={},

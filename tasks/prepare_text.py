@@ -17,7 +17,7 @@ from models import catalog
 from models.chats import ChatEncoder
 from models.sources import Document, draw_parts, encoded
 from models.stages import Text
-from tasks.stages import local_content, produce
+from tasks.stages import cached_step, local_content
 
 Part = Literal["train", "held_out"]
 PARTS: tuple[Part, ...] = ("train", "held_out")
@@ -32,7 +32,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
         for part in PARTS:
             write_documents(directory, part, [document for parts in chosen for document in parts[part]])
 
-    return produce(
+    return cached_step(
         stage="text",
         kind="text",
         params={"seed": seed, "text": {domain: _content(table) for domain, table in text.items()}},

@@ -8,7 +8,7 @@ from infra.client import Chat
 from models import catalog
 from models.recipe import Traffic
 from models.sources import Prompt, digest, draw_parts, sample, split
-from tasks.stages import local_content, produce
+from tasks.stages import cached_step, local_content
 from tasks.stages.task import task
 
 PARTS = ("train", "held_out", "requests")
@@ -24,7 +24,7 @@ def select_data(traffic: Mapping[str, Traffic], seed: int) -> Artifact:
             lines = [prompt.model_dump_json() + "\n" for parts in chosen for prompt in parts.get(part, [])]
             (directory / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
 
-    return produce(
+    return cached_step(
         stage="prompts",
         kind="prompts",
         params={"seed": seed, "traffic": {domain: _content(table) for domain, table in traffic.items()}},

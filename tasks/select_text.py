@@ -17,10 +17,10 @@ from models.learning import training
 from models.stages import Select
 from models.targets import describe
 from tasks.prepare_text import read_documents, tokenise, write_documents
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.change_target import shown_by
 from tasks.stages.reporting import progress, table
+from tasks.stages.throttle import throttled
 
 
 @task(cache_policy=NO_CACHE)
@@ -66,13 +66,13 @@ def select_text(settings: Select, seed: int, target: Artifact, text: Artifact) -
         rows = [{"domain": name, "chosen": count, "of": len(by_domain[name])} for name, count in counts.items()]
         table("selected", rows, f"documents chosen by {settings.method.name}")
 
-    return produce(
+    return cached_step(
         stage="select",
         kind="text",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
         code=(make, tokenise),
-        make=gently(make),
+        make=throttled(make),
     )
 
 

@@ -20,16 +20,16 @@ from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
 from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Watch, Watches
 from models.drafting.draft_families import open_draft
-from models.evaluation import lookback
+from models.evaluation import post_promotion_test
 from models.evaluation.clusters import join, join_groups, sketch
 from models.evaluation.paired import Score
 from models.evaluation.scoring import score
 from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.tokens import first_turn, turn_marks
-from tasks.stages.beside import gently
 from tasks.stages.reporting import run_logger
 from tasks.stages.samples import usable
+from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared
 EVIDENCE = "watch.json"
@@ -146,7 +146,7 @@ def _compare(
 ) -> list[Compared]:
     settings = load_settings()
 
-    @gently
+    @throttled
     def scored(draft: Version, work: Path) -> list[Score]:
         opened = open_draft(_fetched(settings, "draft", draft.number), target_dir)
         return score(opened, target_dir, samples, recipe.num_draft_tokens, work, settings.device, recipe.engine.rules)
@@ -167,7 +167,7 @@ def _compare(
 def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch:
     costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
     domains = [one.domain for one in compared]
-    found = lookback.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha)
+    found = post_promotion_test.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha)
     lost = any(finding.lost for finding in found.values())
     outcome = LOST if lost else SETTLED if len(compared) >= watch.num_wanted else WATCHING
     return watch.model_copy(

@@ -10,8 +10,8 @@ from tests.way import FIGURES, REFRESH, SERVING, Tree, measure
 
 # Whatever they bring in is looked up by a name that a recipe, a command or a template gives.
 LOOK_UP = {
-    *("flows/bench.py", "infra/guard.py", "models/catalog.py", "models/together.py"),
-    *("tasks/measure/compare_methods.py", "tasks/measure/find_comparison.py"),
+    *("flows/bench.py", "infra/auth_middleware.py", "models/catalog.py", "models/together.py"),
+    *("tasks/measure/compare_methods.py", "tasks/measure/comparisons/__init__.py"),
 }
 
 

@@ -23,7 +23,7 @@ FIGURES = Path(__file__).with_name("way.json")
 ENGINE = "models.engines.vllm"
 SERVING = (
     *("services.service", "services.app", "services.runner", "services.replica"),
-    *(f"{ENGINE}.worker", f"{ENGINE}.scheduler", f"{ENGINE}.proposer"),
+    *(f"{ENGINE}.worker", f"{ENGINE}.scheduler", f"{ENGINE}.patches.proposer"),
 )
 REFRESH = ("flows.refresh",)
 WAYS = {"serving": SERVING, "refresh": REFRESH, "both": (*SERVING, *REFRESH)}

@@ -10,7 +10,7 @@ from infra.overview import QUARANTINED, Overview
 from infra.probes import SIZE
 from infra.querylog import LogStats
 from infra.status import RunningService
-from infra.supervisor import Running
+from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms, since
 from infra.watches import WATCHING, Watch
 from infra.windows import MAX_ATTEMPTS
@@ -89,7 +89,7 @@ def _watched(watch: Watch) -> str:
     return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
 
 
-def _how(program: Running) -> str:
+def _how(program: ProcessRecord) -> str:
     return "running" if program.ready else "starting" if program.pid else "down, restarts soon"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.overview import Overview
 from infra.querylog import LogStats
-from infra.supervisor import Running
+from infra.supervisor import ProcessRecord
 from infra.versions import Version
 from infra.views import MEANING
 from infra.views.acceptance import Acceptance, Group, curves, swaps
@@ -155,7 +155,7 @@ def _target(target: Version) -> str:
     return f"{target.target.name}, version {target.number}"
 
 
-def _programs(programs: Sequence[Running]) -> Table | None:
+def _programs(programs: Sequence[ProcessRecord]) -> Table | None:
     if not programs:
         return None
     rows = [

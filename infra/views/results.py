@@ -1,4 +1,4 @@
-"""What a benchmark or comparison found: on the terminal, as one JSON line, and as a block for RESULTS.md."""
+"""What a benchmark or comparison found: on the terminal, as one JSON line, and as a block of Markdown."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from models.types import Frozen
 
-RESULT, BLOCK = "result.json", "RESULTS.md"
+RESULT, BLOCK = "result.json", "report.md"
 out = Console()
 
 
@@ -47,7 +47,7 @@ class Report(Frozen):
 def publish(
     report: Report, folder: Path, title: str, question: str, command: str, setup: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write `result.json` and `RESULTS.md` into `folder`, show the tables, and end with the JSON line.
+    """Write `result.json` and `report.md` into `folder`, show the tables, and end with the JSON line.
 
     Args:
         report: the outcome.
@@ -76,7 +76,7 @@ def publish(
 
 
 def markdown(report: Report, title: str, question: str, command: str, setup: Mapping[str, Any]) -> str:
-    """Return the block for RESULTS.md."""
+    """Return the block for report.md."""
     device = setup["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
     gpu = f"{device['gpu']}, " if "gpu" in device else ""

@@ -3,10 +3,9 @@
 In all of them the label is what the target says after the text before, so that a text may be anybody's. A file has
 `PAPER`, `Params`, and
 
-- `WRITES`: whether tokens may be the draft's own. Then its `Params` are `Written`, `ROUNDS` is the class that writes
-  them (`Rounds`), and
-  `by_draft(lengths, params, rng) -> list[list[bool] | None]` says of answers of these lengths who writes which token;
-  None keeps the target's answer as it is;
+- `WRITES`: whether tokens may be the draft's own. Then its `Params` are `RolloutParams`, `ROUNDS` is the class that
+  writes them (`RolloutSource`), and `by_draft(lengths, params, rng) -> list[list[bool] | None]` says of answers of
+  these lengths who writes which token; None keeps the target's answer as it is;
 - `LOGGED`: whether it reads what drafts did in served requests;
 - `weigh(samples, params) -> list[list[float]]`: in those that are `LOGGED`, and in others where tokens do not count
   the same: how much each token of each answer counts;
@@ -27,7 +26,7 @@ from models.learning.hidden import HiddenStates, Sample
 from models.params import BaseParams
 
 
-class Written(BaseParams):
+class RolloutParams(BaseParams):
     """How answers are written anew while the draft learns.
 
     Attributes:
@@ -42,8 +41,8 @@ class Written(BaseParams):
 OnProgress = Callable[[Literal["answers", "hidden states"], int, int, float], None]
 
 
-class Rounds(Protocol):
-    """The rounds in which a run writes what it learns; see `models.learning.written`.
+class RolloutSource(Protocol):
+    """The rounds in which a run writes what it learns; see `models.learning.rollouts`.
 
     Attributes:
         samples: the target's answers, in whose place others are written.

@@ -6,14 +6,14 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from models.answers import Written
-from models.learning.written import Rounds
+from models.answers import RolloutParams
+from models.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2310.08461; arXiv:2310.07177, mixed by request"
-WRITES, LOGGED, ROUNDS = True, False, Rounds
+WRITES, LOGGED, ROUNDS = True, False, Rollouts
 
 
-class Params(Written):
+class Params(RolloutParams):
     """How they are mixed.
 
     Attributes:

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from models.answers import Written
-from models.learning.written import Rounds
+from models.answers import RolloutParams
+from models.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2306.08543, section 2.2 (teacher-mixed sampling); arXiv:2310.07177, mixed by token"
-WRITES, LOGGED, ROUNDS = True, False, Rounds
+WRITES, LOGGED, ROUNDS = True, False, Rollouts
 
 
-class Params(Written):
+class Params(RolloutParams):
     """How they are mixed.
 
     Attributes:

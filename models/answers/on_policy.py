@@ -10,14 +10,14 @@ from typing import Literal
 
 import torch
 
-from models.answers import Written
-from models.learning.written import Rounds
+from models.answers import RolloutParams
+from models.learning.rollouts import Rollouts
 
 PAPER = "arXiv:2310.08461; arXiv:2306.13649"
-WRITES, LOGGED, ROUNDS = True, False, Rounds
+WRITES, LOGGED, ROUNDS = True, False, Rollouts
 
 
-class Params(Written):
+class Params(RolloutParams):
     """Nothing to set beyond that."""
 
     name: Literal["on_policy"] = "on_policy"

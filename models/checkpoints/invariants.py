@@ -1,7 +1,7 @@
 """What a stage promises of a target's weights to all that come after it: where zeroes stand, and the rank of layers.
 
-Pruning promises zeroes, and so does a training regime that makes some. A promise stands in the config, under
-"redraft", and so goes where the weights go. Training keeps the zeroes (`models.learning.training`), `Held` puts back
+Pruning promises zeroes, and so does a training regime that makes some. A promise stands in the config, under "redraft",
+and so goes where the weights go. Training keeps the zeroes (`models.learning.training`), `PreservedStructure` puts back
 what merging an adapter fills, and `require` reads off the weights what is left.
 """
 
@@ -87,7 +87,7 @@ def require(model: PreTrainedModel) -> None:
             raise ValueError(f"layer {name} was cut to rank {ranks[name]}, and has a higher one now")
 
 
-class Held:
+class PreservedStructure:
     """The promised zeroes and ranks of a model, to be put back into it."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models.checkpoints import compressed
 from models.checkpoints.checkpoint import read_stored, read_tensors
-from models.layers import factors, grids
+from models.layers import factors, quantized_weights
 
 # What is not copied from one target to another that is made of it: the weights, what describes them, what lists files.
 _FILE = "model.safetensors"
-_OWN = ("config.json", "manifest.json", "golden.json", "model.safetensors.index.json", grids.FILE)
+_OWN = ("config.json", "manifest.json", "golden.json", "model.safetensors.index.json", quantized_weights.FILE)
 
 
 def load_model(directory: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PreTrainedModel:

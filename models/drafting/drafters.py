@@ -95,7 +95,7 @@ class Beside(NamedTuple):
 
 
 @runtime_checkable
-class Asker(Protocol):
+class QueryingDrafter(Protocol):
     """A drafter that has vectors of its own read in the passes that verify what it drafted."""
 
     def ask(self, proposal: Proposal) -> Beside:

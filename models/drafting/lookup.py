@@ -152,7 +152,7 @@ class Sequence:
 
 
 @dataclass
-class Library:
+class NgramIndex:
     """The sequences that run and the recent answers of each key; one key's text is never in another's draft.
 
     What was drafted shows in the time an answer takes, so what is looked up must be the asker's own.

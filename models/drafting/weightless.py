@@ -1,7 +1,7 @@
 """Draft families without weights: a draft is a config.json, and what it drafts from is the text itself.
 
 Whoever asks one draft for several requests shares what it remembers of them, so a process that serves clients who must
-not see each other's text needs a draft for each (`models.drafting.lookup.Library` keeps them apart in the serving
+not see each other's text needs a draft for each (`models.drafting.lookup.NgramIndex` keeps them apart in the serving
 engine).
 """
 

@@ -142,7 +142,7 @@ class Draft(nn.Module, ABC):
     def num_vectors(self, num_tokens: int) -> int:
         """Return the most vectors of its own that the target reads beside `num_tokens` drafted tokens.
 
-        None, but in families whose drafters are `models.drafting.drafters.Asker`s.
+        None, but in families whose drafters are `models.drafting.drafters.QueryingDrafter`s.
         """
         return 0
 

@@ -46,7 +46,7 @@ TRAINED = True
 SERVED = False
 FIRST_SHARE, LAST_SHARE = 0.45, 0.1  # of wrong tokens, how many true ones are shown
 # What the LSTM remembers after an input: h and c, [2, n, H] each.
-Memory = tuple[Tensor, Tensor]
+KeyValues = tuple[Tensor, Tensor]
 
 
 class Params(BaseParams):
@@ -96,7 +96,7 @@ class Falcon(NormedDraft):
         """Return k: training is of one pass, as every later one is like it."""
         return self.per_pass
 
-    def read(self, features: Tensor, token_ids: Tensor, memory: Memory | None = None) -> tuple[Tensor, Memory]:
+    def read(self, features: Tensor, token_ids: Tensor, memory: KeyValues | None = None) -> tuple[Tensor, KeyValues]:
         """Return x [B, T, H] and what is remembered then, of features [B, T, H] and the tokens [B, T] after them."""
         read: Tensor
         read, after = self.lstm(self.join(features, token_ids), memory)
@@ -149,7 +149,7 @@ class Falcon(NormedDraft):
         sequence: Tensor,
         index: Tensor,
         text: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Any, Memory]:
+    ) -> tuple[Tensor, Any, KeyValues]:
         """Go on from what a pass drafted.
 
         Args:
@@ -230,9 +230,9 @@ class Falcon(NormedDraft):
         drawn = torch.randint(len(rows.index), (1,), generator=rng, device=rows.index.device)
         return ((rows.index - rows.index[drawn]) % self.per_pass == 0).nonzero()[:, 0]
 
-    def _memories(self, features: Tensor, token_ids: Tensor, rows: Rows) -> Memory:
+    def _memories(self, features: Tensor, token_ids: Tensor, rows: Rows) -> KeyValues:
         """Return what the LSTM remembers after each row's index."""
-        after: Memory | None = None
+        after: KeyValues | None = None
         kept = []
         for place in range(int(rows.index.max()) + 1):
             _, after = self.read(features[:, place : place + 1], token_ids[:, place : place + 1], after)
@@ -257,7 +257,7 @@ class _Block(NamedTuple):
     states: Tensor
     logits: Tensor
     own: tuple[Tensor, ...]
-    memory: Memory
+    memory: KeyValues
 
 
 class _Drafter(PathDrafter):
@@ -271,7 +271,7 @@ class _Drafter(PathDrafter):
         self._text = tuple(torch.empty(shape, device=draft.embedding.device) for _ in range(2))
         self._read = torch.empty(1, max_len, draft.config["hidden_size"], device=draft.embedding.device)
         self._length = 0
-        self._memory: Memory | None = None
+        self._memory: KeyValues | None = None
         self._blocks: dict[tuple[int, ...], _Block] = {}  # by the tokens after the last certain one
         self._run_by = draft
 

@@ -219,7 +219,7 @@ class _Drafter(SharedTarget):
         self._heard = self._guessed = None
 
     def ask(self, proposal: Proposal) -> Beside:
-        """See `models.drafting.drafters.Asker`."""
+        """See `models.drafting.drafters.QueryingDrafter`."""
         counts = self.draft.allot(self._chances(proposal), self._right())
         vectors: list[Tensor] = []
         parents: list[int] = []
@@ -233,7 +233,7 @@ class _Drafter(SharedTarget):
         return Beside(torch.cat(vectors), tuple(parents))
 
     def hear(self, states: Tensor, row: int) -> None:
-        """See `models.drafting.drafters.Asker`."""
+        """See `models.drafting.drafters.QueryingDrafter`."""
         first, count = self._asked[row]
         self._heard = states[first : first + self.draft.params.ensemble * count].unflatten(0, (-1, count)).mean(0)
         self._heard_by = self.draft

@@ -58,7 +58,7 @@ class Trace(Frozen):
         return tuple(sum(a > i for a in self.accepted) for i in range(max(self.drafted, default=0)))
 
 
-class Tally(NamedTuple):
+class AcceptanceCount(NamedTuple):
     """What speculation did for one request, in sums; `number` grows with the time at which requests ended."""
 
     number: int

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from models.evaluation.acceptance import Tally
+from models.evaluation.acceptance import AcceptanceCount
 from models.evaluation.golden import first_difference
 from models.types import Frozen
 
@@ -87,7 +87,7 @@ def lost_on_canaries(reference: Sequence[Answer], answers: Sequence[Answer]) -> 
     return 1 - (accepted_now / steps_now) / (accepted / steps)
 
 
-def lost_on_traffic(promised: Mapping[str, float], tallies: Sequence[Tally], params: Params) -> float | None:
+def lost_on_traffic(promised: Mapping[str, float], tallies: Sequence[AcceptanceCount], params: Params) -> float | None:
     """Return which share of the promised gain is missing on the last requests, negative if there is more.
 
     Args:

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from models import catalog
-from models.answers import Rounds, require_labels, target, token_counts
+from models.answers import RolloutSource, require_labels, target, token_counts
 from models.drafts import Draft, Procedure
 from models.learning.averaged import Averaged
 from models.learning.batches import hidden_states
@@ -162,7 +162,7 @@ def train(
     require_teachers(draft, target_dir, params.teachers, teacher_dirs)
     report = on_progress or (lambda progress: None)
     samples, kept = split(samples, params.validation, seed, unseen)
-    learnt: HiddenStates | Rounds
+    learnt: HiddenStates | RolloutSource
     source = catalog.load("answers", params.answers.name)
     if source.WRITES:
         learnt = source.ROUNDS(draft, target_dir, samples, params.answers, num_draft_tokens, work_dir, seed)
@@ -191,7 +191,7 @@ class _Loop(Loop[list[Sample]]):
         self,
         draft: Draft,
         target_dir: Path,
-        learnt: HiddenStates | Rounds,
+        learnt: HiddenStates | RolloutSource,
         params: Params,
         num_draft_tokens: int,
         work_dir: Path,

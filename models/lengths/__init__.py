@@ -65,7 +65,7 @@ class View:
         return sum(accepted for _, accepted in recent) / sum(drafted for drafted, _ in recent) if recent else None
 
 
-class Running(NamedTuple):
+class SequenceState(NamedTuple):
     """One sequence of a batch that decodes.
 
     Attributes:

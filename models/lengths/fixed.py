@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from models.lengths import Plan, Running, View
+from models.lengths import Plan, SequenceState, View
 from models.params import BaseParams
 from models.throughput.cost import Cost
 from models.throughput.running import MATCHES, NUM_PLACES, Acceptance, Source
@@ -28,7 +28,12 @@ def num_draft_tokens(view: View, params: Params) -> int:
 
 
 def plan(
-    cost: Cost, acceptance: Acceptance, running: Sequence[Running], limit: int, before: Plan | None, params: Params
+    cost: Cost,
+    acceptance: Acceptance,
+    running: Sequence[SequenceState],
+    limit: int,
+    before: Plan | None,
+    params: Params,
 ) -> Plan:
     """Draft as many tokens in each step, whatever they cost; what was looked up goes before the head's."""
     kinds = range(len(MATCHES) + 1)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from models.lengths import RECENT, Plan, Running, View
+from models.lengths import RECENT, Plan, SequenceState, View
 from models.params import BaseParams
 from models.throughput.cost import Cost
 from models.throughput.curves import Line
@@ -138,7 +138,12 @@ def num_draft_tokens(view: View, params: Params) -> int:
 
 
 def plan(
-    cost: Cost, acceptance: Acceptance, running: Sequence[Running], limit: int, before: Plan | None, params: Params
+    cost: Cost,
+    acceptance: Acceptance,
+    running: Sequence[SequenceState],
+    limit: int,
+    before: Plan | None,
+    params: Params,
 ) -> Plan:
     """Choose how a step drafts.
 
@@ -193,7 +198,7 @@ def plan(
     )
 
 
-def _groups(acceptance: Acceptance, running: Sequence[Running], limit: int) -> list[Group]:
+def _groups(acceptance: Acceptance, running: Sequence[SequenceState], limit: int) -> list[Group]:
     groups = []
     alike = Counter((sequence.domain, sequence.lookups, sequence.whole) for sequence in running)
     for (domain, lookups, whole), num in alike.items():

@@ -27,7 +27,7 @@ class Step(NamedTuple):
     accepted: int
 
 
-class Drafting(NamedTuple):
+class DraftingCost(NamedTuple):
     """ms that drafting takes: of the first token of a proposal, and of each one more."""
 
     first_ms: float
@@ -52,7 +52,7 @@ class Costs(Frozen):
     device: str = ""
     rows_ms: dict[int, float] = Field(min_length=1)
     rest_ms: float = Field(0.0, ge=0)
-    draft_ms: dict[str, Drafting] = Field(default_factory=dict)
+    draft_ms: dict[str, DraftingCost] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _are_times(self) -> Self:
@@ -85,7 +85,7 @@ class Seen(NamedTuple):
     """
 
     steps: Sequence[Step]
-    drafting: Drafting
+    drafting: DraftingCost
     cut: bool = True
 
     @property

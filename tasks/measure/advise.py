@@ -26,7 +26,7 @@ from models.engines.torch import TorchEngine
 from models.evaluation.latency import Decoded, compare_speed
 from models.layers.decoder import Cache
 from models.params import BaseParams
-from models.throughput.expected import Costs, Drafting, Option, Seen, Step, acceptance_by_place, ranked, read_costs
+from models.throughput.expected import Costs, DraftingCost, Option, Seen, Step, acceptance_by_place, ranked, read_costs
 from tasks.measure.configurations import SERVED, Configuration, Target, open_target, read_configurations
 from tasks.measure.fit import toml
 from tasks.measure.questions import chat_before, read_questions
@@ -67,7 +67,7 @@ def measure(run: Run, data: str | None, per_domain: int, max_tokens: int, costs:
     found = brought or Costs.model_validate(run.cells.keep("costs", lambda: _costs(target, rows[PLAIN], prompts)))
     (run.folder / COSTS_FILE).write_text(found.model_dump_json(indent=2) + "\n")
     seen = {
-        name: Seen([Step(*step) for step in rows[name]["steps"]], Drafting(*rows[name]["drafting"]), is_cut(way))
+        name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
         for name, way in ways.items()
     }
     options = ranked(seen, SIZES, found)
@@ -140,14 +140,14 @@ def _see(
     rows: dict[str, Row] = {PLAIN: {"ms": 1000 * sum(one.seconds for one in decoded) / sum(n for n, _ in decoded)}}
     for name, way in ways.items():
         steps, draft_ms = _steps(target.engine(way), prompts, max_tokens, bar)
-        drafting = Drafting(fmean(draft_ms) if draft_ms else 0.0)
+        drafting = DraftingCost(fmean(draft_ms) if draft_ms else 0.0)
         if is_cut(way):
             longest, whole_ms = _of_longest(steps, draft_ms)
-            drafting = Drafting(whole_ms)
+            drafting = DraftingCost(whole_ms)
             if longest > 1:
                 one = target.engine(sized(way, Option(name, 1, 0.0)))
                 _, first_ms = _of_longest(*_steps(one, prompts[:1], max_tokens, None))
-                drafting = Drafting(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
+                drafting = DraftingCost(first_ms, max(0.0, (whole_ms - first_ms) / (longest - 1)))
         rows[name] = {"steps": [list(step) for step in steps], "drafting": list(drafting)}
     return rows
 

@@ -19,7 +19,7 @@ from tasks.configure_service import configure_service
 from tasks.select_data import as_chats
 
 
-class Asked(ABC):
+class ChatServer(ABC):
     """Answers chats on a port that stays the same when it is started again; a `with` block starts and ends it."""
 
     def __init__(self, host: str, api_key: str | None, max_tokens: int) -> None:
@@ -99,7 +99,7 @@ class Asked(ABC):
         return Load(ask)
 
 
-class Endpoint(Asked):
+class Endpoint(ChatServer):
     """The service."""
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:

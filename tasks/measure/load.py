@@ -27,7 +27,7 @@ from models.evaluation.latency import Decoded, compare_blocks, compare_percentil
 from models.params import did_you_mean
 from models.sources import Prompt
 from tasks.measure.compare_traffic import differing, judge_answers, record_reference, sentence
-from tasks.measure.endpoint import Asked, Endpoint, dump, undivided
+from tasks.measure.endpoint import ChatServer, Endpoint, dump, undivided
 from tasks.measure.home import Served
 from tasks.measure.run import Run
 from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
@@ -173,7 +173,7 @@ def _switch(endpoint: Endpoint, on: bool) -> None:
         endpoint.speculate(False)
 
 
-def _warm(load: _Load, endpoint: Asked) -> None:
+def _warm(load: _Load, endpoint: ChatServer) -> None:
     fewest = min(traffic.num_requests for traffic in load.run.recipe.traffic.values())
     asked = load.run.prompts("requests", min(NUM_WARM, fewest))
     endpoint.ask(asked, concurrency=len(load.prompts))

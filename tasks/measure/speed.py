@@ -25,12 +25,12 @@ from infra.views.figures import draw_speeds
 from infra.views.results import Grid, Report, interval, spread
 from models.evaluation.latency import Decoded, compare_speed, decoded, inter_token_spans, percentile
 from models.evaluation.latency import spread as spread_of
-from models.layers.grids import FILE as GRID
+from models.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
 from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.compare_traffic import judge_outputs
-from tasks.measure.endpoint import Asked, Endpoint, dump
+from tasks.measure.endpoint import ChatServer, Endpoint, dump
 from tasks.measure.home import Served
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
 from tasks.measure.peers import Job, run_offline
@@ -62,7 +62,7 @@ class Stage(NamedTuple):
         """Return vLLM's own endpoint for the served target."""
         return Stock(self.run.recipe, self.run.settings, open_champions.fn().target_files.path, speculation)
 
-    def ask(self, endpoint: Asked, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
+    def ask(self, endpoint: ChatServer, side: str, prompts: Sequence[Prompt], gaps: bool = False) -> list[Row]:
         """Ask prompts one after the other and return the answers as rows of a side."""
         rows: list[Row] = []
         for prompt in prompts:  # a connection each, so that no side has older ones
@@ -200,7 +200,7 @@ def _llamacpp(stage: Stage) -> list[Row]:
     return [{"side": side, **row} for side, answer in answers for row in dump([answer])]
 
 
-def _warm(endpoint: Asked, stage: Stage, num_prompts: int = 1) -> None:
+def _warm(endpoint: ChatServer, stage: Stage, num_prompts: int = 1) -> None:
     fewest = min(traffic.num_requests for traffic in stage.run.recipe.traffic.values())
     endpoint.ask(stage.run.prompts("requests", min(num_prompts, fewest)))
 

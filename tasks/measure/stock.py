@@ -24,7 +24,7 @@ from models.drafts import ngram
 from models.engines.vllm import SPLIT_KV, Params, child_environment
 from models.precision import engine_dtype
 from models.recipe import Recipe
-from tasks.measure.endpoint import Asked
+from tasks.measure.endpoint import ChatServer
 from tasks.measure.home import Served
 
 LOOPBACK = "127.0.0.1"  # where it needs no key
@@ -40,7 +40,7 @@ MANY_TOKENS_UP_TO, ONE_UP_TO = 4, 16
 SUFFIX, SUFFIX_METHOD = f"{PLAIN} with suffix", "suffix"
 
 
-class Stock(Asked):
+class Stock(ChatServer):
     """vLLM's own endpoint for a target."""
 
     def __init__(

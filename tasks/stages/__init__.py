@@ -33,7 +33,7 @@ SCHEMAS = ("models.recipe", "models.stages")
 LIBRARIES = ("torch", "transformers")
 
 
-def produce(
+def cached_step(
     stage: str,
     kind: str,
     params: object,

@@ -17,9 +17,9 @@ from models.layers.linears import ENOUGH, enough_tokens
 from models.learning import training
 from models.types import Frozen
 from tasks.prepare_text import first_of_each, read_documents, tokenise
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.reporting import progress, run_logger, table
+from tasks.stages.throttle import throttled
 
 Losses = Sequence[tuple[int, float]]
 
@@ -115,13 +115,13 @@ def change_target(
         metrics = {**changed.metrics, **{f"held_out/{domain}": loss for domain, loss in losses.items()}}
         open_registry().store.record_run(stage, settings.model_dump(mode="json"), metrics, [*figures, *changed.files])
 
-    return produce(
+    return cached_step(
         stage=stage,
         kind="target",
         params={"settings": settings.model_dump(mode="json", exclude={"checkpoint_s"}), "seed": seed},
         inputs={"target": target, "text": text},
         code=(make, tokenise, *code),
-        make=gently(make),
+        make=throttled(make),
     )
 
 

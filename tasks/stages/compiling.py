@@ -67,7 +67,7 @@ def compiling(recipe: Recipe, settings: Settings, target_dir: Path) -> Iterator[
 
 
 def _start(recipe: Recipe, engine: Params, settings: Settings, target_dir: Path, draft: Path) -> Child:
-    argv = [sys.executable, "-m", "models.engines.vllm.ahead", "--target", str(target_dir)]
+    argv = [sys.executable, "-m", "models.engines.vllm.precompile", "--target", str(target_dir)]
     argv += ["--params", json.dumps(engine.model_dump(mode="json"))]
     if engine.num_draft_tokens:
         family = family_named(recipe.draft.name)

@@ -21,10 +21,10 @@ from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
 from models.types import Estimate
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import MIN_COMPLETION, Part, draw_per_domain, read_samples, write_samples
+from tasks.stages.throttle import throttled
 
 FILE = "differences.json"
 Make = Callable[[Path, Path], None]
@@ -131,4 +131,6 @@ def _produced(stage: str, kind: str, recipe: Recipe, target: Artifact, asked: Se
         "seed": recipe.seed,
     }
     code = (make, own_answers, write_samples)
-    return produce(stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=gently(make))
+    return cached_step(
+        stage=stage, kind=kind, params=params, inputs={"target": target}, code=code, make=throttled(make)
+    )

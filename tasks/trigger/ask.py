@@ -20,13 +20,13 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.triggerfile import LastLook, Snapshot, TriggerFile, Wish
+from infra.triggerfile import LastLook, RunRequest, Snapshot, TriggerFile
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
 from models.evaluation.clusters import num_tests
+from models.evaluation.drift_detector import enough_rows, is_low, usual_tau
 from models.evaluation.gate import Evidence
-from models.evaluation.watch import enough_rows, is_low, usual_tau
 from models.recipe import Recipe
 from tasks.find_challenger import known_of_challenger
 from tasks.stages.shares import ForOthers, rows_of_others
@@ -39,12 +39,12 @@ MAX_ERROR_CHARS = 300
 
 log = logging.getLogger(__name__)
 
-Orchestrator = Callable[[Wish], bool]
+Orchestrator = Callable[[RunRequest], bool]
 Known = Callable[[int], Evidence]
 Champion = Callable[[], Version | None]
 
 
-class Asker:
+class RefreshTrigger:
     """Looks now and then whether a refresh is due, and asks for it."""
 
     def __init__(
@@ -290,7 +290,7 @@ def rows_a_test(domains: Iterable[Mapping[str | None, int]]) -> float:
 def prefect_server(deployment: str) -> Orchestrator:
     """Return the orchestrator of PREFECT_API_URL, asked for runs of a deployment, "FLOW/NAME"."""
 
-    def ask(wish: Wish) -> bool:
+    def ask(wish: RunRequest) -> bool:
         try:
             # The next look asks again. A client that tries again itself takes a minute over a server that is gone.
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:

@@ -27,7 +27,7 @@ from models.engines import Completion
 from models.engines import vllm as served
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import Wishes
+from models.engines.vllm.fields import DraftOptions
 from models.learning.captured import Captures
 from models.learning.hidden import HiddenStates, Sample
 from models.targets import describe
@@ -53,7 +53,7 @@ class Asker:
         async def one(number: int, prompt: list[int]) -> None:
             nonlocal num_tokens
             name = f"{begun}-{number}"
-            wishes = Wishes("head", "chat", capture=name if capture else "")
+            wishes = DraftOptions("head", "chat", capture=name if capture else "")
             sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
             async with gate:
                 async for output in self._engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, wishes):
@@ -66,7 +66,7 @@ class Asker:
         return speed
 
     def _finished(self, completion: Completion, sampling: SamplingParams) -> None:
-        if Wishes.of(sampling).capture:
+        if DraftOptions.of(sampling).capture:
             self.captured.append(completion)
             file = str(self._files.path_of(completion.request_id))
             num_tokens = len(completion.prompt_ids) + len(completion.token_ids)

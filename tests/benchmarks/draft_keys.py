@@ -23,7 +23,7 @@ from vllm import SamplingParams
 from models.chats import ChatEncoder
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import Wishes
+from models.engines.vllm.fields import DraftOptions
 from models.sources import chitchat
 
 SYSTEM_TOKENS = 400
@@ -73,7 +73,7 @@ def prompts(target: Path, count: int) -> list[list[int]]:
 async def ask(engine: VllmEngine, prompt: list[int], name: str, max_tokens: int) -> Asked:
     """Ask one prompt."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, Wishes("head")):
+    async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, DraftOptions("head")):
         last: Any = output
     one = last.completion
     return Asked(

@@ -5,7 +5,7 @@
 One champion is challenged window after window, and the gate is looked at after each. A challenger is a law of
 differences in accepted tokens a step; the statistics are the gate's own.
 
-The variance is the demonstration's: on seven runs (tests/benchmarks/RESULTS.md) the bounds of what the gate found for
+The variance is the demonstration's: on seven runs (docs/results/statistics.md) the bounds of what the gate found for
 `chat` (110 conversations) and `code` (27) lay 0.019 to 0.081 below the estimates, which at 95% of Student's t is a
 spread of 0.12 to 0.25 from conversation to conversation. The largest is taken. Shares are of the demonstration's τ.
 """

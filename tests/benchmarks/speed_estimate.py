@@ -31,7 +31,7 @@ from models.chats import ChatEncoder
 from models.engines import Completion, LookUp
 from models.engines import vllm as served
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import Wishes
+from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measure as measure_steps
 from models.evaluation.latency import Decoded, compare_blocks
 
@@ -50,7 +50,7 @@ def prompts_of(data: Path, target: Path, count: int) -> dict[str, list[list[int]
 
 
 async def ask(
-    engine: VllmEngine, prompts: Sequence[list[int]], wishes: Wishes, streams: int, num_tokens: int
+    engine: VllmEngine, prompts: Sequence[list[int]], wishes: DraftOptions, streams: int, num_tokens: int
 ) -> dict[str, Decoded]:
     """Ask all prompts; return what each answer took, first token included, by its place."""
     gate = asyncio.Semaphore(streams)
@@ -82,7 +82,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
         try:
             await measure_steps(engine)
             for domain, of_domain in prompts.items():
-                on, off = Wishes("auto", domain), Wishes("off", domain)
+                on, off = DraftOptions("auto", domain), DraftOptions("off", domain)
                 for _ in range(2):
                     await engine.llm.reset_prefix_cache()
                     await ask(engine, of_domain, on, streams, given.tokens)

@@ -26,7 +26,7 @@ def run(cli: Cli, name: str, output: Path, *options: str) -> dict[str, Any]:
     """Run a benchmark of the command line twice and return its figures."""
     first = _twice(cli, "flows.cli", output, "bench", name, *options)
     assert json.loads((output / "result.json").read_text()) == first
-    assert (output / "RESULTS.md").read_text().startswith("## ")
+    assert (output / "report.md").read_text().startswith("## ")
     return first
 
 

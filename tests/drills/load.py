@@ -96,7 +96,7 @@ def quiet_answers(world: Served, prompts: Sequence[str] = PROMPTS, key: str = KE
     }
 
 
-class Asker(NamedTuple):
+class Client(NamedTuple):
     """Who asks: with which key, what, and with which header `X-Redraft-Log`, "" for none."""
 
     key: str = KEY
@@ -107,7 +107,7 @@ class Asker(NamedTuple):
 class Ended(NamedTuple):
     """A request that ended; times are on the monotonic clock, the id is the service's, "" if it gave none."""
 
-    asker: Asker
+    asker: Client
     prompt: str
     request_id: str
     began_s: float
@@ -137,7 +137,7 @@ class Load:
         self,
         url: str,
         wanted: Mapping[str, Wanted],
-        askers: Sequence[Asker],
+        askers: Sequence[Client],
         tell: Callable[[Ended], object] = lambda ended: None,
     ) -> None:
         """Make it; `with` runs it.
@@ -181,7 +181,7 @@ class Load:
         if not self._begun.wait(timeout_s):
             raise TimeoutError(f"no stream began within {timeout_s:g} s")
 
-    def _work(self, number: int, asker: Asker) -> None:
+    def _work(self, number: int, asker: Client) -> None:
         for count in itertools.count(number):
             if self._ended.is_set():
                 return
@@ -192,7 +192,7 @@ class Load:
             if outcome != "ok":
                 self._ended.wait(0.2)
 
-    def _ask(self, number: int, asker: Asker, prompt: str, stream: bool) -> tuple[str, str]:
+    def _ask(self, number: int, asker: Client, prompt: str, stream: bool) -> tuple[str, str]:
         body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": stream}
         body |= {"max_tokens": MAX_TOKENS, "temperature": 0, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {asker.key}"} | ({"X-Redraft-Log": asker.log} if asker.log else {})

@@ -14,7 +14,7 @@ import pytest
 
 from infra.processes import Child, answers, free_port, hold_port, wait_until
 from infra.settings import load_settings
-from tests.drills.load import Asker, Load, Wanted, quiet_answers
+from tests.drills.load import Client, Load, Wanted, quiet_answers
 from tests.drills.machine import Clock, Memory, seen_with
 from tests.world import World
 
@@ -68,7 +68,7 @@ class Scene:
         self.runner = self._runner()
 
     def load(self, num_clients: int = 4) -> Load:
-        return Load(self.world.url, self.wanted, [Asker()] * num_clients)
+        return Load(self.world.url, self.wanted, [Client()] * num_clients)
 
     def replica(self) -> int:
         """Return the process id of the replica."""

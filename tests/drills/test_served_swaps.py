@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.drills.load import Asker, Load, quiet_answers
+from tests.drills.load import Client, Load, quiet_answers
 from tests.world import World, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -25,7 +25,7 @@ def test_swaps_in_a_row_fail_cut_and_change_no_answer_and_each_draft_passes_its_
         first, second = world.versions
         world.wait_for_draft(first)
         wanted = quiet_answers(world)
-        with Load(world.url, wanted, [Asker()] * NUM_CLIENTS) as load:
+        with Load(world.url, wanted, [Client()] * NUM_CLIENTS) as load:
             for number in [second, first] * (num_swaps // 2):
                 world.registry.promote("draft", number)
                 world.wait_for_draft(number)

@@ -18,7 +18,7 @@ from models.engines.vllm.engine import VllmEngine
 from models.targets import describe
 from services.boot import start_engine
 from services.config import read_config
-from services.drafts import DraftSource, Loaded, Memory, choose_boot_draft, label, read_memory, write_memory
+from services.drafts import DraftHistory, DraftSource, Loaded, choose_boot_draft, label, read_memory, write_memory
 from services.service import UNDRAFTED, Service
 from tests.world import World, make_target
 
@@ -36,7 +36,7 @@ def test_f35_a_good_draft_that_the_machine_did_not_start_with_waits_and_is_never
     world.registry.promote("draft", newer)
     source = DraftSource(world.registry, tmp_path / "cache", describe(world.target), PARAMS.num_draft_tokens)
     state, counts = tmp_path / "state.json", Counter[str]()
-    write_memory(state, Memory().with_good(world.registry.get("draft", older)))
+    write_memory(state, DraftHistory().with_good(world.registry.get("draft", older)))
 
     def restart(faults: dict[int, str]) -> list[int]:
         """Start an engine on a machine that has a fault while some drafts are started; return what was tried."""

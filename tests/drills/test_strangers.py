@@ -19,7 +19,7 @@ import pytest
 
 from infra.logfile import SCHEMA_VERSION
 from infra.processes import Child, wait_until
-from tests.drills.load import Asker, Load, quiet_answers
+from tests.drills.load import Client, Load, quiet_answers
 from tests.world import KEY, MODEL, OTHER_KEY, PROMPTS, World, ask, make_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -91,7 +91,7 @@ class Strangers:
         return [address.ip for address in ours]
 
     def load(self) -> Load:
-        return Load(self.world.url, quiet_answers(self.world), [Asker()] * 2)
+        return Load(self.world.url, quiet_answers(self.world), [Client()] * 2)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from flows.up import MLFLOW, PREFECT
-from infra.guard import pages_login
+from infra.auth_middleware import pages_login
 from infra.identity import process_identity
 from infra.processes import wait_until
 from infra.secret import home_secret

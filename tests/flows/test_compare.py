@@ -113,7 +113,7 @@ def test_an_interrupted_comparison_goes_on_with_what_is_missing_and_reports_all_
     assert rows["unigram"]["loss"]["value"] < rows["uniform"]["loss"]["value"] - 1
     gain = rows["unigram"]["loss"]["gain"]
     assert gain["low"] < gain["value"] < gain["high"] < 0
-    block = (folder / "RESULTS.md").read_text()
+    block = (folder / "report.md").read_text()
     assert "how much do token counts know? (compare unigrams)" in block
     assert "| uniform | 5.557 | – |" in block
     assert re.search(r"^\| unigram \| .*\)\* \|", block, re.MULTILINE)
@@ -188,7 +188,7 @@ def test_fewer_than_three_seeds_are_taken_and_said(run, tmp_path: Path) -> None:
     assert one.exit_code == 0, one.output
     assert "1 of at least 3 seeds" in one.output
     assert json.loads(one.stdout.splitlines()[-1])["rows_measured"]["unigram"]["loss"]["interval"] is None
-    assert (tmp_path / "mine" / "RESULTS.md").is_file()
+    assert (tmp_path / "mine" / "report.md").is_file()
     other = run("unigrams", "--seeds", "1", "--budget", "2", "--output", str(tmp_path / "mine"))
     assert other.exit_code == 2
     assert "measured with another budget" in other.stderr
@@ -205,7 +205,7 @@ def test_under_a_margin_undecided_rows_get_more_seeds_and_what_is_still_open_is_
     verdicts = json.loads(result.stdout.splitlines()[-1])["verdicts"]
     assert (verdicts["unigram"], verdicts["same"]) == ("differs", "level")
     assert re.fullmatch(r"undecided, needs about \d+ more seeds?", verdicts["noisy"])
-    block = (tmp_path / "home" / "compare" / "unigrams-tiny" / "RESULTS.md").read_text()
+    block = (tmp_path / "home" / "compare" / "unigrams-tiny" / "report.md").read_text()
     assert "Within 0.1 of nats a token, lower is better, at 95% over all looks: " in block
 
 

@@ -22,7 +22,7 @@ from infra.artifacts import Artifact, staged
 from infra.events import APPROVAL_WANTED
 from infra.processes import free_port, hold_port, wait_until
 from infra.registry import open_registry
-from infra.triggerfile import Wish
+from infra.triggerfile import RunRequest
 from infra.versions import Pair
 from models.recipe import load_recipe
 from tasks.promote import promote_candidate
@@ -82,7 +82,7 @@ def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -
     assert {run.state.type.name for run in scheduled if run.state} == {"SCHEDULED"}
     assert all(run.auto_scheduled for run in scheduled)
     assert runs_of(build) == []  # its recipe has no cron
-    ask, wish = prefect_server("refresh/online"), Wish(log="a log")
+    ask, wish = prefect_server("refresh/online"), RunRequest(log="a log")
     assert [ask(wish), ask(wish)] == [False, False]
     (asked,) = [run for run in runs_of(refresh) if not run.auto_scheduled]
     assert asked.parameters["recipe"]["name"] == "tiny"
@@ -94,11 +94,11 @@ def test_the_interval_creates_a_scheduled_run_and_each_wish_one_more(api: str) -
 
 def test_an_orchestrator_that_is_down_or_knows_no_such_deployment_can_not_be_asked(api: str) -> None:
     with pytest.raises(ConnectionError, match="^deployment refresh/unknown was not found"):
-        prefect_server("refresh/unknown")(Wish(log="a log"))
+        prefect_server("refresh/unknown")(RunRequest(log="a log"))
     with hold_port("127.0.0.1", free_port()) as unheard:
         away = f"http://127.0.0.1:{unheard.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: away}), pytest.raises(ConnectionError):
-            prefect_server("refresh/online")(Wish(log="a log"))
+            prefect_server("refresh/online")(RunRequest(log="a log"))
 
 
 def test_a_cron_schedules_builds_and_one_refresh_at_a_time_is_kept(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from flows.up import MLFLOW, PREFECT, pages
+from infra.auth_middleware import pages_login
 from infra.events import Emitter
-from infra.guard import pages_login
 from infra.processes import Child, answers, wait_until
 from infra.settings import Settings
 

@@ -2,14 +2,14 @@
 
 from infra.events import EventCounts
 from infra.status import DomainAcceptance, LogCounts, Phase, Proof, ServiceStatus
-from models.types import Pace, Speed
+from models.types import Speed, ThroughputEstimate
 
 STATUS = ServiceStatus(
     phase=Phase.SERVING,
     champion=4,
     draft_version=None,
     speculating=True,
-    pace=Pace(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
+    pace=ThroughputEstimate(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
     speed={"chat": Speed(tokens_per_s=75.0, plain_tokens_per_s=50.0, low=1.4, high=1.6)},
     mode="compiled: compiled steps are faster",
     unplanned=None,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.memory import SERVICE_ENDS_AT, TRAINER_ENDS_AT, Memory, own_gib
+from infra.memory import SERVICE_ENDS_AT, TRAINER_ENDS_AT, MemoryUsage, own_gib
 from infra.serving import serving
 from infra.watchdog import FIRST_TO_GO, KILLED, PERIOD_S, Watchdog
 from services.runner import RAY_VARIABLES
@@ -71,14 +71,14 @@ def test_a_trainer_ends_with_all_it_started_when_memory_is_short_beside_a_servic
 @pytest.mark.slow
 def test_last_words_that_hang_do_not_keep_the_process_from_its_end() -> None:
     ended = threading.Event()
-    dog = Watchdog(lambda: True, lambda why: ended.wait(60), lambda: Memory(100, 95), ended.set)
+    dog = Watchdog(lambda: True, lambda why: ended.wait(60), lambda: MemoryUsage(100, 95), ended.set)
     with dog.watching():
         assert ended.wait(30)
 
 
 @pytest.mark.slow
 def test_who_watches_knows_what_the_process_held_at_most() -> None:
-    dog = Watchdog(lambda: True, read=lambda: Memory(100, 10))
+    dog = Watchdog(lambda: True, read=lambda: MemoryUsage(100, 10))
     with dog.watching():
         held = bytearray(1 << 28)
         time.sleep(3 * PERIOD_S)

@@ -12,7 +12,7 @@ _KEYS: dict[str, dict[str, str]] = {
         "recipe.Schedule": "build_cron refresh_interval_s retain_days",
     },
     "flows/refresh.py": {"recipe.Gate": "promote"},
-    "flows/watch.py": {"evaluation.lookback": "period_s"},
+    "flows/watch.py": {"evaluation.post_promotion_test": "period_s"},
     "infra/clean.py": {"recipe.Keep": "num_drafts days gib log_mib"},
     "models/checkpoints/sparsity.py": {"checkpoints.sparsity.Pattern": "sparsity kept group"},
     "models/drafting/eagle3_heads.py": {
@@ -65,7 +65,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/engines/vllm/worker.py": {"engines.LookUp": "shortest longest remembered"},
     "models/evaluation/canary.py": {"evaluation.canary": "fall num_requests"},
     "models/evaluation/gate.py": {"recipe.Gate": "floor confidence num_resamples floor_conversations alpha_total"},
-    "models/evaluation/watch.py": {"evaluation.watch": "fall recover between_alarms min_requests"},
+    "models/evaluation/drift_detector.py": {"evaluation.drift_detector": "fall recover between_alarms min_requests"},
     "models/learning/distill.py": {
         "learning.distill": (
             "validation patience learning_rate warmup schedule average num_epochs "
@@ -91,7 +91,7 @@ _KEYS: dict[str, dict[str, str]] = {
         "stages.Finetune": ("learning_rate warmup num_epochs batch_tokens max_length"),
     },
     "models/learning/unrolled_loss.py": {"learning.distill": "step_decay follow"},
-    "models/learning/written.py": {
+    "models/learning/rollouts.py": {
         "answers.mixed_requests": "rounds temperature",
         "answers.mixed_tokens": "rounds temperature",
         "answers.on_policy": "rounds temperature",
@@ -126,7 +126,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "models/verify/relaxed_nearest.py": {"verify.relaxed_nearest": "neighbours delta"},
     "services/bodies.py": {"serving.Limits": "max_body_bytes max_held_bytes body_timeout_s"},
     "services/capture.py": {"serving.Capture": "share max_disk_mib max_memory_mib keep_days"},
-    "services/front.py": {"serving.Serve": "front port"},
+    "services/reverse_proxy.py": {"serving.Serve": "front port"},
     "services/reasoning.py": {"serving.Reasoning": "model engine methods"},
     "services/reconciler.py": {
         "serving.Serve": "poll_s min_swap_interval_s min_free_memory_gib probation canary",
@@ -135,12 +135,12 @@ _KEYS: dict[str, dict[str, str]] = {
     },
     "services/service.py": {
         "serving.Serve": "drain_s merge_streams tool_parser limits structured seeded watch capture reasoning",
-        "evaluation.watch": "period_s",
+        "evaluation.drift_detector": "period_s",
     },
-    "services/turns.py": {"serving.Limits": "max_share_per_key max_queued_requests max_queued_tokens_per_key"},
-    "tasks/answer_again.py": {
+    "services/fair_queue.py": {"serving.Limits": "max_share_per_key max_queued_requests max_queued_tokens_per_key"},
+    "tasks/regenerate.py": {
         "recipe.Refresh": "again",
-        "recipe.Again": "max_tokens temperature per_domain max_minutes",
+        "recipe.Regeneration": "max_tokens temperature per_domain max_minutes",
     },
     "tasks/claim_window.py": {
         "recipe.Recipe": "refresh",
@@ -166,7 +166,10 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/stages/teachers.py": {"learning.teacher.TeacherParams": "model"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},
     "tasks/trigger/room.py": {"recipe.Schedule": "min_free_memory_gib"},
-    "tasks/watch_draft.py": {"recipe.Recipe": "watch", "evaluation.lookback": "alpha num_requests per_look patience_s"},
+    "tasks/watch_draft.py": {
+        "recipe.Recipe": "watch",
+        "evaluation.post_promotion_test": "alpha num_requests per_look patience_s",
+    },
 }
 
 READERS = {

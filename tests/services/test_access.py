@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from infra.keys import ROLES, add_key, bring_keys, revoke_key, sha256_of
-from services.access import Admission, Caller, Keys, Refusal
+from services.access import Admission, Caller, Keys, RequestError
 
 FIRST, SECOND = "first-key-123", "second-key-123"
 SECRET = b"s" * 32
@@ -74,7 +74,7 @@ def identify(keys: Keys, authorization: str | None, path: str = "/v1/models", ho
 
 
 def refusal_of(keys: Keys, authorization: str | None, path: str = "/v1/models", host: str = "localhost") -> Any:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         identify(keys, authorization, path, host)
     return refused.value.status, refused.value.code
 

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from models.serving import Limits
-from services.access import Caller, Refusal
+from services.access import Caller, RequestError
 from services.bodies import bounded
 
 LIMITS = Limits(max_body_bytes=10, body_timeout_s=0.1)
@@ -47,7 +47,7 @@ def ask(chunks: Sequence[bytes] = (b"",), length: bytes = b"", stall: bool = Fal
     ids=["declared", "chunked", "absurd"],
 )
 def test_a_body_over_the_limit_is_413(chunks: list[bytes], length: bytes) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         ask(chunks, length)
     assert (refused.value.status, refused.value.code) == (413, "body_too_large")
 
@@ -57,7 +57,7 @@ def test_a_body_of_the_limit_arrives_whole() -> None:
 
 
 def test_a_body_that_does_not_arrive_is_408_and_the_connection_ends() -> None:
-    with pytest.raises(Refusal, match="longer than 0.1 s") as refused:
+    with pytest.raises(RequestError, match="longer than 0.1 s") as refused:
         ask([b"1"], stall=True)
     assert refused.value.status == 408
     assert refused.value.response().headers["connection"] == "close"
@@ -65,7 +65,7 @@ def test_a_body_that_does_not_arrive_is_408_and_the_connection_ends() -> None:
 
 @pytest.mark.parametrize("length", [b"-1", b"1e3", b"\xb2"])
 def test_a_content_length_that_is_no_number_is_400(length: bytes) -> None:
-    with pytest.raises(Refusal, match="not a number") as refused:
+    with pytest.raises(RequestError, match="not a number") as refused:
         ask(length=length)
     assert refused.value.status == 400
 
@@ -116,11 +116,11 @@ def test_one_key_holds_half_of_what_may_be_held_and_another_gets_in() -> None:
     async def drill() -> None:
         app = Waiting(Limits(max_body_bytes=10, max_held_bytes=40))
         held = [await app.ask("flooder", b"x" * 10), await app.ask("flooder", b"x" * 5, b"x" * 5)]
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestError) as refused:
             await (await app.ask("flooder", b"x"))
         assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
         held += [await app.ask("other", b"x" * 10), await app.ask(None, b"x" * 9)]
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestError) as refused:
             await (await app.ask("third", b"x", b"x"))
         assert (refused.value.status, refused.value.code) == (503, "overloaded")
         assert not any(task.done() for task in held)

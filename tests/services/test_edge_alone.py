@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infra.keys import add_key
 from models.serving import Limits
 from services.access import Keys
-from services.edge import HEADER_BYTES, HEADER_LINES, Edge
+from services.request_middleware import HEADER_BYTES, HEADER_LINES, RequestMiddleware
 
 MARK = {"x-redraft-request": "1"}
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-redraft-request", b"1")]
@@ -52,7 +52,7 @@ def ask(
     raw = [(name.lower().encode(), value) for name, value in (("Host", b"localhost"), *headers)]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
     limits = Limits(max_body_bytes=10, body_timeout_s=0.1)
-    asyncio.run(Edge(app, keys or Keys(Path("none.json"), loopback=True), limits)(scope, receive, send))
+    asyncio.run(RequestMiddleware(app, keys or Keys(Path("none.json"), loopback=True), limits)(scope, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], body, Headers(raw=sent[0]["headers"])
 

@@ -8,7 +8,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 
 from models.engines.vllm.openai import EngineStopped, Refused
 from models.engines.vllm.tap import EngineEnded
-from services.access import INTERNAL_ERROR, Refusal
+from services.access import INTERNAL_ERROR, RequestError
 from services.handlers import UNAVAILABLE, answered, from_error
 
 pytestmark = pytest.mark.engine
@@ -68,7 +68,7 @@ def test_what_a_handler_raises_becomes_a_refusal(raised: Exception, told: tuple[
     async def refuse() -> dict[str, Any]:
         raise raised
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         asyncio.run(answered(refuse(), {}))
     assert (refused.value.status, refused.value.message) == told
 
@@ -80,7 +80,7 @@ def test_tools_that_nobody_can_use_are_the_clients_fault_and_their_text_stays_ou
         raise error
 
     odd, tools = AttributeError("'str' object (what the client wrote"), {"tools": [{"type": "function"}]}
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         asyncio.run(answered(fail(odd), tools))
     assert (refused.value.status, refused.value.param) == (400, "tools")
     assert "AttributeError" in caplog.text

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from infra.consent import OTHER_DOMAINS, subject_of
 from infra.keys import sha256_of
-from services.access import Caller, Refusal
+from services.access import Caller, RequestError
 from services.questions import MAX_DEPTH, Domains, check_limits, describe_origin, parse_body, wants_steps
 
 FIRST, SECOND = "first-key-123", "second-key-123"
@@ -51,7 +51,7 @@ OPERATOR = Caller(sha256_of("third-key-123"), "operator")
     ],
 )
 def test_what_is_not_strict_json_is_400(body: bytes) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         parse_body("application/json", body)
     assert refused.value.status == 400
     assert len(refused.value.message) < 300
@@ -65,7 +65,7 @@ def test_a_body_nested_as_deep_as_the_limit_is_parsed() -> None:
 def test_a_body_must_be_declared_as_json() -> None:
     assert parse_body("application/json; charset=utf-8", b'{"a": 1}') == {"a": 1}
     for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestError) as refused:
             parse_body(kind, b"{}")
         assert refused.value.status == 415
 
@@ -92,7 +92,7 @@ def test_a_body_must_be_declared_as_json() -> None:
     ids=lambda body: next(iter(body)),
 )
 def test_what_would_be_ignored_or_take_everything_is_400_by_name(body: dict[str, Any]) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         check_limits(body)
     assert refused.value.status == 400
     assert refused.value.param == next(iter(body))
@@ -134,7 +134,7 @@ def test_a_consent_header_sent_twice_is_none() -> None:
 
 @pytest.mark.parametrize("domain", ["", "Chat", "a b", "a/../b", "a" * 33, "caf\u00e9", "a\r\nb"])
 def test_a_malformed_domain_is_400(domain: str) -> None:
-    with pytest.raises(Refusal, match="X-Redraft-Domain"):
+    with pytest.raises(RequestError, match="X-Redraft-Domain"):
         describe_origin("id", Headers(raw=[(b"x-redraft-domain", domain.encode("latin-1"))]), {}, None, SECRET)
     assert origin({"X-Redraft-Domain": "text-to_sql2"}, {}).domain == "text-to_sql2"
     assert origin({}, {}).domain == "default"
@@ -145,10 +145,10 @@ def test_the_figures_of_each_step_are_told_to_operators_who_ask_for_them() -> No
     assert wants_steps(asks, OPERATOR)
     assert not wants_steps(Headers(), OPERATOR)
     for other in (None, KEY, Caller("a-key-1234", "scraper")):
-        with pytest.raises(Refusal, match="for operators") as refused:
+        with pytest.raises(RequestError, match="for operators") as refused:
             wants_steps(asks, other)
         assert (refused.value.status, refused.value.code) == (403, "wrong_role")
-    with pytest.raises(Refusal, match='X-Redraft-Detail is "yes", wanted steps'):
+    with pytest.raises(RequestError, match='X-Redraft-Detail is "yes", wanted steps'):
         wants_steps(Headers({"X-Redraft-Detail": "yes"}), OPERATOR)
 
 
@@ -168,7 +168,7 @@ def test_every_field_of_openai_that_names_a_person_names_the_subject() -> None:
         assert (
             origin({}, {field: ""}, KEY).subject == origin({}, {field: None}, KEY).subject == subject_of(KEY.key, None)
         )
-        with pytest.raises(Refusal, match=f"{field} is a int, wanted a text") as refused:
+        with pytest.raises(RequestError, match=f"{field} is a int, wanted a text") as refused:
             origin({}, {field: 7})
         assert refused.value.param == field
     both = origin({}, {"user": "bob", "safety_identifier": "ann"}, KEY)
@@ -194,7 +194,7 @@ def test_a_group_is_hashed_and_nobody_names_that_of_another_key() -> None:
 @pytest.mark.parametrize("named", [[b""], [b"my secret"], [b"secret" * 22], [b"secr\xe9t"], [b"secret", b"secret"]])
 def test_a_malformed_group_is_400_and_not_repeated(named: list[bytes]) -> None:
     headers = Headers(raw=[(b"x-redraft-group", value) for value in named])
-    with pytest.raises(Refusal, match="X-Redraft-Group: a group is named by 1 to 128 printable") as refused:
+    with pytest.raises(RequestError, match="X-Redraft-Group: a group is named by 1 to 128 printable") as refused:
         describe_origin("id", headers, {}, None, SECRET)
     assert (refused.value.status, refused.value.param) == (400, "X-Redraft-Group")
     assert "secr" not in refused.value.message
@@ -206,7 +206,7 @@ def test_a_request_may_say_how_it_is_drafted_but_nothing_else() -> None:
         return describe_origin("0" * 32, headers, {}, None, SECRET).speculation
 
     assert [said(value) for value in (None, "on", "off", "head")] == ["on", "on", "off", "head"]
-    with pytest.raises(Refusal, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
+    with pytest.raises(RequestError, match='X-Redraft-Speculation is "fast", wanted on, off or head') as refused:
         said("fast")
     assert refused.value.status == 400
 

@@ -16,7 +16,7 @@ from models.engines.torch import Params as EngineParams
 from models.engines.torch import TorchEngine
 from models.engines.vllm.tap import EngineEnded
 from models.serving import Reasoning as Settings
-from services.access import Refusal
+from services.access import RequestError
 from services.app import routes
 from services.handlers import UNAVAILABLE, from_error
 from services.reasoning import DONE, HEADER, Reasoning
@@ -114,13 +114,13 @@ def test_a_stream_tells_the_same_text_and_ends_as_others_do(method: str, tiny_ta
 def test_what_is_not_served_so_is_refused(
     asked: dict[str, Any], status: int, code: str | None, tiny_target: Path, small: Path
 ) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         answer(tiny_target, small, **asked)
     assert (refused.value.status, refused.value.code) == (status, code)
 
 
 def test_only_what_the_recipe_offers_can_be_asked_for(tiny_target: Path, small: Path) -> None:
-    with pytest.raises(Refusal, match="there are: spec_reason"):
+    with pytest.raises(RequestError, match="there are: spec_reason"):
         answer(tiny_target, small, "speculative_thinking", methods=[{"name": "spec_reason"}])
 
 
@@ -146,7 +146,7 @@ def test_an_engine_that_ended_is_unavailable(
             assert not isinstance(got, dict)
             await opened(got, from_error, lambda: None, lambda: None)
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         asyncio.run(inside())
     assert (refused.value.status, refused.value.message) == (503, UNAVAILABLE.message)
 

@@ -36,7 +36,7 @@ from models.drafting.eagle3_heads import WEIGHTS
 from models.drafting.proposal import Proposal
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.evaluation.acceptance import Tally
+from models.evaluation.acceptance import AcceptanceCount
 from models.evaluation.canary import Params as CanaryParams
 from models.evaluation.golden import Golden
 from models.params import BaseParams
@@ -45,8 +45,17 @@ from models.targets import describe
 from models.verify import Verified, emit
 from services.boot import start_engine
 from services.config import ServiceConfig
-from services.drafts import MAX_FAILED_STARTS, MAX_WAIT_S, DraftSource, Loaded, Memory, label, read_memory, write_memory
-from services.reconciler import FIRST, LAST, Reconciler, Surroundings
+from services.drafts import (
+    MAX_FAILED_STARTS,
+    MAX_WAIT_S,
+    DraftHistory,
+    DraftSource,
+    Loaded,
+    label,
+    read_memory,
+    write_memory,
+)
+from services.reconciler import FIRST, LAST, Reconciler, ReplicaHooks
 from services.swap import Fetch
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
@@ -147,7 +156,7 @@ class World:
         self.loop: Reconciler
         self.counts: Counter[str] = Counter()
         self.runner = asyncio.Runner()  # one event loop, as a replica has
-        self.traffic: list[Tally] = []
+        self.traffic: list[AcceptanceCount] = []
         self.told: list[str] = []
 
     def push(
@@ -738,7 +747,7 @@ def test_a_quarantine_that_somebody_cleared_stays_cleared_and_the_draft_is_tried
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{"good", "refused"}, {*Memory.model_fields}], ids=["of before", "of now"])
+@pytest.mark.parametrize("keys", [{"good", "refused"}, {*DraftHistory.model_fields}], ids=["of before", "of now"])
 def test_a_replica_that_starts_again_does_not_report_what_somebody_cleared(running: World, keys: set[str]) -> None:
     version = running.push(fault="corrupts")
     running.tick()
@@ -1017,10 +1026,10 @@ def test_what_checks_a_draft_goes_before_traffic_and_what_checks_it_later_after_
     assert (checked.engine.priorities, checked.counts["canaries"]) == ({LAST}, 1)
 
 
-def traffic(accepted: int) -> list[Tally]:
+def traffic(accepted: int) -> list[AcceptanceCount]:
     """Return the last requests of draft 1, which was promised a τ of 2.5."""
     return [
-        Tally(number, "chat", steps=9, drafted=27, accepted=9 * accepted)
+        AcceptanceCount(number, "chat", steps=9, drafted=27, accepted=9 * accepted)
         for number in range(CanaryParams().num_requests)
     ]
 
@@ -1034,7 +1043,7 @@ def checked(world: World) -> World:
     world.boot(canary=canary, probation=Probation(timeout_s=60, num_prompts=6))
     world.engine.accepts = 2
     world.traffic = traffic(2)
-    world.loop.surroundings = Surroundings(
+    world.loop.surroundings = ReplicaHooks(
         recent=lambda draft: world.traffic, tell=lambda event, text: world.told.append(event)
     )
     world.tick()
@@ -1144,14 +1153,14 @@ def test_the_loop_outlives_every_fault_and_counts_it(running: World) -> None:
 @pytest.mark.parametrize("content", ["", "{}x", '{"good": 1}'])
 def test_a_damaged_state_is_refused_and_a_missing_one_is_empty(tmp_path: Path, content: str) -> None:
     path = tmp_path / "state.json"
-    assert read_memory(path) == Memory()
+    assert read_memory(path) == DraftHistory()
     path.write_text(content)
     with pytest.raises(ValueError, match=r"state\.json"):
         read_memory(path)
 
 
 def test_a_state_survives_writing(world: World) -> None:
-    state = Memory().with_good(world.push()).with_refused(world.push(), "bad")
+    state = DraftHistory().with_good(world.push()).with_refused(world.push(), "bad")
     write_memory(world.config.memory, state)
     assert read_memory(world.config.memory) == state
     assert state.with_refused(state.good[0], "too").good == ()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.access import Refusal
+from services.access import RequestError
 from services.stream import opened
 
 USAGE = {"draft_version": "3", "drafted": 6, "accepted": 2, "steps": 2, "mean_accepted_length": 2.0}
@@ -15,8 +15,8 @@ def frame(body: Any) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-def refuse(body: dict[str, Any]) -> Refusal:
-    return Refusal(body["error"]["code"], "told")
+def refuse(body: dict[str, Any]) -> RequestError:
+    return RequestError(body["error"]["code"], "told")
 
 
 async def frames(*texts: str, error: Exception | None = None) -> AsyncGenerator[str, None]:
@@ -55,7 +55,7 @@ def test_only_the_usage_chunk_is_changed() -> None:
 
 
 def test_an_error_before_the_first_chunk_is_a_status() -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         collect(frames(frame({"error": {"code": 400, "message": "inner"}}), "data: [DONE]\n\n"))
     assert (refused.value.status, refused.value.message) == (400, "told")
 

@@ -15,7 +15,16 @@ from infra.status import Phase, Proof
 from infra.versions import Version
 from models.evaluation.canary import Answer, Finding
 from services import swap
-from services.drafts import KEPT_GOOD, MAX_FAILED_STARTS, MAX_WAIT_S, DraftState, Loaded, Memory, Patience, label
+from services.drafts import (
+    KEPT_GOOD,
+    MAX_FAILED_STARTS,
+    MAX_WAIT_S,
+    DraftHistory,
+    DraftState,
+    Loaded,
+    ReconcilerPolicy,
+    label,
+)
 from services.swap import (
     Action,
     Ask,
@@ -36,7 +45,7 @@ from services.swap import (
     Try,
 )  # fmt: skip
 
-PATIENCE = Patience(probation_s=300.0, min_swap_interval_s=10.0, canary_period_s=600.0, canary_max_in_flight=4)
+PATIENCE = ReconcilerPolicy(probation_s=300.0, min_swap_interval_s=10.0, canary_period_s=600.0, canary_max_in_flight=4)
 
 
 def event(rule: Callable[..., Step], *about: Any, **more: Any) -> Event:
@@ -44,7 +53,7 @@ def event(rule: Callable[..., Step], *about: Any, **more: Any) -> Event:
     return partial(rule, **dict(zip([*signature(rule).parameters][2:], about, strict=False)), **more)
 
 
-def step(state: DraftState, happened: Event, patience: Patience) -> Step:
+def step(state: DraftState, happened: Event, patience: ReconcilerPolicy) -> Step:
     return happened(state, patience)
 
 
@@ -72,8 +81,8 @@ def kinds(actions: tuple[Action, ...]) -> list[object]:
 
 
 # Draft 1 is booted with, 2 is the champion that comes after it.
-EMPTY = DraftState.started(None, Memory())
-UNPROVEN = DraftState.started(draft(1), Memory())
+EMPTY = DraftState.started(None, DraftHistory())
+UNPROVEN = DraftState.started(draft(1), DraftHistory())
 PROVING = follow(UNPROVEN, event(swap.ticked, 0.0))
 SERVING = follow(PROVING, PASSED)
 CHECKING = follow(SERVING, event(swap.ticked, 0.0), event(swap.ticked, 600.0))
@@ -269,7 +278,7 @@ def test_after_a_probation_that_could_not_judge_the_engine_speculates_if_it_is_w
 
 
 def test_a_draft_is_refused_when_it_alone_fails_at_start_after_start() -> None:
-    memory = Memory(good=(version(2),))
+    memory = DraftHistory(good=(version(2),))
     for num_starts in range(1, MAX_FAILED_STARTS):
         memory = memory.after_start([version(2)])
         assert (memory.refused, memory.failed_starts) == ({}, {label(version(2)): num_starts})
@@ -282,12 +291,12 @@ def test_a_draft_is_refused_when_it_alone_fails_at_start_after_start() -> None:
 
 
 def test_a_start_that_a_draft_did_not_fail_or_a_probation_that_it_passed_ends_the_row() -> None:
-    memory = Memory().after_start([version(2)]).after_start([version(2)])
+    memory = DraftHistory().after_start([version(2)]).after_start([version(2)])
     assert memory.after_start([]).failed_starts == memory.with_good(version(2)).failed_starts == {}
 
 
 def test_the_wait_of_a_draft_that_the_engine_did_not_start_with_doubles_with_each_start() -> None:
-    memory, waits = Memory(), []
+    memory, waits = DraftHistory(), []
     for _ in range(6):
         memory = memory.after_start([version(2), version(3)])
         waits.append(memory.postponed(PATIENCE, 50.0)[label(version(2))].wait_s)
@@ -311,7 +320,7 @@ def test_the_wait_of_what_is_neither_served_nor_champion_is_forgotten() -> None:
 
 
 def test_what_was_served_is_put_back_first_and_what_failed_never() -> None:
-    memory = Memory(good=(version(1), version(2), version(4)))
+    memory = DraftHistory(good=(version(1), version(2), version(4)))
     state = follow(replace(TRYING, memory=memory), event(swap.failed, version(2), "bad", 100.0))
     assert state.fallbacks() == (draft(1), version(4))
     state = follow(replace(PROVING, memory=memory), event(swap.failed, version(1), "bad", 100.0))
@@ -408,7 +417,7 @@ def test_a_pair_that_broke_is_switched_off_loaded_again_and_proven() -> None:
 
 
 def test_a_pair_that_broke_twice_gives_way_to_the_draft_before() -> None:
-    broken = follow(replace(CHECKING, memory=Memory(good=(version(1), version(4)))), BROKEN)
+    broken = follow(replace(CHECKING, memory=DraftHistory(good=(version(1), version(4)))), BROKEN)
     again = follow(
         broken,
         event(swap.restored, draft(1)),
@@ -426,7 +435,7 @@ def test_a_pair_that_broke_twice_gives_way_to_the_draft_before() -> None:
     "ended", [event(swap.failed, version(1), "promised 1.5", 630.0), event(swap.undecided, "slow", 630.0)]
 )
 def test_after_a_pair_broke_no_draft_is_blamed_until_one_passes(ended: Event) -> None:
-    memory = Memory(good=(version(1), version(4)))
+    memory = DraftHistory(good=(version(1), version(4)))
     proving = follow(
         replace(CHECKING, memory=memory), BROKEN, event(swap.restored, draft(1)), event(swap.ticked, 620.0)
     )
@@ -441,7 +450,7 @@ def test_after_a_pair_broke_no_draft_is_blamed_until_one_passes(ended: Event) ->
 
 
 def test_only_the_last_good_versions_are_remembered() -> None:
-    memory = Memory()
+    memory = DraftHistory()
     for number in (1, 2, 3, 2, 4):
         memory = memory.with_good(version(number))
     assert [good.number for good in memory.good] == [4, 2, 3]
@@ -494,7 +503,7 @@ def engine_speculates(before: bool, happened: Event, state: DraftState, actions:
 def test_after_any_run_of_events_the_state_is_consistent(boot: Loaded | None) -> None:
     seen = set()
     for seed in range(200):
-        rng, state = random.Random(seed), DraftState.started(boot, Memory())
+        rng, state = random.Random(seed), DraftState.started(boot, DraftHistory())
         speculating = state.speculates
         for now_s in range(60):
             happened = something(rng, state, float(now_s * 20))

@@ -26,7 +26,7 @@ from models.drafting.draft_families import open_draft
 from models.evaluation.golden import Golden
 from models.recipe import load_recipe
 from tasks.measure_draft import measure_probe
-from tests.drills.load import Asker
+from tests.drills.load import Client
 from tests.drills.spoiled import Spoil, noisy
 from tests.flows.conftest import Cli, registry_of
 from tests.soak.checker import Look
@@ -64,7 +64,7 @@ NAMES = (
     ("services.main", "service"),
     ("flows.deployments", "runner of flows"),
     ("flows.watch", "watch"),
-    ("infra.guard:mlflow_page", "mlflow"),
+    ("infra.auth_middleware:mlflow_page", "mlflow"),
     ("prefect.server", "prefect"),
     ("prefect", "run of a flow"),
 )
@@ -108,7 +108,7 @@ class Stack(Served):
         self.cli.run("build", "--recipe", self._recipe)
         bring_keys(home / "keys.json", [(f"a-key-that-logs-{log}", log) for log in MARKS])
         self.askers = [
-            Asker(f"a-key-that-logs-{log}", tuple(QUESTION.format(mark=mark, number=n) for n in range(NUM_PROMPTS)))
+            Client(f"a-key-that-logs-{log}", tuple(QUESTION.format(mark=mark, number=n) for n in range(NUM_PROMPTS)))
             for log, mark in MARKS.items()
         ]
         self.stroller = self.askers[0]._replace(prompts=NEW)

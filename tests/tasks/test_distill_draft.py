@@ -24,7 +24,7 @@ from models.evaluation.paired import Score
 from models.layers.decoder import Sublayers
 from models.learning import fitted
 from models.learning.hidden import Sample
-from models.learning.written import Rounds
+from models.learning.rollouts import Rollouts
 from models.lengths import specdec_pp
 from models.recipe import parse_recipe, shipped_recipes
 from models.targets import describe
@@ -114,7 +114,7 @@ def test_an_erasure_removes_what_a_draft_was_writing_to_learn_from_when_its_run_
     settings, row = settings_of(tmp_path / "home"), planted_row(0)
     log, work = QueryLog(settings.querylog), settings.artifacts / "work" / "killed"
     log.append([row])
-    run = Rounds(
+    run = Rollouts(
         make_tiny(family_named("eagle3"), tiny_target),
         tiny_target,
         [Sample(row.id, "chat", [3, 4], [5, 6, 7])],

@@ -18,7 +18,7 @@ from models.drafting.features import Scale, decoder_layer
 from models.drafting.path_drafters import PathDrafter
 from models.drafts import KeepRows, Procedure, Rows, Unrolled
 from models.drafts.dream import images, watched
-from models.drafts.dream.memory import Memory, Pair, Pairs, joined, stacked
+from models.drafts.dream.memory import DreamCache, Pair, Pairs, joined, stacked
 from models.losses import feature_regression
 
 CHUNK = 512
@@ -86,15 +86,15 @@ class Dream(NormedDraft):
             )
         return super().combine(hidden[..., -width:])
 
-    def start(self, num_texts: int) -> Memory:
+    def start(self, num_texts: int) -> DreamCache:
         """Return what is known before anything is read."""
         none = self.embedding.new_empty(num_texts, 0, self.num_kv_heads, self.head_dim)
         flags = torch.empty(num_texts, 0, dtype=torch.int64, device=none.device)
-        return Memory(flags[0], flags, [(none, none)] * 3, flags.bool(), none)
+        return DreamCache(flags[0], flags, [(none, none)] * 3, flags.bool(), none)
 
     def read(
-        self, memory: Memory, hidden: Tensor, token_ids: Tensor, rng: torch.Generator | None = None
-    ) -> tuple[Memory, Tensor]:
+        self, memory: DreamCache, hidden: Tensor, token_ids: Tensor, rng: torch.Generator | None = None
+    ) -> tuple[DreamCache, Tensor]:
         """Read on in B texts.
 
         Args:
@@ -128,7 +128,7 @@ class Dream(NormedDraft):
         of_text[2] = joined(of_text[2], self.keys_values_of(2, fused, places))
         return memory._replace(text=of_text), fused
 
-    def _look(self, memory: Memory, hidden: Tensor, token_ids: Tensor, places: Tensor) -> Memory:
+    def _look(self, memory: DreamCache, hidden: Tensor, token_ids: Tensor, places: Tensor) -> DreamCache:
         """Take in which of the next tokens [B, n] are an image's, and judge the images that have ended."""
         found = torch.zeros_like(token_ids, dtype=torch.bool)
         held = torch.cat([memory.places, places])
@@ -150,14 +150,14 @@ class Dream(NormedDraft):
                     gone[text] = torch.where(torch.isin(held + 1, dropped), after, gone[text])
         return memory._replace(places=held, gone=gone, images=flags, keys=keys)
 
-    def pruned(self, memory: Memory) -> Memory:
+    def pruned(self, memory: DreamCache) -> DreamCache:
         """Return the memory of one text without what no later row sees."""
         kept = memory.gone[0] >= memory.images.shape[1]
         first, cross, last = memory.text
         text = [(first[0][:, kept], first[1][:, kept]), cross, (last[0][:, kept], last[1][:, kept])]
         return memory._replace(places=memory.places[kept], gone=memory.gone[:, kept], text=text)
 
-    def seen(self, memory: Memory, sequence: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def seen(self, memory: DreamCache, sequence: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what rows [n] see of a text in each layer, [n, m] or [n, T]."""
         held = (memory.places <= index[:, None]) & (index[:, None] < memory.gone[sequence])
         features = torch.arange(memory.images.shape[1], device=index.device) <= index[:, None]
@@ -226,13 +226,20 @@ class Dream(NormedDraft):
             )
         return (torch.cat(parts) if parts else grouped).flatten(1)
 
-    def draft_first(self, fused: Tensor, index: Tensor, sequence: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    def draft_first(self, fused: Tensor, index: Tensor, sequence: Tensor, memory: DreamCache) -> tuple[Tensor, Tensor]:
         """Return f̂ [n, H] and logits [n, D] that follow c [n, H] of rows at `index`."""
         seen = self.seen(memory, sequence, index)[2]
         return self.speak(self.run(2, fused, index, self.no_own(len(index))[2], sequence, memory.text[2], seen))
 
     def go_on(
-        self, guess: Tensor, token_ids: Tensor, step: int, own: Pairs, index: Tensor, sequence: Tensor, memory: Memory
+        self,
+        guess: Tensor,
+        token_ids: Tensor,
+        step: int,
+        own: Pairs,
+        index: Tensor,
+        sequence: Tensor,
+        memory: DreamCache,
     ) -> tuple[Tensor, Tensor, Pairs]:
         """Go on from what was drafted.
 

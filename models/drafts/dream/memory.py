@@ -13,7 +13,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 Pairs = list[Pair]  # of each layer
 
 
-class Memory(NamedTuple):
+class DreamCache(NamedTuple):
     """What a draft knows of B texts of T tokens, of which layers 0 and 2 hold m.
 
     Attributes:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import NamedTuple
 
-from models.drafting.lookup import NOTHING, Library
+from models.drafting.lookup import NOTHING, NgramIndex
 from models.engines import LookUp
-from models.lengths import Plan, Running
+from models.lengths import Plan, SequenceState
 from models.params import BaseParams
 from models.throughput.cost import Cost
 from models.throughput.running import Acceptance
@@ -19,7 +19,7 @@ from models.throughput.running import Acceptance
 DOMAIN, KEY = "", ""
 
 
-class Turn(NamedTuple):
+class StepChoice(NamedTuple):
     """How a step drafts.
 
     Attributes:
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     num_tokens: int
 
 
-NO_TURN = Turn([], 0, 0)
+NO_TURN = StepChoice([], 0, 0)
 
 
 class Joined:
@@ -49,11 +49,11 @@ class Joined:
         """
         self._lookup, self._limit = lookup, limit
         self._policy, self._params = lengths
-        self._library = Library(lookup.shortest, lookup.longest, lookup.remembered)
+        self._library = NgramIndex(lookup.shortest, lookup.longest, lookup.remembered)
         self._acceptance = Acceptance()
         self._plan: Plan | None = None
 
-    def turn(self, request_id: str, prompt_ids: list[int], token_ids: list[int], cost: Cost) -> Turn:
+    def turn(self, request_id: str, prompt_ids: list[int], token_ids: list[int], cost: Cost) -> StepChoice:
         """Choose how the next step of a request drafts.
 
         Args:
@@ -65,7 +65,7 @@ class Joined:
         sequence = self._library.sequence(request_id, KEY, len(prompt_ids))
         known = [*prompt_ids, *token_ids]
         sequence.extend(known[len(sequence) :])
-        running = Running(DOMAIN, self._acceptance.lookups(DOMAIN))
+        running = SequenceState(DOMAIN, self._acceptance.lookups(DOMAIN))
         plan: Plan = self._policy.plan(cost, self._acceptance, [running], self._limit, self._plan, self._params)
         self._plan = plan
         match = sequence.look_up(self._lookup.num_tokens) if plan.look_up else NOTHING
@@ -73,10 +73,10 @@ class Joined:
             self._acceptance.see_lookup(DOMAIN, match.length, len(match.token_ids))
         kept = plan.num_kept(DOMAIN, "lookup", match.length) if match.length else 0
         if kept:
-            return Turn(match.token_ids[:kept], match.length, 0)
-        return Turn([], 0, min(plan.num_kept(DOMAIN, "head"), plan.num_passes))
+            return StepChoice(match.token_ids[:kept], match.length, 0)
+        return StepChoice([], 0, min(plan.num_kept(DOMAIN, "head"), plan.num_passes))
 
-    def see(self, turn: Turn, num_drafted: int, num_accepted: int) -> None:
+    def see(self, turn: StepChoice, num_drafted: int, num_accepted: int) -> None:
         """Take in what was accepted of a step."""
         self._acceptance.see(DOMAIN, "lookup" if turn.match else "head", num_drafted, num_accepted, turn.match)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from models.drafting.drafters import Asker, Expander, Nested, Observer, Remembering, SelfDrafter
+from models.drafting.drafters import Expander, Nested, Observer, QueryingDrafter, Remembering, SelfDrafter
 from models.drafting.proposal import Proposal
 from models.drafting.sampling import draw, probabilities
 from models.drafts import Draft, Drafter, GoOn
@@ -112,7 +112,7 @@ class Request:
         tokens, parents = proposal.token_ids[0].tolist(), proposal.row_parents
         last, before = self.token_ids[-1], self._cache.length
         begun = self._drafter.begun() if isinstance(self._drafter, SelfDrafter) and not self._turn.match else None
-        asker = self._drafter if tokens and isinstance(self._drafter, Asker) else None
+        asker = self._drafter if tokens and isinstance(self._drafter, QueryingDrafter) else None
         vectors, beside = (None, ()) if asker is None else asker.ask(proposal)
         states, tapped = self._target.forward(
             self._ids([last, *tokens]), self._cache, self._taps, (*parents, *beside), begun, vectors

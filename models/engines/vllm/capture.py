@@ -1,9 +1,9 @@
 """Hidden states of served requests, held in the worker until somebody says whether they may be written.
 
 The target computes them for each token that it reads, and the proposer is handed those of the accepted ones. Of
-requests that ask for it (`Wishes.capture`) they are copied here, in bfloat16, so many bytes at most. What the prefix
-cache gave, and what was passed while nothing was drafted, is missing; a request's states have no gap, so they are those
-after the last missing one. A file is written by a thread of its own: no step waits for a disk.
+requests that ask for it (`DraftOptions.capture`) they are copied here, in bfloat16, so many bytes at most. What the
+prefix cache gave, and what was passed while nothing was drafted, is missing; a request's states have no gap, so they
+are those after the last missing one. A file is written by a thread of its own: no step waits for a disk.
 """
 
 import logging
@@ -31,7 +31,7 @@ class Claim(NamedTuple):
     """What becomes of a request's states.
 
     Attributes:
-        name: which its `Wishes.capture` gave.
+        name: which its `DraftOptions.capture` gave.
         file: to write them to; "" drops them.
         num_tokens: of prompt and answer; the last one was never read.
         target: sha256 of the target's weights.
@@ -44,7 +44,7 @@ class Claim(NamedTuple):
 
 
 @dataclass
-class Held:
+class RequestBuffer:
     """Token ids [n] and states [n, W] of one request, piece by piece, from position `first` up to `end`.
 
     Attributes:
@@ -92,10 +92,12 @@ class Ring:
         """Hold states of some layers, counted as layers done, and `max_bytes` of them at most."""
         self.counts: Counter[str] = Counter()
         self._layers, self._max_bytes = tuple(layers), max_bytes
-        self._held: OrderedDict[str, Held] = OrderedDict()  # the one that was not added to for longest comes first
+        self._held: OrderedDict[str, RequestBuffer] = (
+            OrderedDict()
+        )  # the one that was not added to for longest comes first
         self._num_bytes = 0  # with those that wait to be written
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Claim, Held]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Claim, RequestBuffer]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def note(
@@ -114,7 +116,7 @@ class Ring:
         for name, first, start, end in zip(names, firsts, borders[:-1], borders[1:], strict=True):
             if not name:
                 continue
-            held = self._held.setdefault(name, Held())
+            held = self._held.setdefault(name, RequestBuffer())
             self._held.move_to_end(name)
             before, held.touched_s = held.num_bytes, now_s
             if not held.lost:
@@ -142,7 +144,7 @@ class Ring:
         self._forget_unclaimed(time.monotonic())
         return dict(+self.counts)
 
-    def _drop(self, held: Held, why: str) -> None:
+    def _drop(self, held: RequestBuffer, why: str) -> None:
         self._count(-held.num_bytes)
         held.cut(0)
         self.counts[why] += not held.lost  # what was lost is counted
@@ -155,7 +157,7 @@ class Ring:
         with self._lock:
             self._num_bytes += num_bytes
 
-    def _write_later(self, claim: Claim, held: Held) -> None:
+    def _write_later(self, claim: Claim, held: RequestBuffer) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="captured-states", daemon=True)
             self._thread.start()

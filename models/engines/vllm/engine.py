@@ -17,10 +17,10 @@ from models.drafting.draft_families import family_of, require_family
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
-from models.engines.vllm.fields import Setup, Wishes
+from models.engines.vllm.fields import DraftOptions, Setup
 from models.engines.vllm.launch import Speculation, launch
 from models.engines.vllm.measuring import Mode, Times, measured_for, mode_of
-from models.engines.vllm.tap import TappedLLM
+from models.engines.vllm.tap import InstrumentedLLM
 from models.precision import fast_dtype
 
 # Largest relative error of a draft module against its file: bfloat16 keeps 8 bits and stays well below, another matrix
@@ -46,7 +46,13 @@ class VllmEngine:
     unplanned: str = ""
 
     def __init__(
-        self, llm: TappedLLM, args: AsyncEngineArgs, draft: Path | None, setup: Setup | None, mode: Mode, times: Times
+        self,
+        llm: InstrumentedLLM,
+        args: AsyncEngineArgs,
+        draft: Path | None,
+        setup: Setup | None,
+        mode: Mode,
+        times: Times,
     ) -> None:
         self.llm, self.args, self.draft, self.setup, self.mode, self.times = llm, args, draft, setup, mode, times
 
@@ -108,7 +114,7 @@ class VllmEngine:
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
-            if num_rows := await engine._call("few_rows"):
+            if num_rows := await engine._call("small_batch_gemm"):
                 why = f"{mode.why}; products of up to {num_rows} generated rows read the few bits of the target's file"
                 engine.mode = mode._replace(why=why)
         except BaseException:
@@ -150,7 +156,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        wishes = Wishes(sampling.drafting, piece=sampling.piece)
+        wishes = DraftOptions(sampling.drafting, piece=sampling.piece)
         async for output in self.llm.generate(prompt, wanted, request_id, wishes, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
@@ -210,7 +216,7 @@ class VllmEngine:
         return errors[name]
 
     async def capture_states(self, max_bytes: int) -> int:
-        """Hold the hidden states of accepted tokens for requests whose `Wishes` want it, in so much memory at most.
+        """Hold hidden states of accepted tokens for requests whose `DraftOptions` want it, in so much memory at most.
 
         Returns:
             How many values a token has.

@@ -2,9 +2,9 @@
 
 | of vLLM's | carries | from | to |
 |---|---|---|---|
-| `SamplingParams.extra_args[WISHES]` | `Wishes` | `tap` | scheduler and proposer |
+| `SamplingParams.extra_args[WISHES]` | `DraftOptions` | `tap` | scheduler and proposer |
 | `VllmConfig.additional_config` | `Setup`, or `WithParent` alone | engine | scheduler and workers |
-| `SchedulerOutput.num_spec_tokens_to_schedule`, vLLM's K | `Drafting` | scheduler | proposer |
+| `SchedulerOutput.num_spec_tokens_to_schedule`, vLLM's K | `StepPlan` | scheduler | proposer |
 | `DraftTokenIds.draft_token_ids` | `Row`s, packed | proposer | scheduler |
 | `EngineCoreOutput.kv_transfer_params`, the only open field | STEP, PACE, SPEED | scheduler | `patches.outputs` |
 | `RequestOutput.kv_transfer_params` | TOLD | `patches.outputs` | `tap`, which takes it out again |
@@ -28,7 +28,7 @@ from models.lengths import Plan
 from models.params import BaseParams
 from models.throughput import costfile
 from models.throughput.cost import Cost
-from models.types import Pace
+from models.types import ThroughputEstimate
 
 # A request's wishes.
 WISHES = "redraft"
@@ -53,7 +53,7 @@ PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
 
 
-class Wishes(NamedTuple):
+class DraftOptions(NamedTuple):
     """What a request says of its drafting.
 
     Attributes:
@@ -75,7 +75,7 @@ class Wishes(NamedTuple):
     piece: int = 0
 
     @classmethod
-    def of(cls, sampling_params: Any) -> "Wishes":
+    def of(cls, sampling_params: Any) -> "DraftOptions":
         """Return what a request's sampling parameters carry."""
         extra = getattr(sampling_params, "extra_args", None) or {}
         if not isinstance(wishes := extra.get(WISHES, cls()), cls):
@@ -99,7 +99,7 @@ class Passes(NamedTuple):
         return self.names is None or name in self.names
 
 
-class Drafting(NamedTuple):
+class StepPlan(NamedTuple):
     """How the rows of one step are drafted; it travels in the place of vLLM's K, `num_spec_tokens_to_schedule`.
 
     Attributes:
@@ -130,7 +130,7 @@ class Drafting(NamedTuple):
         return any(passes.over(name) for passes in self.passes)
 
 
-class PlannedPace(Pace):
+class PlannedThroughput(ThroughputEstimate):
     """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
 
     Attributes:
@@ -145,10 +145,10 @@ class PlannedPace(Pace):
         lost = self.judging_by_load
         return lost[min(max(num_running - 1, 0).bit_length(), len(lost) - 1)] if lost else 0.0
 
-    def at(self, num_running: int) -> Pace:
+    def at(self, num_running: int) -> ThroughputEstimate:
         """Return it for so many requests."""
         told = self.model_dump(exclude={"judging", "judging_by_load"})
-        return Pace(**told, judging=self.judging_of(num_running))
+        return ThroughputEstimate(**told, judging=self.judging_of(num_running))
 
 
 class Row(NamedTuple):

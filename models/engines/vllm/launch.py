@@ -22,7 +22,7 @@ from models.drafting.draft_families import family_of, name_of
 from models.engines.vllm import Params
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for
-from models.engines.vllm.tap import TappedLLM
+from models.engines.vllm.tap import InstrumentedLLM
 
 # How a thread of Intel's OpenMP waits for others: it yields its core only where there are more threads than cores, and
 # sleeps after 1 ms (vLLM: 5), so that between two steps a core is free for what hands the tokens on
@@ -94,7 +94,7 @@ class Speculation(NamedTuple):
 
 def launch(
     wanted: Speculation, served_name: str, draft_version: str
-) -> tuple[TappedLLM, AsyncEngineArgs, Setup | None]:
+) -> tuple[InstrumentedLLM, AsyncEngineArgs, Setup | None]:
     """Start the processes; what is to follow plans does not yet. Raises what `VllmEngine.start` does.
 
     Returns:
@@ -128,7 +128,9 @@ def launch(
     config.additional_config = setup or config.additional_config or WithParent()
     with _worker_inside(config), interruptible():
         # Annotated with the base class; it makes one of the class it is called on.
-        llm = cast("TappedLLM", TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER))
+        llm = cast(
+            "InstrumentedLLM", InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+        )
     llm.draft_version, llm.speculating = draft_version, args.speculative_config is not None
     llm.rules = params.rules
     return llm, args, setup

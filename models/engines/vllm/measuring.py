@@ -24,8 +24,8 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from models.engines.vllm import Params, native
-from models.engines.vllm.fields import MEASURE, WISHES, Wishes
+from models.engines.vllm import Params, native_build
+from models.engines.vllm.fields import MEASURE, WISHES, DraftOptions
 from models.engines.vllm.planning import cycles, turns
 from models.types import Frozen
 
@@ -131,18 +131,21 @@ async def measure(engine: "VllmEngine") -> None:
         return
     for number in range(NUM_ROUNDS):
         for num, num_cycles in cycles(engine.llm.vllm_config.scheduler_config.max_num_seqs).items():
-            wishes, num_steps = Wishes(MEASURE, domain=str(num)), num_cycles * len(turns(num, setup.lookup.num_tokens))
+            wishes, num_steps = (
+                DraftOptions(MEASURE, domain=str(num)),
+                num_cycles * len(turns(num, setup.lookup.num_tokens)),
+            )
             name = f"measure-{number}-{num}"  # the first token is read off the prompt
             await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
 
 
 async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:
     """Return milliseconds of a step, over the tokens of an answer after its first."""
-    times_s = await _answer(engine, Wishes("off"), PLAIN_TOKENS, request_id)
+    times_s = await _answer(engine, DraftOptions("off"), PLAIN_TOKENS, request_id)
     return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 
 
-async def _answer(engine: "VllmEngine", wishes: Wishes, num_tokens: int, request_id: str) -> list[float]:
+async def _answer(engine: "VllmEngine", wishes: DraftOptions, num_tokens: int, request_id: str) -> list[float]:
     """Return when each output came; nobody is told of the request."""
     most = engine.llm.vllm_config.model_config.max_model_len // 2
     prompt = TokensPrompt(prompt_token_ids=[1] * min(NUM_PROMPT_TOKENS, most))
@@ -162,8 +165,8 @@ def measured_for(target: Path, draft: Path | None, dtype: str, eager: bool, vers
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         **shapes,
-        **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native.kernel_for(target)) else {}),
-        "attention": native.version(native.ATTENTION),
+        **({"few rows": f"{kernel}, {num_verified} verified"} if (kernel := native_build.kernel_for(target)) else {}),
+        "attention": native_build.version(native_build.ATTENTION),
         "dtype": dtype,
         "mode": "eager" if eager else "compiled",
         "vLLM": version,

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from models import catalog
-from models.engines.vllm.fields import MEASURE, Choice, Drafting, Passes, PlannedPace, Row, Setup, Wishes
-from models.lengths import Plan, Running
+from models.engines.vllm.fields import MEASURE, Choice, DraftOptions, Passes, PlannedThroughput, Row, Setup, StepPlan
+from models.lengths import Plan, SequenceState
 from models.params import BaseParams
 from models.throughput import costfile
 from models.throughput.cost import Cost, Time
@@ -34,9 +34,9 @@ NUM_CYCLES = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4, 32: 3, 64: 2, 128: 2}
 # Sequences up to which many rows of each are measured; from there on a row takes as long as the one before it.
 MANY_ROWS = 16
 # Sequences up to which each number of rows is measured that few tokens give: products of few rows have kernels of their
-# own (`few_rows`), so that a row more can take as long as all before it.
+# own (`small_batch_gemm`), so that a row more can take as long as all before it.
 FEW_ROWS, FEW_TOKENS = 2, 4
-# Numbers of requests for which `Judging` reckons, and steps between two times that it does.
+# Numbers of requests for which `MeasurementOverhead` reckons, and steps between two times that it does.
 NUMS = (1, 2, 4, 8, 16, 32, 64)
 EVERY = 64
 DEAREST: tuple[Choice, ...] = ("logprobs", "sampled")
@@ -64,15 +64,15 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Asked:
-    """What the scheduler knows of one request in a step; see `models.lengths.Running` for `whole`.
+class RequestState:
+    """What the scheduler knows of one request in a step; see `models.lengths.SequenceState` for `whole`.
 
     Attributes:
         num_read: tokens of its prompt that the step reads.
         fits: it has not come to the end of the draft's context; else only look-up drafts for it.
     """
 
-    wishes: Wishes
+    wishes: DraftOptions
     whole: bool
     choice: Choice = "greedy"
     name: str = ""
@@ -99,31 +99,31 @@ class Planner:
         self.speeds = Speeds()
         self._setup, self._policy = setup, catalog.load("lengths", setup.lengths.name)
         self._acceptance = Acceptance()
-        self.drafting = Drafting(Plan(0), (), 0)
+        self.drafting = StepPlan(Plan(0), (), 0)
         self._measured: list[Time] = []
         self._measuring, self._measured_rows = "", 0  # how many sequences, and how many rows they have together
         self._turn = 0
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
-        self._judging = Judging(self._policy, setup.lengths, setup.num_draft_tokens)
+        self._judging = MeasurementOverhead(self._policy, setup.lengths, setup.num_draft_tokens)
         self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
-    def num_kept(self, wishes: Wishes, whole: bool) -> int:
+    def num_kept(self, wishes: DraftOptions, whole: bool) -> int:
         """Return how many tokens of the head's proposal are to be verified for a sequence."""
         if wishes.drafting == "auto":
             return self.drafting.plan.num_kept(wishes.domain, "head", whole=whole)
         return self._setup.num_draft_tokens if wishes.drafting == "head" else 0
 
     @property
-    def pace(self) -> PlannedPace | None:
+    def pace(self) -> PlannedThroughput | None:
         """What is expected of how requests are served; None before the first that is served so."""
         if self.plan is None:
             return None
         plan = self.plan
-        return PlannedPace(
+        return PlannedThroughput(
             num_draft_tokens=plan.settled,
             why=plan.why,
             tokens_per_s=plan.tokens_per_s,
@@ -131,7 +131,7 @@ class Planner:
             judging_by_load=self._judging.lost,
         )
 
-    def next(self, asked: Sequence[Asked]) -> Drafting:
+    def next(self, asked: Sequence[RequestState]) -> StepPlan:
         """Return how the sequences of a step are drafted after it."""
         setup, wishes = self._setup, [one.wishes for one in asked]
         self._measuring = wishes[0].domain if wishes and all(wish.drafting == MEASURE for wish in wishes) else ""
@@ -147,7 +147,7 @@ class Planner:
         lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
         planned = [one for one in asked if one.wishes.drafting == "auto"]
         drafted = [one for one in planned if one.fits] or planned  # what is only looked up follows the others' plan
-        running = [Running(one.wishes.domain, lookups[one.wishes.domain], one.whole) for one in drafted]
+        running = [SequenceState(one.wishes.domain, lookups[one.wishes.domain], one.whole) for one in drafted]
         plan, num_looked_up = Plan(0, skip=True), 0
         if running:
             most = setup.num_draft_tokens
@@ -156,19 +156,19 @@ class Planner:
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
             self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
             self._judging.step(cost, self._acceptance, running)
-        self.drafting = Drafting(plan, self._passes(asked, plan), num_looked_up)
+        self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up)
         return self.drafting
 
-    def _measured_step(self, num: int, fits: bool) -> Drafting:
+    def _measured_step(self, num: int, fits: bool) -> StepPlan:
         kinds = turns(num, self._setup.lookup.num_tokens)
         turn = kinds[self._turn % len(kinds)]
         self._turn += 1
         passes = (Passes(self._setup.num_draft_tokens),) if turn.passes and fits else ()
         self._measured_rows = num + self.drafting.num_filled * self.drafting.num_looked_up
-        self.drafting = Drafting(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
+        self.drafting = StepPlan(Plan(0, skip=True), passes, turn.num_tokens, turn.num_filled)
         return self.drafting
 
-    def _passes(self, asked: Sequence[Asked], plan: Plan) -> tuple[Passes, ...]:
+    def _passes(self, asked: Sequence[RequestState], plan: Plan) -> tuple[Passes, ...]:
         """Return which passes are made: over those that need them, or over all together where that takes no longer."""
         limit, fitting = self._setup.num_draft_tokens, [one for one in asked if one.fits]
         alone = frozenset(one.name for one in fitting if one.wishes.drafting == "head")
@@ -190,7 +190,7 @@ class Planner:
         pass_ms = self._cost.pass_ms(num_sequences if passes.names is None else len(passes.names))
         return passes_made(max(passes.num, 1), self._setup.one_pass) * (pass_ms or 0.0)
 
-    def verified(self, wishes: Wishes, row: Row, num_accepted: int, whole: bool) -> None:
+    def verified(self, wishes: DraftOptions, row: Row, num_accepted: int, whole: bool) -> None:
         """Take what was accepted of a row; `whole` says whether the sequence has all of the draft's keys."""
         self._num_emitted += num_accepted + 1
         source: Source = "lookup" if row.looked_up else "head"
@@ -199,7 +199,7 @@ class Planner:
             num_accepted = min(num_accepted, num_drafted)
             self._acceptance.see(wishes.domain, source, num_drafted, num_accepted, row.match, whole)
 
-    def looked_up(self, wishes: Wishes, row: Row) -> None:
+    def looked_up(self, wishes: DraftOptions, row: Row) -> None:
         """Take what look-up found for a sequence."""
         if wishes.drafting == "auto" and self.drafting.num_looked_up:
             self._acceptance.see_lookup(wishes.domain, row.match, row.num_found)
@@ -247,7 +247,7 @@ class Planner:
         else:
             self._save("greedy")
 
-    def _promise(self, wishes: Iterable[Wishes]) -> None:
+    def _promise(self, wishes: Iterable[DraftOptions]) -> None:
         """Start anew where another draft was swapped in, with what it promises in the domains that ask."""
         for wish in wishes:
             if wish.num_swaps > self._num_swaps:
@@ -278,7 +278,7 @@ class Planner:
             log.warning("the table of costs was not written: %s", error)
 
 
-class Judging:
+class MeasurementOverhead:
     """Reckons now and then what it costs to judge the served draft by a request that the head alone drafts for.
 
     It does so for more requests than run and for fewer, since they come and go faster.
@@ -297,14 +297,14 @@ class Judging:
         """Reckon anew at the next step: the draft is another, or what steps take was measured."""
         self._due_in = 0
 
-    def step(self, cost: Cost, acceptance: Acceptance, running: Sequence[Running]) -> None:
+    def step(self, cost: Cost, acceptance: Acceptance, running: Sequence[SequenceState]) -> None:
         """Take a step of requests that the policy drafts for; costs as much as `NUMS` plans when it is due."""
         self._due_in -= 1
         if self._due_in < 0:
             self.lost = tuple(self._lost(cost, acceptance, list(islice(cycle(running), num))) for num in NUMS)
             self._due_in = EVERY
 
-    def _lost(self, cost: Cost, acceptance: Acceptance, running: Sequence[Running]) -> float:
+    def _lost(self, cost: Cost, acceptance: Acceptance, running: Sequence[SequenceState]) -> float:
         """Return what is lost if one of the sequences is a judged one: 0 as long as too little was measured."""
         limit, num = self._limit, len(running)
         line, one_ms = cost.line(num), cost.pass_ms(1)
@@ -325,7 +325,7 @@ class Judging:
         return max(0.0, (a_ms * more_ms - gained) / (a_ms * step_ms))
 
 
-class Turn(NamedTuple):
+class MeasuredStep(NamedTuple):
     """What a step does that measures: what it drafts is verified, or filled up, in the next one.
 
     Attributes:
@@ -339,7 +339,7 @@ class Turn(NamedTuple):
     num_tokens: int = 0
 
 
-def turns(num_sequences: int, num_tokens: int) -> list[Turn]:
+def turns(num_sequences: int, num_tokens: int) -> list[MeasuredStep]:
     """Return the kinds of steps that take turns while it is measured, so that all meet what else the machine does.
 
     The first has passes and one row a sequence, the second neither more; then come steps with more rows. The first rows
@@ -349,11 +349,11 @@ def turns(num_sequences: int, num_tokens: int) -> list[Turn]:
         num_sequences: of each step.
         num_tokens: the most that is looked up for one of them.
     """
-    turn, few = [Turn(passes=True)], num_sequences // 4
-    turn += [Turn(num_filled=few, num_tokens=1)] if few else []
+    turn, few = [MeasuredStep(passes=True)], num_sequences // 4
+    turn += [MeasuredStep(num_filled=few, num_tokens=1)] if few else []
     many = max(1, num_tokens) if num_sequences <= MANY_ROWS else 1
     some = range(1, min(many, FEW_TOKENS) + 1) if num_sequences <= FEW_ROWS else ()
-    return [*turn, *(Turn(False, num_sequences, num) for num in sorted({1, *some, many})), Turn()]
+    return [*turn, *(MeasuredStep(False, num_sequences, num) for num in sorted({1, *some, many})), MeasuredStep()]
 
 
 def cycles(most: int) -> dict[int, int]:

@@ -19,8 +19,8 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from models.engines.vllm import fields
-from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, Row, Setup, Wishes
-from models.engines.vllm.planning import Asked, Planner, Step
+from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, DraftOptions, Row, Setup
+from models.engines.vllm.planning import Planner, RequestState, Step
 from models.evaluation.acceptance import UNDRAFTED
 from models.throughput.speeds import Part
 
@@ -66,11 +66,11 @@ class TracingScheduler(Scheduler):
         self._settle()  # before the look-ups in the cache
         if self.draft_keys is not None:
             starting = islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running)))
-            if not self._is_off and any(Wishes.of(one.sampling_params).drafting == "head" for one in starting):
+            if not self._is_off and any(DraftOptions.of(one.sampling_params).drafting == "head" for one in starting):
                 self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
-        pieces = [wishes.piece for one in unread if (wishes := Wishes.of(one.sampling_params)).piece]
+        pieces = [wishes.piece for one in unread if (wishes := DraftOptions.of(one.sampling_params)).piece]
         self.scheduler_config.long_prefill_token_threshold = min(pieces, default=self._longest_piece)
         output: Any = super().schedule(*args, **options)
         if self.draft_keys is not None:
@@ -91,7 +91,7 @@ class TracingScheduler(Scheduler):
         self._came = True
         if self.planner is None:
             for place, name in enumerate(draft_token_ids.req_ids):
-                off = name in self.requests and Wishes.of(self.requests[name].sampling_params).drafting == "off"
+                off = name in self.requests and DraftOptions.of(self.requests[name].sampling_params).drafting == "off"
                 if self._beyond or off:
                     draft_token_ids.draft_token_ids[place] = []  # vLLM itself drafts for all of a step or for none
         elif not draft_token_ids.draft_token_ids:
@@ -103,7 +103,7 @@ class TracingScheduler(Scheduler):
                 request = self.requests.get(name)
                 if request is None or request.is_prefill_chunk:
                     continue
-                wishes = Wishes.of(request.sampling_params)
+                wishes = DraftOptions.of(request.sampling_params)
                 self.planner.looked_up(wishes, rows[place])
                 if not rows[place].looked_up:
                     most = self.planner.num_kept(wishes, GAPS not in request.__dict__)
@@ -136,7 +136,7 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             self.draft_keys.settle(drafted, goes_on=planner is None or not planner.drafting.plan.skip)
         for request in self._ran:
-            keys_are_whole, way = drafted(request.request_id), Wishes.of(request.sampling_params).drafting
+            keys_are_whole, way = drafted(request.request_id), DraftOptions.of(request.sampling_params).drafting
             request.__dict__[DRAFTED] = way != "off" and (keys_are_whole or (looked_up and way == "auto"))
             if not keys_are_whole:
                 request.__dict__[GAPS] = True
@@ -164,7 +164,7 @@ class TracingScheduler(Scheduler):
                 steps[request_id] = [match if counts else UNDRAFTED, emitted, *token_ids]
                 if self.planner is not None:
                     whole = GAPS not in request.__dict__
-                    self.planner.verified(Wishes.of(request.sampling_params), row, emitted - 1, whole)
+                    self.planner.verified(DraftOptions.of(request.sampling_params), row, emitted - 1, whole)
         if self.planner is not None and seen and self.has_unfinished_requests():
             scheduled = scheduler_output.num_scheduled_tokens
             read = [scheduled[name] for name, (_, before) in seen.items() if before == 0]
@@ -177,14 +177,17 @@ class TracingScheduler(Scheduler):
                 request, before = seen[name]
                 told: dict[str, Any] = {fields.STEP: steps[name]} if name in steps else {}
                 if self.planner is not None and (before == 0 or output.finish_reason is not None):
-                    pace, speed = self.planner.pace, self.planner.speeds.of(Wishes.of(request.sampling_params).domain)
+                    pace, speed = (
+                        self.planner.pace,
+                        self.planner.speeds.of(DraftOptions.of(request.sampling_params).domain),
+                    )
                     told[fields.PACE] = pace and pace.model_dump()
                     told[fields.SPEED] = speed and speed.model_dump()
                 if told:
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}
         return results
 
-    def _asked(self, request: Any, num_tokens: int) -> Asked:
+    def _asked(self, request: Any, num_tokens: int) -> RequestState:
         """Return what the planner is told of a request that a step computes so many tokens of."""
         params = request.sampling_params
         choice: Choice = "sampled" if params.temperature > 0 else "greedy"
@@ -192,7 +195,9 @@ class TracingScheduler(Scheduler):
             choice = "logprobs"
         num_read = num_tokens if request.num_output_tokens == 0 else 0
         fits = request.request_id not in self._beyond
-        return Asked(Wishes.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits)
+        return RequestState(
+            DraftOptions.of(params), GAPS not in request.__dict__, choice, request.request_id, num_read, fits
+        )
 
 
 class DraftKeys:
@@ -263,7 +268,9 @@ def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:
     """Return what a step had of each domain, by its requests and how many tokens each had before."""
     parts: dict[str, Part] = {}
     for request, before in seen:
-        if (wishes := Wishes.of(request.sampling_params)).drafting == "auto":  # others say nothing of what is fastest
+        if (
+            wishes := DraftOptions.of(request.sampling_params)
+        ).drafting == "auto":  # others say nothing of what is fastest
             num, tokens, spared = parts.get(wishes.domain, (0, 0, 0))
             emitted = request.num_output_tokens - before
             parts[wishes.domain] = Part(num + 1, tokens + emitted, spared + max(emitted - 1, 0))

@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from models import catalog
 from models.engines import Completion, Rules, Way
 from models.engines.vllm import patches
-from models.engines.vllm.fields import PACE, SPEED, STEPS, STRUCTURED, TOLD, WISHES, PlannedPace, Wishes
+from models.engines.vllm.fields import PACE, SPEED, STEPS, STRUCTURED, TOLD, WISHES, DraftOptions, PlannedThroughput
 from models.engines.vllm.grammars import Grammars
 from models.types import Speed
 
@@ -23,7 +23,7 @@ from models.types import Speed
 MOST_MERGED = 4
 
 OnFinish = Callable[[Completion, SamplingParams], None]
-WishesOf = Callable[[str, SamplingParams], Wishes]
+WishesOf = Callable[[str, SamplingParams], DraftOptions]
 
 
 class EngineEnded(GracefulHTTPError):
@@ -39,7 +39,7 @@ class EngineEnded(GracefulHTTPError):
         super().__init__("the engine has ended", self.STATUS)
 
 
-class TappedLLM(AsyncLLM):
+class InstrumentedLLM(AsyncLLM):
     """AsyncLLM that asks how a request is to be drafted, and tells of every answer that has ended, aborted ones too.
 
     Attributes:
@@ -60,7 +60,7 @@ class TappedLLM(AsyncLLM):
     draft_version: str = ""
     speculating: bool = False
     rules: Rules
-    pace: PlannedPace | None = None
+    pace: PlannedThroughput | None = None
     grammars: Grammars | None = None
     num_swaps: int = 0
     merge_streams: int = 0
@@ -94,7 +94,12 @@ class TappedLLM(AsyncLLM):
             raise
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, wishes: Wishes | None = None, **kwargs: Any
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        wishes: DraftOptions | None = None,
+        **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See the base class; what a client put where `wishes` travel is overwritten.
 
@@ -106,7 +111,7 @@ class TappedLLM(AsyncLLM):
         if self.grammars is not None and sampling_params.structured_outputs is not None:
             await self.grammars.require(sampling_params.structured_outputs)
         if wishes is None:
-            wishes = Wishes("auto") if self.wishes_of is None else self.wishes_of(request_id, sampling_params)
+            wishes = DraftOptions("auto") if self.wishes_of is None else self.wishes_of(request_id, sampling_params)
         if sampling_params.structured_outputs is not None:  # a grammar takes away what was drafted against it
             wishes = wishes._replace(domain=f"{wishes.domain}/{STRUCTURED}", promised=0.0)
         wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
@@ -172,7 +177,7 @@ def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) ->
 class _Tap:
     """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
 
-    def __init__(self, request_id: str, sampling: SamplingParams, wishes: Wishes, llm: TappedLLM) -> None:
+    def __init__(self, request_id: str, sampling: SamplingParams, wishes: DraftOptions, llm: InstrumentedLLM) -> None:
         self.request_id, self.sampling, self.llm = request_id, sampling, llm
         self.drafting, self.domain = cast("Way", wishes.drafting), wishes.domain
         self.count_accepted = catalog.load("verify", llm.rules.at(sampling.temperature).name).count_accepted
@@ -206,7 +211,7 @@ class _Tap:
                 self.first_token = self.started + stats.first_token_latency
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
             if pace := self.told.get(PACE):
-                self.llm.pace = PlannedPace(**pace)
+                self.llm.pace = PlannedThroughput(**pace)
             if speed := self.told.get(SPEED):
                 self.llm.speeds[self.domain] = Speed(**speed)
 

@@ -22,10 +22,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.drafting.lookup import Library
+from models.drafting.lookup import NgramIndex
 from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
-from models.engines.vllm.patches import few_rows, last_tap, switch
+from models.engines.vllm.patches import last_tap, small_batch_gemm, switch
 from models.engines.vllm.patches.proposer import Planned
 
 if current_platform.is_cpu():
@@ -82,15 +82,15 @@ class DraftWorker(Worker):
         return name
 
     @answering
-    def few_rows(self) -> int:
+    def small_batch_gemm(self) -> int:
         """Return up to how many rows products read the grid of the target's weights; 0 if there is none."""
-        return few_rows.limit()
+        return small_batch_gemm.limit()
 
     @answering
     def follow_plans(self) -> None:
         """Let the draft follow the scheduler's plans; ValueError if vLLM's proposer has another layout than wanted."""
         lookup = self.vllm_config.additional_config.lookup
-        self.planned = Planned(self.model_runner, Library(lookup.shortest, lookup.longest, lookup.remembered))
+        self.planned = Planned(self.model_runner, NgramIndex(lookup.shortest, lookup.longest, lookup.remembered))
         switch.draft_at_any_length(self.model_runner)  # the scheduler says which sequences are at its end
 
     @answering
@@ -136,7 +136,7 @@ class DraftWorker(Worker):
         weights = _without(load_file(path), shared)
         self._require_like_start(weights, shared)
         config = self.vllm_config.speculative_config.draft_model_config
-        with set_current_vllm_config(self.vllm_config), torch.no_grad(), few_rows.loading_draft():
+        with set_current_vllm_config(self.vllm_config), torch.no_grad(), small_batch_gemm.loading_draft():
             initialize_layerwise_reload(draft)
             draft.load_weights(iter(weights.items()))
             finalize_layerwise_reload(draft, config)
@@ -182,7 +182,7 @@ class DraftWorker(Worker):
             return relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
         dtype = self.vllm_config.model_config.dtype
         errors = []
-        for num_rows in (1, few_rows.limit() + 4):  # products of few rows read other weights than those of many
+        for num_rows in (1, small_batch_gemm.limit() + 4):  # products of few rows read other weights than those of many
             inputs = torch.randn(num_rows, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
             with torch.no_grad():
                 got = _product(module, inputs.to(self.device)).cpu()

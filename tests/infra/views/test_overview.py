@@ -9,7 +9,7 @@ from infra.overview import DraftOverview, Overview
 from infra.probes import ProbeSet
 from infra.querylog import LogStats
 from infra.status import RunningService
-from infra.supervisor import Running
+from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
@@ -180,7 +180,7 @@ def test_a_service_is_told_with_what_it_refused_and_accepts() -> None:
     ("pid", "ready", "told"), [(7, True, "running"), (7, False, "starting"), (None, False, "down, restarts soon")]
 )
 def test_a_program_is_told_with_its_restarts(pid: int | None, ready: bool, told: str) -> None:
-    program = Running(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")
+    program = ProcessRecord(name="mlflow", url="http://127.0.0.1:5000", pid=pid, restarts=2, ready=ready, log="")
     assert shown(programs=(program,))[-1] == f"mlflow: {told}, restarted 2 times http://127.0.0.1:5000"
 
 

@@ -1,4 +1,4 @@
-"""The block that goes into RESULTS.md, and the JSON line."""
+"""The block of Markdown, and the JSON line."""
 
 import json
 
@@ -21,7 +21,7 @@ def report() -> Report:
 
 def test_the_block_holds_question_command_commit_device_table_and_failures(tmp_path):
     publish(report(), tmp_path, "B1", "is it faster?", "redraft bench speed", SETUP)
-    lines = (tmp_path / "RESULTS.md").read_text().splitlines()
+    lines = (tmp_path / "report.md").read_text().splitlines()
     assert lines[0].endswith(": is it faster? (B1)")
     assert lines[2] == "`redraft bench speed`, commit 0123456, x86, 2 cores, float32, torch 2.13.0."
     assert lines[6:10] == ["| side | tokens/s |", "| --- | --- |", "| pair | 90.0 |", "| alone | 60.0 |"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import catalog
-from models.answers import Written
+from models.answers import RolloutParams
 from models.drafting.draft_families import family_named, procedure_of
 from models.learning.hidden import Sample
 from models.recipe import Recipe, parse_recipe, shipped_recipes
@@ -37,7 +37,7 @@ def recipe(draft: str, **distill: object) -> Recipe:
 
 def test_it_says_who_writes_and_what_counts(source: ModuleType) -> None:
     assert source.PAPER
-    assert source.WRITES == hasattr(source, "by_draft") == issubclass(source.Params, Written)
+    assert source.WRITES == hasattr(source, "by_draft") == issubclass(source.Params, RolloutParams)
     assert hasattr(source, "weigh") or not source.LOGGED
 
 

@@ -8,7 +8,7 @@ import torch
 from models.answers import mixed_requests
 from models.drafting.draft_families import family_named
 from models.learning.hidden import Sample
-from models.learning.written import Rounds
+from models.learning.rollouts import Rollouts
 from models.params import validate
 from tests.models.drafts.tiny import make_tiny
 
@@ -25,7 +25,7 @@ def test_the_share_of_answers_is_as_asked_and_at_least_one() -> None:
 def test_answers_that_the_draft_does_not_write_stay_as_they_are(tiny_target: Path, tmp_path: Path) -> None:
     samples = [Sample(str(number), "d", [5, 9, number], list(range(40, 52))) for number in range(3, 9)]
     params = mixed_requests.Params(share=0.5)
-    rounds = Rounds(make_tiny(family_named("eagle3"), tiny_target), tiny_target, samples, params, 3, tmp_path, 0)
+    rounds = Rollouts(make_tiny(family_named("eagle3"), tiny_target), tiny_target, samples, params, 3, tmp_path, 0)
     found = rounds.begin(0, "key", lambda *done: None).samples
     assert sum(one == sample for one, sample in zip(found, samples, strict=True)) == 3
     assert [one.prompt_ids for one in found] == [one.prompt_ids for one in samples]

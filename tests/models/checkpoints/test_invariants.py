@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from models import adapters, catalog, quantize
 from models.checkpoints.checkpoint import read_tensors
-from models.checkpoints.invariants import Held, keep_zeroes, promises, require, require_noted
+from models.checkpoints.invariants import PreservedStructure, keep_zeroes, promises, require, require_noted
 from models.checkpoints.loading import load_model, save_model
 from models.checkpoints.sparsity import Pattern
 from models.layers.decoder import Cache, Decoder
@@ -83,7 +83,7 @@ def test_a_share_of_zeroes_is_a_promise_too(tiny_target: Path) -> None:
 def test_a_merged_adapter_is_cut_to_the_rank_again_and_bfloat16_does_not_count(tiny_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     model = low_rank.shrink(model, DOCUMENTS, low_rank.Params(share=0.5), TRAINING)
-    held = Held(model)
+    held = PreservedStructure(model)
     adapted = adapters.attach(model, catalog.parse("adapters", {"name": "lora"}), torch.Generator().manual_seed(0))
     train_by_name(adapted.model, DOCUMENTS, TRAINING, [])
     merged = adapters.merge(adapted)
@@ -121,7 +121,7 @@ def test_factors_are_stored_run_by_the_reference_engine_and_kept_by_finetuning(
         states, _ = decoder.forward(token_ids, Cache(decoder, 64))
         assert torch.allclose(decoder.logits(states), wanted, atol=1e-3)
 
-    held_before = Held(loaded)
+    held_before = PreservedStructure(loaded)
     adapted = adapters.attach(loaded, catalog.parse("adapters", {"name": "lora"}), torch.Generator().manual_seed(0))
     train_by_name(adapted.model, DOCUMENTS, TRAINING, [])
     merged = adapters.merge(adapted)

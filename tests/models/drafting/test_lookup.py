@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.drafting.lookup import Answers, Library, Match, Sequence, Store
+from models.drafting.lookup import Answers, Match, NgramIndex, Sequence, Store
 
 
 def sequence(token_ids: list[int], shortest: int = 2, longest: int = 8) -> Sequence:
@@ -69,7 +69,7 @@ def test_sizes_that_can_not_be_are_refused() -> None:
 
 
 def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never() -> None:
-    library = Library(shortest=2, longest=8, capacity=100)
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
     library.sequence("first", "alice", 2).extend([1, 2, 10, 11, 12, 13])
     library.close_all_but([])
     own, other = library.sequence("second", "alice", 1), library.sequence("third", "bob", 1)
@@ -80,7 +80,7 @@ def test_recent_answers_of_the_same_key_are_looked_up_and_of_another_never() -> 
 
 
 def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
-    library = Library(shortest=2, longest=8, capacity=100)
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
     library.sequence("first", "alice", 1).extend([10, 11, 12])
     second = library.sequence("second", "alice", 1)
     second.extend([10, 11])
@@ -89,7 +89,7 @@ def test_an_answer_of_a_running_request_is_not_looked_up_by_others() -> None:
 
 
 def test_without_capacity_only_the_sequence_itself_is_looked_up() -> None:
-    library = Library(shortest=2, longest=8, capacity=0)
+    library = NgramIndex(shortest=2, longest=8, capacity=0)
     library.sequence("first", "alice", 1).extend([10, 11, 12])
     library.close_all_but([])
     second = library.sequence("second", "alice", 1)
@@ -108,7 +108,7 @@ def test_no_more_than_the_capacity_is_remembered_and_the_oldest_goes_first() -> 
 
 
 def test_keys_beyond_the_limit_are_forgotten_the_least_recent_first() -> None:
-    library = Library(shortest=2, longest=8, capacity=100, max_keys=2)
+    library = NgramIndex(shortest=2, longest=8, capacity=100, max_keys=2)
     for number, key in enumerate(["alice", "bob", "carol"]):
         library.sequence(f"of-{key}", key, 1).extend([10 * number, 10 * number + 1, 10 * number + 2])
         library.close_all_but([])
@@ -124,7 +124,7 @@ def test_keys_beyond_the_limit_are_forgotten_the_least_recent_first() -> None:
 
 
 def test_forgetting_leaves_nothing_of_other_requests() -> None:
-    library = Library(shortest=2, longest=8, capacity=100)
+    library = NgramIndex(shortest=2, longest=8, capacity=100)
     library.sequence("first", "alice", 1).extend([10, 11, 12])
     library.close_all_but([])
     second = library.sequence("second", "alice", 1)

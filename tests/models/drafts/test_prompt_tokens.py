@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from models.drafting.drafters import Asker
+from models.drafting.drafters import QueryingDrafter
 from models.drafting.proposal import Proposal
 from models.drafts import Rows, prompt_tokens
 from models.engines import Completion
@@ -147,7 +147,7 @@ def test_what_is_heard_behind_a_row_is_what_a_pass_of_its_own_would_have_read(ti
     for row, path in enumerate(([], [20], [21], [20, 22], [20, 22, 23])):
         cache = Cache(target, 60)
         drafter, alone = draft.drafter(60), draft.drafter(60)
-        assert isinstance(drafter, Asker)
+        assert isinstance(drafter, QueryingDrafter)
         drafter.share(target, cache)
         with torch.inference_mode():
             target.forward(torch.tensor(text[:-1]), cache)

@@ -15,7 +15,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
 from models.engines.vllm.patches import compiled
-from models.layers import grids
+from models.layers import quantized_weights
 
 
 def load(monkeypatch: pytest.MonkeyPatch, function: Any) -> Any:
@@ -78,7 +78,7 @@ def test_another_shape_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path,
 def test_a_grid_beside_the_weights_has_a_graph_of_its_own(tiny_target: Path, tmp_path: Path) -> None:
     compiled.install()
     other = shutil.copytree(tiny_target, tmp_path / "other")
-    (other / grids.FILE).touch()
+    (other / quantized_weights.FILE).touch()
     assert graph_of(other) != graph_of(tiny_target)
 
 

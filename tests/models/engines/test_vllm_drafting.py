@@ -19,7 +19,7 @@ from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import WISHES, Wishes
+from models.engines.vllm.fields import WISHES, DraftOptions
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
 from models.evaluation.golden import Golden, equal_output
@@ -163,7 +163,7 @@ def test_an_answer_that_ends_at_a_stop_string_tells_the_steps_of_the_whole_one_u
         async def run() -> tuple[str, Completion]:
             wanted = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, output_kind=kind, **further)
             wanted.stream_interval, text = merged, ""
-            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, Wishes(way)):
+            async for output in planned.llm.generate({"prompt_token_ids": prompt}, wanted, tag, DraftOptions(way)):
                 assert output.kv_transfer_params is None  # it would go out to the client
                 text = (text if kind == RequestOutputKind.DELTA else "") + output.outputs[0].text
                 last: Any = output
@@ -192,7 +192,7 @@ def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind
     async def run() -> tuple[Completion, str]:
         wanted = SamplingParams(max_tokens=24, temperature=0, structured_outputs=form)
         asked = {"prompt_token_ids": prompts(1)[0]}
-        async for output in planned.llm.generate(asked, wanted, "formed", Wishes("head", "chat", promised=2.0)):
+        async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
             last: Any = output
         assert wanted.extra_args is not None
         return last.completion, wanted.extra_args[WISHES].domain
@@ -208,7 +208,7 @@ def test_a_client_that_goes_away_is_told_of_with_the_steps_of_what_it_was_sent(p
 
     async def run() -> None:
         wanted = SamplingParams(max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-        answers = planned.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, "leaves", Wishes("head"))
+        answers = planned.llm.generate({"prompt_token_ids": prompts(1)[0]}, wanted, "leaves", DraftOptions("head"))
         num = 0
         async for output in answers:
             num += len(output.outputs[0].token_ids)
@@ -254,7 +254,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     prompt = np.random.default_rng(5).integers(3, 67, size=24).tolist()
 
     def ask(key: str, tag: str) -> Completion:
-        planned.llm.wishes_of = lambda *_: Wishes("auto", "chat", key)
+        planned.llm.wishes_of = lambda *_: DraftOptions("auto", "chat", key)
 
         async def run() -> Completion:
             from vllm import SamplingParams
@@ -285,9 +285,9 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     done: list[Completion] = []
     ways = {"0": "auto", "1": "head", "2": "off"}
 
-    def wishes_of(name: str, _: SamplingParams) -> Wishes:
+    def wishes_of(name: str, _: SamplingParams) -> DraftOptions:
         number = name.split("-")[1]
-        return Wishes(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
+        return DraftOptions(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
 
     async def run() -> dict[str, int]:
         await planned.capture_states(1 << 24)
@@ -383,7 +383,7 @@ def test_a_prompt_that_is_read_in_pieces_lets_other_requests_go_on_between_them(
         async def other() -> None:
             sampling = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
             asked = {"prompt_token_ids": prompts(1, seed=8)[0][:8]}
-            async for _ in planned.llm.generate(asked, sampling, f"other-{tag}", Wishes("off")):
+            async for _ in planned.llm.generate(asked, sampling, f"other-{tag}", DraftOptions("off")):
                 counts[read.is_set()] += 1
                 began.set()
 

@@ -6,13 +6,13 @@ from typing import cast
 
 import pytest
 
-from models.engines.vllm.planning import EVERY, NUMS, Judging
-from models.lengths import Plan, Running, goodput
+from models.engines.vllm.planning import EVERY, NUMS, MeasurementOverhead
+from models.lengths import Plan, SequenceState, goodput
 from models.throughput.cost import Cost, Time
 from models.throughput.running import Acceptance
 
 K = 3
-RUNNING = [Running("code")]
+RUNNING = [SequenceState("code")]
 
 
 def cost() -> Cost:
@@ -25,8 +25,8 @@ def cost() -> Cost:
     return Cost.measured(times * 4, "here")
 
 
-def judging(plan: Plan) -> Judging:
-    return Judging(cast("ModuleType", SimpleNamespace(plan=lambda *_: plan)), goodput.Params(), K)
+def judging(plan: Plan) -> MeasurementOverhead:
+    return MeasurementOverhead(cast("ModuleType", SimpleNamespace(plan=lambda *_: plan)), goodput.Params(), K)
 
 
 def accepted() -> Acceptance:

@@ -22,7 +22,7 @@ from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import Wishes
+from models.engines.vllm.fields import DraftOptions
 from models.engines.vllm.measuring import measured_for
 from models.evaluation.golden import Golden, equal_output
 from models.learning.captured import read
@@ -86,7 +86,7 @@ def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
 
 
 def ask(
-    loop: Loop, engine: VllmEngine, wishes: Wishes, asked: Sequence[list[int]], num_tokens: int, concurrency: int
+    loop: Loop, engine: VllmEngine, wishes: DraftOptions, asked: Sequence[list[int]], num_tokens: int, concurrency: int
 ) -> list[Completion]:
     engine.llm.wishes_of = lambda *_: wishes
 
@@ -123,9 +123,9 @@ def test_each_step_drafts_as_many_tokens_as_are_planned_0_included_and_those_of_
     """After steps at 0, in which the draft rests, it drafts as if it had not: what lacks keys is read anew."""
     engine, target, draft = running
     asked, compared = prompts(6, width=40), []
-    plain = ask(loop, engine, Wishes("off", "plain"), asked, FEW, concurrency=1)
+    plain = ask(loop, engine, DraftOptions("off", "plain"), asked, FEW, concurrency=1)
     for domain, promised, least, most in (("none", 1.0, 0, 0), ("some", 2.2, 1, K), ("all", 3.95, K, K)):
-        answers = ask(loop, engine, Wishes("auto", domain, "key", promised), asked, FEW, concurrency=1)
+        answers = ask(loop, engine, DraftOptions("auto", domain, "key", promised), asked, FEW, concurrency=1)
         assert engine.llm.pace is not None
         assert least <= engine.llm.pace.num_draft_tokens <= most
         planned = [max(one.drafted) for one in answers]
@@ -154,7 +154,10 @@ def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_prop
 
     async def answer(number: int, name: str, drafting: str) -> Completion:
         wanted = SamplingParams(max_tokens=24, temperature=temperature, seed=number, ignore_eos=True)
-        prompt, wishes = {"prompt_token_ids": asked[number]}, Wishes(drafting, f"{drafting} none", "key", promised=1.0)
+        prompt, wishes = (
+            {"prompt_token_ids": asked[number]},
+            DraftOptions(drafting, f"{drafting} none", "key", promised=1.0),
+        )
         async for output in engine.llm.generate(prompt, wanted, name, wishes):
             last = output
         completion: Completion = last.completion
@@ -180,7 +183,7 @@ def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(runn
 
     async def answer(prompt: list[int], drafting: str, name: str) -> tuple[int, Completion]:
         wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        wishes = Wishes(drafting, "none", "key", promised=1.0)
+        wishes = DraftOptions(drafting, "none", "key", promised=1.0)
         async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, f"hot-{name}", wishes):
             last = output
         return last.num_cached_tokens, last.completion
@@ -204,8 +207,8 @@ def test_rows_that_are_looked_up_share_a_batch_with_drafted_ones_and_the_output_
     running: Running, loop: Loop
 ) -> None:
     asked = prompts(16, width=16, times=3)
-    plain = ask(loop, running.engine, Wishes("off", "plain"), asked, 48, concurrency=8)
-    answers = ask(loop, running.engine, Wishes("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
+    plain = ask(loop, running.engine, DraftOptions("off", "plain"), asked, 48, concurrency=8)
+    answers = ask(loop, running.engine, DraftOptions("auto", "both", "key", promised=3.9), asked, 48, concurrency=8)
     assert differ(answers, plain) == 0
     steps = [step for one in answers for step in zip(one.matches, one.drafted, one.accepted, strict=True)]
     looked_up = [(drafted, accepted) for match, drafted, accepted in steps if match > 0]
@@ -260,7 +263,7 @@ def test_captured_states_are_the_targets_and_there_are_none_where_the_draft_read
             ask(
                 loop,
                 engine,
-                Wishes("head", f"states{number}", "key", capture=f"head-states{number}-0"),
+                DraftOptions("head", f"states{number}", "key", capture=f"head-states{number}-0"),
                 [prompt],
                 FEW,
                 1,

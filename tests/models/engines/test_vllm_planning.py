@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from models.engines import LookUp
-from models.engines.vllm.fields import MEASURE, NOTHING, WISHES, Choice, Drafting, Passes, Row, Setup, Wishes
+from models.engines.vllm.fields import MEASURE, NOTHING, WISHES, Choice, DraftOptions, Passes, Row, Setup, StepPlan
 from models.engines.vllm.measuring import measured_for
-from models.engines.vllm.planning import Asked, Planner, Step, _chances, turns
+from models.engines.vllm.planning import Planner, RequestState, Step, _chances, turns
 from models.engines.vllm.scheduler import _parts
-from models.layers import grids
+from models.layers import quantized_weights
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
 from models.throughput.speeds import Part
@@ -26,11 +26,11 @@ def setup(lengths: BaseParams | None = None, costs: Path | None = None, facts: s
     return Setup(K, LookUp(num_tokens=LOOKED_UP), lengths or goodput.Params(), costs, facts)
 
 
-def asked(*wishes: Wishes) -> list[Asked]:
-    return [Asked(wish, whole=True, name=str(place)) for place, wish in enumerate(wishes)]
+def asked(*wishes: DraftOptions) -> list[RequestState]:
+    return [RequestState(wish, whole=True, name=str(place)) for place, wish in enumerate(wishes)]
 
 
-AUTO = Wishes("auto", "code", "alice")
+AUTO = DraftOptions("auto", "code", "alice")
 
 
 def step(num: int, num_rows: int, ms: float) -> Step:
@@ -61,7 +61,7 @@ def measured_steps(planner: Planner, num: int, ms: Callable[[int, int, int], flo
     """Show it steps of so many sequences; `ms` says what they take by their number, rows beyond it and passes."""
     more = 0
     for _ in range(5 * len(turns(num, LOOKED_UP))):
-        drafting = planner.next(asked(*[Wishes(MEASURE, str(num))] * num))
+        drafting = planner.next(asked(*[DraftOptions(MEASURE, str(num))] * num))
         planner.took(step(num, num + more, ms(num, more, drafting.num_passes)), [NOTHING] * num)
         more = drafting.num_filled * drafting.num_looked_up
 
@@ -109,12 +109,12 @@ def test_a_sequence_that_is_drafted_by_the_head_alone_gets_every_pass_and_the_ot
     planner = Planner(setup())
     measure(planner, row_ms=0.2, pass_ms=0.5)
     settled(planner, accepted=0)
-    step = planner.next(asked(AUTO, Wishes("head", "code")))
+    step = planner.next(asked(AUTO, DraftOptions("head", "code")))
     assert step.num_passes == K
     assert not step.rests
 
 
-HEAD = Wishes("head", "code")
+HEAD = DraftOptions("head", "code")
 
 
 def test_where_the_draft_rests_passes_are_made_over_what_is_drafted_by_the_head_alone() -> None:
@@ -145,7 +145,7 @@ def test_what_has_come_to_the_end_of_the_drafts_context_is_in_no_pass_and_stops_
     seen: list[int] = []
     planner._policy = SimpleNamespace(plan=lambda *of: seen.append(len(of[2])) or Plan(2, settled=2))
     for others in ([AUTO, AUTO], [HEAD, HEAD], [AUTO, HEAD]):
-        running = asked(*others, AUTO, HEAD, Wishes("off"))
+        running = asked(*others, AUTO, HEAD, DraftOptions("off"))
         step = planner.next([one if number < 2 else replace(one, fits=False) for number, one in enumerate(running)])
         assert [step.drafts(name) for name in "01234"] == [True, True, False, False, False]
         assert step.num_passes == (K if HEAD in others else 2)
@@ -210,7 +210,7 @@ def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() ->
 
 def test_where_nothing_is_drafted_by_a_head_the_draft_rests() -> None:
     planner = Planner(setup())
-    step = planner.next(asked(Wishes("off"), Wishes("off")))
+    step = planner.next(asked(DraftOptions("off"), DraftOptions("off")))
     assert step.rests
     assert planner.drafting == step
 
@@ -249,7 +249,7 @@ def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> N
     measure(planner, row_ms=0.2, pass_ms=0.5)
     settled(planner, accepted=0, steps=4000)
     known = planner._acceptance.chances("code", "head", 1)
-    planner.next(asked(Wishes("auto", "chat", "alice", promised=3.5)))
+    planner.next(asked(DraftOptions("auto", "chat", "alice", promised=3.5)))
     assert planner._acceptance.chances("code", "head", 1) == pytest.approx(known, abs=0.05)
     assert planner._acceptance.num_swaps == 0
     assert planner._acceptance.expected("chat", "head", K) > 2
@@ -258,7 +258,7 @@ def test_a_domain_that_asks_later_brings_its_promise_and_changes_no_other() -> N
 @pytest.mark.parametrize("choice", ["sampled", "logprobs"])
 def test_steps_that_choose_tokens_otherwise_have_a_table_of_their_own(choice: Choice) -> None:
     """It starts as the greedy one; here a row takes ten times as long."""
-    planner, sampled = Planner(setup()), [Asked(AUTO, whole=True, choice=choice)]
+    planner, sampled = Planner(setup()), [RequestState(AUTO, whole=True, choice=choice)]
     measure(planner, row_ms=0.2, pass_ms=0.5)
     for number in range(1000):
         planner.next(sampled)
@@ -327,7 +327,7 @@ def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None
     """Some requests, a domain's first too, are drafted by the head alone, K tokens a step, whether that pays or not."""
 
     def request(drafting: str, emitted: int) -> SimpleNamespace:
-        params = SimpleNamespace(extra_args={WISHES: Wishes(drafting, "code")})
+        params = SimpleNamespace(extra_args={WISHES: DraftOptions(drafting, "code")})
         return SimpleNamespace(sampling_params=params, num_output_tokens=7 + emitted)
 
     seen = [(request(*one), 7) for one in (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))]
@@ -412,7 +412,7 @@ def test_what_steps_take_is_kept_for_the_next_start_on_this_machine_alone(
 def test_steps_of_a_group_that_is_not_whole_are_not_measured() -> None:
     planner = Planner(setup())
     for num in (3, 4):
-        planner.next(asked(*[Wishes(MEASURE, "4")] * num))
+        planner.next(asked(*[DraftOptions(MEASURE, "4")] * num))
         planner.took(step(num, num, 10), [NOTHING] * num)
     assert [time.num_sequences for time in planner._measured] == [4]
 
@@ -422,7 +422,7 @@ def test_a_step_that_verifies_what_fewer_sequences_were_given_is_not_measured() 
     planner, rows = Planner(setup()), []
     for _ in turns(4, LOOKED_UP):
         before = planner.drafting
-        planner.next(asked(*[Wishes(MEASURE, "4")] * 4))
+        planner.next(asked(*[DraftOptions(MEASURE, "4")] * 4))
         planner.took(step(4, 4 + min(before.num_filled, 3) * before.num_looked_up, 10), [NOTHING] * 4)
         rows = [time.num_rows for time in planner._measured]
     assert rows == [4, 4, 5]
@@ -462,14 +462,14 @@ def test_a_row_comes_out_as_it_went_in() -> None:
 
 def test_wishes_travel_as_lists_and_without_any_a_request_is_drafted_by_the_head() -> None:
     params = SimpleNamespace(extra_args={WISHES: ["auto", "code", "alice", 1.5]})
-    assert Wishes.of(params) == Wishes("auto", "code", "alice", 1.5)
-    assert Wishes.of(object()) == Wishes("head")
+    assert DraftOptions.of(params) == DraftOptions("auto", "code", "alice", 1.5)
+    assert DraftOptions.of(object()) == DraftOptions("head")
 
 
 def test_a_step_rests_only_if_no_pass_is_made() -> None:
-    assert Drafting(Plan(0, skip=True), (), 8).rests
-    assert not Drafting(Plan(0, skip=True), (Passes(K, frozenset("1")),), 8).rests
-    assert not Drafting(Plan(0), (Passes(0),), 8).rests
+    assert StepPlan(Plan(0, skip=True), (), 8).rests
+    assert not StepPlan(Plan(0, skip=True), (Passes(K, frozenset("1")),), 8).rests
+    assert not StepPlan(Plan(0), (Passes(0),), 8).rests
 
 
 def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
@@ -479,13 +479,13 @@ def test_a_table_is_told_apart_by_shapes_and_mode(tmp_path: Path) -> None:
     told = [measured_for(tmp_path / "target", tmp_path / "draft", "bfloat16", eager, "1") for eager in (True, False)]
     assert told[0] != told[1]
     assert "cores" in told[0]
-    (tmp_path / "target" / grids.FILE).touch()
+    (tmp_path / "target" / quantized_weights.FILE).touch()
     assert measured_for(tmp_path / "target", tmp_path / "draft", "bfloat16", True, "1") != told[0]
 
 
 def test_a_measurement_that_broke_off_at_once_is_no_table() -> None:
     planner = Planner(setup())
-    planner.next(asked(Wishes(MEASURE, "1")))  # a step with passes
+    planner.next(asked(DraftOptions(MEASURE, "1")))  # a step with passes
     planner.took(step(1, 1, 12), [NOTHING])
     planner.next(asked(AUTO))
     planner.took(step(1, 1, 10), [NOTHING])

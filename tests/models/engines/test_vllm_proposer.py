@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from models.drafting.lookup import Library
+from models.drafting.lookup import NgramIndex
 from models.engines.vllm.patches.proposer import READS, Planned
 
 
@@ -29,7 +29,7 @@ def bare() -> Any:
 )
 def test_a_vllm_of_another_layout_is_refused_in_one_line_and_left_as_it_was(given: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told) as refused:
-        Planned(given, Library(shortest=3, longest=16, capacity=0))
+        Planned(given, NgramIndex(shortest=3, longest=16, capacity=0))
     assert "\n" not in str(refused.value)
     assert "propose" not in getattr(given.drafter, "__dict__", {})
     assert given.__dict__.get("propose_draft_token_ids") is None
@@ -39,7 +39,7 @@ def test_where_all_is_there_the_proposer_is_planned_and_still_vllms() -> None:
     given = runner(bare(), **dict.fromkeys(READS))
     given.speculative_config = SimpleNamespace(disable_padded_drafter_batch=False)
     given.drafter._last_draft_probs = None
-    planned = Planned(given, Library(shortest=3, longest=16, capacity=0))
+    planned = Planned(given, NgramIndex(shortest=3, longest=16, capacity=0))
     assert type(given.drafter) is EagleProposer
     assert given.drafter.propose == planned.propose
     assert given.propose_draft_token_ids == planned.propose_unless_it_rests

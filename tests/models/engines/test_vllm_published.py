@@ -19,7 +19,7 @@ from models.engines import torch as reference
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import Mode, Times
-from models.engines.vllm.tap import TappedLLM
+from models.engines.vllm.tap import InstrumentedLLM
 from models.evaluation import scoring
 from models.learning.hidden import Sample
 from tests.models.published import published
@@ -64,7 +64,7 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
         },
     )
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    llm = TappedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    llm = InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     llm.speculating, llm.rules = True, PARAMS.rules
     mode, unkept = Mode(eager=True, why="a test"), Times(None, {})
     return VllmEngine(llm, args, head, setup=None, mode=mode, times=unkept)

@@ -12,7 +12,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from models.engines import Completion
 from models.engines.vllm import Params
-from models.engines.vllm.fields import PACE, STEP, PlannedPace, Wishes
+from models.engines.vllm.fields import PACE, STEP, DraftOptions, PlannedThroughput
 from models.engines.vllm.patches.outputs import Steps
 from models.engines.vllm.tap import _Tap, is_seeded, tells_of_draft
 from models.evaluation.acceptance import UNDRAFTED
@@ -20,7 +20,7 @@ from models.targets.random import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 IDS = TOKENIZER.encode("abcdefghijkl", add_special_tokens=False)
-PLANNED = PlannedPace(num_draft_tokens=1, why="pays", tokens_per_s=2.0, plain_tokens_per_s=1.0)
+PLANNED = PlannedThroughput(num_draft_tokens=1, why="pays", tokens_per_s=2.0, plain_tokens_per_s=1.0)
 # Tokens of each step, and what the scheduler tells of it; the first ones are the prefill's.
 OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
     (IDS[:1], {PACE: PLANNED.model_dump()}),
@@ -32,7 +32,7 @@ OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
 
 def told(
     kind: RequestOutputKind, merged: int, stop: list[str], num_outputs: int
-) -> tuple[Completion, PlannedPace | None]:
+) -> tuple[Completion, PlannedThroughput | None]:
     """Return the completion of an answer of which so many outputs have come."""
     sampling = SamplingParams(max_tokens=40, stop=stop, output_kind=kind)
     sampling.stream_interval = merged
@@ -49,7 +49,7 @@ def told(
     )
     processor.add_request(request, "", None, 0, queue)
     engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
-    tap = _Tap("one", sampling, Wishes("head"), engine)
+    tap = _Tap("one", sampling, DraftOptions("head"), engine)
     for token_ids, params in OUTPUTS[:num_outputs]:
         output = EngineCoreOutput(request_id="one", new_token_ids=[*token_ids], kv_transfer_params={**params})
         processor.process_outputs([output], 0.0, None)
@@ -102,7 +102,7 @@ def test_a_stream_copies_neither_its_prompt_nor_its_answer_with_each_delta() -> 
 
     sampling = SamplingParams(max_tokens=40, output_kind=RequestOutputKind.DELTA)
     engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
-    tap, prompt = _Tap("one", sampling, Wishes("head"), engine), Counted(range(100))
+    tap, prompt = _Tap("one", sampling, DraftOptions("head"), engine), Counted(range(100))
     answer = tap.token_ids
     for token in IDS:
         seen = SimpleNamespace(token_ids=[token], logprobs=None, finish_reason=None)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.evaluation.acceptance import Tally
+from models.evaluation.acceptance import AcceptanceCount
 from models.evaluation.canary import Answer, Finding, Params, judge, lost_on_canaries, lost_on_traffic
 
 PARAMS = Params()
@@ -14,8 +14,8 @@ def answer(token_ids: list[int], accepted: list[int]) -> Answer:
     return Answer(tuple(token_ids), (K,) * len(accepted), tuple(accepted))
 
 
-def tallies(accepted: int, num: int = 32, domain: str = "chat") -> list[Tally]:
-    return [Tally(index, domain, steps=4, drafted=4 * K, accepted=4 * accepted) for index in range(num)]
+def tallies(accepted: int, num: int = 32, domain: str = "chat") -> list[AcceptanceCount]:
+    return [AcceptanceCount(index, domain, steps=4, drafted=4 * K, accepted=4 * accepted) for index in range(num)]
 
 
 def test_the_share_of_the_gain_that_is_missing_is_what_is_lost() -> None:
@@ -100,10 +100,10 @@ class World:
         flipped = self.rng.random(len(then.accepted)) < 0.02
         return answer(token_ids, [0 if flip else count for flip, count in zip(flipped, then.accepted, strict=True)])
 
-    def requests(self, chance: float) -> list[Tally]:
+    def requests(self, chance: float) -> list[AcceptanceCount]:
         chances = self.rng.beta(8 * chance, 8 * (1 - chance), PARAMS.num_requests)
         counts = [self.steps(one, 60) for one in chances]
-        return [Tally(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(counts)]
+        return [AcceptanceCount(n, "chat", len(c), drafted=K * len(c), accepted=sum(c)) for n, c in enumerate(counts)]
 
     def look(self, canaries: float | None, traffic: float) -> Finding:
         """Take one look, twice where the first sees a fall."""

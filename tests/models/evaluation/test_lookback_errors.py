@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.evaluation.lookback import Params
+from models.evaluation.post_promotion_test import Params
 from models.recipe import load_recipe
 from tests.benchmarks.takeback import SHARES, WITHIN, Rules, Truth, requests_until_taken_back
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from models.evaluation.acceptance import Tally
-from models.evaluation.watch import Judge, Params
+from models.evaluation.acceptance import AcceptanceCount
+from models.evaluation.drift_detector import DriftDetector, Params
 from tests.benchmarks.falls import CASES, TRAFFIC, WITHIN, Told, _share_behind, simulate
 
 PARAMS = Params()
@@ -49,11 +49,11 @@ def test_in_a_week_without_a_change_no_fall_is_told_where_the_rule_before_told_o
 
 def test_the_service_tells_a_fall_where_the_simulation_does() -> None:
     rng, gain = np.random.default_rng(2), 0.7
-    judge, tallies = Judge({"chat": 1 + gain}, PARAMS), []
+    judge, tallies = DriftDetector({"chat": 1 + gain}, PARAMS), []
     for number in range(600):
         steps = int(rng.integers(10, 30))
         accepted = min(3 * steps, int(steps * rng.gamma(8, gain * (1.1 if number < 300 else 0.4) / 8)))
-        tallies.append(Tally(number, "chat", steps, 3 * steps, accepted))
+        tallies.append(AcceptanceCount(number, "chat", steps, 3 * steps, accepted))
     judge.take(tallies[:300])
     assert judge.standings()["chat"].fallen is False
     assert judge.doubted() == frozenset()

@@ -2,7 +2,7 @@
 
 import torch
 
-from models.layers.grids import GROUP, Grid
+from models.layers.quantized_weights import GROUP, Grid
 
 
 def random_grid(outputs: int, inputs: int, bits: int, seed: int = 0) -> Grid:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from models.lengths import Plan, Running, goodput
+from models.lengths import Plan, SequenceState, goodput
 from models.throughput.cost import Cost, Time
 from models.throughput.running import Acceptance, Lookup, Source
 
@@ -106,8 +106,8 @@ class Served:
             Answer(domains[rng.integers(len(domains))], rng.lognormal(0, self.spread), 1 + int(rng.exponential(100)))
             for _ in range(load - len(answers))
         ]
-        running = [Running(one.domain, self._likely(), one.keys) for one in answers]
-        running += [Running(one.domain, self._likely()) for one in new]
+        running = [SequenceState(one.domain, self._likely(), one.keys) for one in answers]
+        running += [SequenceState(one.domain, self._likely()) for one in new]
         self.plan = goodput.plan(self.cost, self.acceptance, running, LIMIT, self.plan, self.params)
         plan, rows = self.plan, len(new)
         emitted, served = len(new), []

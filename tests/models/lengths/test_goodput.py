@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.lengths import Plan, Running, View, goodput
+from models.lengths import Plan, SequenceState, View, goodput
 from models.throughput.cost import Cost, Time
 from models.throughput.running import Acceptance, Lookup
 from tests.models.lengths.simulated import (
@@ -49,12 +49,12 @@ def known(**chances: float) -> Acceptance:
 
 def test_the_plan_is_the_one_worked_out_by_hand() -> None:
     # Plain 1 / 10, one token 1.5 / 13: the better by 15%.
-    plan = goodput.plan(COST, known(code=0.5), [Running("code")], 1, None, STEADY)
+    plan = goodput.plan(COST, known(code=0.5), [SequenceState("code")], 1, None, STEADY)
     assert (plan.num_passes, plan.why, plan.skip) == (1, "pays", False)
     assert plan.plain_tokens_per_s == pytest.approx(100.0)
     assert plan.tokens_per_s == pytest.approx(1500 / 13, rel=0.01)
     # 1.25 / 13 is less than 1 / 10.
-    plan = goodput.plan(COST, known(code=0.25), [Running("code")], 1, None, STEADY)
+    plan = goodput.plan(COST, known(code=0.25), [SequenceState("code")], 1, None, STEADY)
     assert (plan.num_passes, plan.why) == (0, "loses")
     assert plan.tokens_per_s == plan.plain_tokens_per_s
 
@@ -63,14 +63,14 @@ def test_where_all_tokens_cost_one_pass_more_of_them_pay() -> None:
     """By tokens 1.6 / 13, 1.96 / 16 and 2.176 / 19; in one pass 1.6 / 13, 1.96 / 14 and 2.176 / 15."""
     acceptance = Acceptance()
     acceptance.promise("code", [0.6, 0.36, 0.216])
-    plan = goodput.plan(COST, acceptance, [Running("code")], 3, None, STEADY)
+    plan = goodput.plan(COST, acceptance, [SequenceState("code")], 3, None, STEADY)
     assert plan.num_passes == 1
-    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [Running("code")], 3, None, STEADY)
+    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [SequenceState("code")], 3, None, STEADY)
     assert (plan.num_passes, plan.num_kept("code", "head")) == (3, 3)
     assert plan.tokens_per_s == pytest.approx(2176 / 15, rel=0.01)
     acceptance.start({})
     acceptance.promise("code", [0.6, 0.06, 0.006])
-    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [Running("code")], 3, plan, STEADY)
+    plan = goodput.plan(replace(COST, one_pass=True), acceptance, [SequenceState("code")], 3, plan, STEADY)
     assert (plan.num_passes, plan.settled, plan.num_kept("code", "head")) == (1, 1, 1)
 
 
@@ -81,13 +81,13 @@ def test_a_draft_that_gains_less_than_it_takes_to_read_the_prompts_does_not_pay(
     """Plain 1 / 10, one token 1.5 / 13, 1.5 / 14.5 or 1.5 / 17.5: a prompt's token takes the draft 0.5 ms."""
     cost = Cost.measured([*TIMES, Time(2, 2, 1, 13.5)])
     reading = replace(cost, prompt_tokens=prompt_tokens)
-    plan = goodput.plan(reading, known(code=0.5), [Running("code")], 1, None, STEADY)
+    plan = goodput.plan(reading, known(code=0.5), [SequenceState("code")], 1, None, STEADY)
     assert (plan.num_passes, round(plan.tokens_per_s)) == (num_passes, tokens_per_s)
 
 
 def test_a_gain_under_the_margin_changes_nothing() -> None:
     # 1.308 / 13 is 0.6% more than 1 / 10.
-    acceptance, running = known(code=0.308), [Running("code")]
+    acceptance, running = known(code=0.308), [SequenceState("code")]
     assert goodput.plan(COST, acceptance, running, 1, None, STEADY).num_passes == 0
     eager = goodput.Params(explore=0.0, margin=0.0)
     drafts = goodput.plan(COST, acceptance, running, 1, None, eager)
@@ -96,7 +96,7 @@ def test_a_gain_under_the_margin_changes_nothing() -> None:
 
 
 def test_rows_are_bought_only_for_domains_whose_tokens_are_worth_them() -> None:
-    running = [Running("code"), Running("chat")]
+    running = [SequenceState("code"), SequenceState("chat")]
     plan = goodput.plan(COST, known(code=0.9, chat=0.02), running, 1, None, STEADY)
     assert plan.num_passes == 1
     assert (plan.num_kept("code", "head"), plan.num_kept("chat", "head")) == (1, 0)
@@ -108,7 +108,7 @@ def test_look_up_is_taken_where_it_is_worth_more_than_the_head() -> None:
         acceptance.see("code", "lookup", 3, 3, match=9)
         acceptance.see("code", "lookup", 3, 0, match=2)
     lookups = (Lookup(0.5, 9, 3), Lookup(0.3, 2, 3))
-    plan = goodput.plan(COST, acceptance, [Running("code", lookups)], 3, None, STEADY)
+    plan = goodput.plan(COST, acceptance, [SequenceState("code", lookups)], 3, None, STEADY)
     assert plan.num_kept("code", "lookup", 9) == 9
     assert plan.num_kept("code", "lookup", 2) == 0
 
@@ -120,7 +120,7 @@ def test_a_long_look_up_is_cut_where_its_rows_become_dear_also_if_it_is_seldom_t
     acceptance, rng = known(code=0.5), np.random.default_rng(0)
     for _ in range(1000):
         acceptance.see("code", "lookup", 16, min(int(rng.geometric(0.15)) - 1, 16), match=9)
-    plan = goodput.plan(cost, acceptance, [Running("code", (Lookup(0.3, 9, 16),))], 1, None, STEADY)
+    plan = goodput.plan(cost, acceptance, [SequenceState("code", (Lookup(0.3, 9, 16),))], 1, None, STEADY)
     assert (plan.num_kept("code", "lookup", 9), plan.num_passes) == (8, 1)
     tokens = 1 + 0.3 * sum(0.85**place for place in range(1, 9)) + 0.7 * 0.5
     assert plan.tokens_per_s == pytest.approx(1000 * tokens / (0.3 * 22 + 0.7 * 20.25 + 1), rel=0.03)
@@ -130,7 +130,9 @@ def test_the_draft_rests_when_keeping_its_keys_has_taken_as_much_as_it_may_and_t
     """A pass takes 2 ms and a step 10."""
     acceptance, plan, skips = known(code=0.1), None, []
     for _ in range(40):
-        plan = goodput.plan(COST, acceptance, [Running("code")], 3, plan, goodput.Params(explore=0.0, rest_after=1.0))
+        plan = goodput.plan(
+            COST, acceptance, [SequenceState("code")], 3, plan, goodput.Params(explore=0.0, rest_after=1.0)
+        )
         skips.append(plan.skip)
     assert skips == [False] * 5 + [True] * 35
 
@@ -142,19 +144,19 @@ def test_where_many_prompts_come_at_once_and_none_is_to_be_drafted_for_the_draft
     """A step of one sequence takes 10 ms, a pass 2 and a prompt's token 0.5."""
     cost = Cost.measured([*TIMES, Time(2, 2, 1, 13.5)])
     acceptance, plan = known(code=0.1), None
-    plan = goodput.plan(replace(cost, num_read=num_read), acceptance, [Running("code")] * 2, 3, plan, STEADY)
+    plan = goodput.plan(replace(cost, num_read=num_read), acceptance, [SequenceState("code")] * 2, 3, plan, STEADY)
     assert (plan.settled, plan.skip) == (0, rests)
-    drafts = goodput.plan(replace(cost, num_read=100), known(code=0.9), [Running("code")], 3, plan, STEADY)
+    drafts = goodput.plan(replace(cost, num_read=100), known(code=0.9), [SequenceState("code")], 3, plan, STEADY)
     assert drafts.num_passes  # where drafting pays, prompts are read
 
 
 def test_without_a_table_the_limit_is_drafted() -> None:
-    plan = goodput.plan(Cost(), Acceptance(), [Running("code")], 3, None, STEADY)
+    plan = goodput.plan(Cost(), Acceptance(), [SequenceState("code")], 3, None, STEADY)
     assert (plan.num_passes, plan.why) == (3, "unmeasured")
 
 
 def test_a_limit_of_0_is_kept() -> None:
-    assert goodput.plan(COST, known(code=0.9), [Running("code")], 0, None, goodput.Params()).num_passes == 0
+    assert goodput.plan(COST, known(code=0.9), [SequenceState("code")], 0, None, goodput.Params()).num_passes == 0
 
 
 def test_a_batch_without_sequences_is_refused() -> None:
@@ -168,7 +170,7 @@ def test_a_batch_without_sequences_is_refused() -> None:
 def test_what_is_lost_by_learning_is_at_most_its_share_of_the_time(machine: Machine, num_sequences: int) -> None:
     """Nothing is ever accepted, and a third of the sequences has whole keys, which is more than at rest."""
     cost, acceptance, plan = machine.measure(np.random.default_rng(0)), known(code=0.0), None
-    running = [Running("code", whole=number % 3 == 0) for number in range(num_sequences)]
+    running = [SequenceState("code", whole=number % 3 == 0) for number in range(num_sequences)]
     line, spent, plain, explored = cost.line(num_sequences), 0.0, 0.0, 0
     assert line is not None
     for _ in range(12_000):

@@ -14,7 +14,7 @@ import pytest
 from models import catalog
 from models.engines import Completion, Sampling
 from models.engines.torch import Params, TorchEngine
-from models.lengths import Plan, Running, View, goodput
+from models.lengths import Plan, SequenceState, View, goodput
 from models.throughput.cost import Cost, Time
 from models.throughput.running import NUM_PLACES, Acceptance, Lookup
 
@@ -166,7 +166,7 @@ def test_the_running_acceptance_is_of_the_last_steps_that_drafted(
 def test_a_plan_stays_within_its_limit_and_follows_from_what_it_was_given(
     policy: ModuleType, limit: int, cost: Cost
 ) -> None:
-    running = [Running("code", (Lookup(0.3, 5, 4),)), Running("chat"), Running("chat", whole=False)]
+    running = [SequenceState("code", (Lookup(0.3, 5, 4),)), SequenceState("chat"), SequenceState("chat", whole=False)]
 
     def plans() -> list[Plan]:
         acceptance, found = Acceptance(), [None]

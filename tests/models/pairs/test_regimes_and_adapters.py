@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from models import adapters, catalog
-from models.checkpoints.invariants import Held
+from models.checkpoints.invariants import PreservedStructure
 from models.checkpoints.loading import load_floats, save_model
 from models.checkpoints.sparsity import Pattern
 from models.learning.training import train_by_name
@@ -65,7 +65,7 @@ class Hooked(Regime):
 def test_the_laws_hold(regime: Form, adapter: Form, pair_target: Path, tmp_path: Path) -> None:
     model = load_floats(pair_target)
     prune_model(model, [], magnitude.Params(), Pattern(kept=2, group=4))
-    held, zero = Held(model), zeroes(model)
+    held, zero = PreservedStructure(model), zeroes(model)
     adapted = adapters.attach(model, adapter.params, torch.Generator().manual_seed(0))
     frozen = state(model, trained=False)
     began, hooked = state(model, trained=True), Hooked()

@@ -5,7 +5,7 @@ import torch
 
 from models import adapters, catalog
 from models.adapters import lora
-from models.checkpoints.invariants import Held, promises
+from models.checkpoints.invariants import PreservedStructure, promises
 from models.layers.linears import linears
 from models.regimes import Plan, early_bird
 from tests.models.regimes.world import TRAINING, batch, load, train
@@ -84,7 +84,7 @@ def test_the_tickets_zeroes_are_promised_and_a_low_rank_part_that_is_merged_leav
     assert {name.rpartition(".")[2] for name in promises(model).patterns} == {
         "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-    zero, held = {name: layer.weight == 0 for name, layer in linears(model)}, Held(model)
+    zero, held = {name: layer.weight == 0 for name, layer in linears(model)}, PreservedStructure(model)
     adapted = adapters.attach(model, lora.CORNERS[0], torch.Generator().manual_seed(0))
     train(model, [])
     held.put_back(adapters.merge(adapted))

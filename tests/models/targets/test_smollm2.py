@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from models.layers import grids
+from models.layers import quantized_weights
 from models.targets import smollm2
 
 
@@ -11,6 +11,6 @@ from models.targets import smollm2
 def test_the_files_own_integers_stand_for_every_matrix_of_the_target(tmp_path) -> None:
     smollm2.build(smollm2.Params(name="smollm2"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    found = grids.load(tmp_path)
+    found = quantized_weights.load(tmp_path)
     assert found.keys() == {name for name, weight in weights.items() if weight.ndim == 2}
     assert all(grid.holds(weights[name]) for name, grid in found.items())

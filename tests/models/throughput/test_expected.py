@@ -7,7 +7,7 @@ import pytest
 
 from models.throughput.expected import (
     Costs,
-    Drafting,
+    DraftingCost,
     Option,
     Seen,
     Step,
@@ -26,15 +26,15 @@ def test_times_between_and_beyond_the_known_rows_lie_on_straight_lines() -> None
 
 
 def test_a_speed_by_hand() -> None:
-    seen = Seen([Step(3, 3), Step(3, 0)], Drafting(1.0, 0.5))
+    seen = Seen([Step(3, 3), Step(3, 0)], DraftingCost(1.0, 0.5))
     # Two steps of T(4) + 2 ms of drafting + 2 ms of rest bring 5 tokens; a plain token takes 12 ms.
     assert expected_speedup(seen, 3, COSTS, "a") == pytest.approx(5 / (2 * (13 + 2 + 2)) * 12)
     assert expected_speedup(seen, 1, COSTS, "a") == pytest.approx(3 / (2 * (11 + 1 + 2)) * 12)
 
 
 def test_a_way_takes_the_times_that_were_brought_along_for_it() -> None:
-    seen = Seen([Step(3, 3)], Drafting(100.0))
-    brought = COSTS.model_copy(update={"draft_ms": {"a": Drafting(0.0)}})
+    seen = Seen([Step(3, 3)], DraftingCost(100.0))
+    brought = COSTS.model_copy(update={"draft_ms": {"a": DraftingCost(0.0)}})
     assert expected_speedup(seen, 3, brought, "a") == pytest.approx(4 / 15 * 12)
     assert expected_speedup(seen, 3, brought, "b") < 0.5
 
@@ -42,9 +42,9 @@ def test_a_way_takes_the_times_that_were_brought_along_for_it() -> None:
 def test_the_best_number_of_tokens_is_found_and_what_can_not_be_cut_is_left() -> None:
     first_only = [Step(8, 1)] * 10
     seen = {
-        "cut": Seen(first_only, Drafting(0.0)),
-        "tree": Seen(first_only, Drafting(0.0), cut=False),
-        "never": Seen([Step(0, 0)] * 10, Drafting(0.0)),
+        "cut": Seen(first_only, DraftingCost(0.0)),
+        "tree": Seen(first_only, DraftingCost(0.0), cut=False),
+        "never": Seen([Step(0, 0)] * 10, DraftingCost(0.0)),
     }
     best = ranked(seen, (1, 2, 4, 8), COSTS)
     assert [(one.way, one.num_draft_tokens) for one in best] == [("cut", 1), ("never", 1), ("tree", 8)]
@@ -59,9 +59,9 @@ def test_what_is_expected_of_fewer_tokens_is_what_a_draft_of_known_acceptance_gi
     def steps(most: int, number: int) -> list[Step]:
         return [Step(most, next((n for n in range(most) if rng.random() > 0.7), most)) for _ in range(number)]
 
-    long = Seen(steps(8, 20_000), Drafting(1.0, 1.0))
+    long = Seen(steps(8, 20_000), DraftingCost(1.0, 1.0))
     for most in (1, 3, 6):
-        truth = expected_speedup(Seen(steps(most, 20_000), Drafting(1.0, 1.0)), most, COSTS, "a")
+        truth = expected_speedup(Seen(steps(most, 20_000), DraftingCost(1.0, 1.0)), most, COSTS, "a")
         assert expected_speedup(long, most, COSTS, "a") == pytest.approx(truth, rel=0.02)
 
 
@@ -72,7 +72,7 @@ def test_acceptance_by_place_ends_with_the_last_that_was_accepted() -> None:
 
 def test_a_table_is_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    file.write_text(COSTS.model_copy(update={"draft_ms": {"a": Drafting(1.0, 2.0)}}).model_dump_json())
+    file.write_text(COSTS.model_copy(update={"draft_ms": {"a": DraftingCost(1.0, 2.0)}}).model_dump_json())
     assert read_costs(file).draft_ms["a"].ms(3) == 5.0
     assert read_costs(file).target_ms(2) == 11.0
 

@@ -8,7 +8,7 @@ import torch
 from rich.progress import Progress
 
 from models.layers.decoder import Decoder
-from models.throughput.expected import Costs, Drafting, Option, Seen, Step, ranked
+from models.throughput.expected import Costs, DraftingCost, Option, Seen, Step, ranked
 from tasks.measure.advise import (
     PLAIN,
     ROWS,
@@ -68,7 +68,7 @@ def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
     costs = Costs.model_validate(_costs(target, rows[PLAIN], PROMPTS))
     assert costs.rows_ms.keys() == {*ROWS}
     seen = {
-        name: Seen([Step(*step) for step in rows[name]["steps"]], Drafting(*rows[name]["drafting"]), is_cut(way))
+        name: Seen([Step(*step) for step in rows[name]["steps"]], DraftingCost(*rows[name]["drafting"]), is_cut(way))
         for name, way in WAYS.items()
     }
     options = ranked(seen, SIZES, costs)
@@ -83,7 +83,7 @@ def test_what_is_seen_and_timed_makes_an_order_and_the_best_are_measured(
 
 
 def report_of(measured: dict[str, Row], speedup: float = 1.5) -> tuple[list[str], dict[str, float]]:
-    seen = {"suffix": Seen([Step(4, 2)], Drafting(0.1)), "ngram": Seen([Step(4, 1)], Drafting(0.1))}
+    seen = {"suffix": Seen([Step(4, 2)], DraftingCost(0.1)), "ngram": Seen([Step(4, 1)], DraftingCost(0.1))}
     options = [Option("suffix", 4, speedup), Option("ngram", 2, 1.2)]
     report = make_report("tiny", options, seen, WAYS, Costs(rows_ms={1: 1.0}), measured)
     return report.notes, report.figures["missed_by"]

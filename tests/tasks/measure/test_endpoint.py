@@ -5,7 +5,7 @@ from pathlib import Path
 from infra.keys import keys_path, read_keys
 from infra.settings import Settings
 from models.recipe import load_recipe
-from services.turns import Turns
+from services.fair_queue import FairQueue
 from tasks.measure.endpoint import Endpoint, forgetful, undivided
 
 
@@ -35,5 +35,5 @@ def test_a_forgetful_recipe_looks_up_what_a_request_says_itself_and_nothing_else
 def test_an_undivided_service_answers_as_many_requests_of_one_key_as_the_engine_has_sequences() -> None:
     recipe = load_recipe("smollm2-cpu")
     most = recipe.engine.max_num_seqs
-    divided, whole = (Turns(one.serve.limits, most, 1024).per_key for one in (recipe, undivided(recipe)))
+    divided, whole = (FairQueue(one.serve.limits, most, 1024).per_key for one in (recipe, undivided(recipe)))
     assert divided < whole == most

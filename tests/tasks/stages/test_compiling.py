@@ -66,7 +66,7 @@ def test_an_engine_with_another_draft_of_the_shape_finds_what_was_compiled_ahead
     (tmp_path / "draft").mkdir()
     draft = make_draft(tiny_target, tmp_path / "draft", seed=3, vocab_size=128)
     served = Compiling(folder)
-    argv = [sys.executable, "-m", "models.engines.vllm.ahead", "--target", str(tiny_target), "--draft", str(draft)]
+    argv = [sys.executable, "-m", "models.engines.vllm.precompile", "--target", str(tiny_target), "--draft", str(draft)]
     argv += ["--params", json.dumps(recipe.engine.model_dump(mode="json"))]
     environment = {**child_environment(recipe.engine), "VLLM_CACHE_ROOT": str(folder)}
     subprocess.run(argv, check=True, env={**os.environ, **environment}, timeout=300)

@@ -12,7 +12,7 @@ import pytest
 from infra.artifacts import Artifact
 from models.evaluation import gate
 from tasks import stages
-from tasks.stages import code_version, local_content, produce, stage_key
+from tasks.stages import cached_step, code_version, local_content, stage_key
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ class Maker:
 
 
 def make(maker: object, params: object = 1, **inputs: Artifact) -> Artifact:
-    return produce("stage", "kind", params, inputs, (gate,), maker)
+    return cached_step("stage", "kind", params, inputs, (gate,), maker)
 
 
 def test_a_stage_is_made_once():

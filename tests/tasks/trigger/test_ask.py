@@ -12,13 +12,13 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.querylog import QueryLog
-from infra.triggerfile import WAITS_FOR_MEMORY, Need, TriggerFile, Wish
+from infra.triggerfile import WAITS_FOR_MEMORY, Need, RunRequest, TriggerFile
 from infra.triggers import Due, Fallen, Fell, Recovered, Result, Retry
 from infra.versions import Version
 from infra.waiting import Queue
 from models.evaluation.gate import Evidence
 from models.recipe import Recipe, load_recipe
-from tasks.trigger.ask import Asker, is_enough, prefect_server
+from tasks.trigger.ask import RefreshTrigger, is_enough, prefect_server
 from tests.infra.rows import row
 from tests.tags import draft_tags
 
@@ -50,8 +50,8 @@ class Home:
         self.asker = self.ask_with(self.recipe)
         self.num_rows = 0
 
-    def ask_with(self, recipe: Recipe) -> Asker:
-        return Asker(recipe, self.log, self.trigger, self.orchestrate, self.known, self.champion)
+    def ask_with(self, recipe: Recipe) -> RefreshTrigger:
+        return RefreshTrigger(recipe, self.log, self.trigger, self.orchestrate, self.known, self.champion)
 
     def take_few_rows(self) -> None:
         """Let refreshes want five rows, so that days of them are simulated in seconds."""
@@ -70,7 +70,7 @@ class Home:
         self.log.append([row(name, domain).model_copy(update=said) for name in names])
         self.num_rows += number
 
-    def orchestrate(self, wish: Wish) -> bool:
+    def orchestrate(self, wish: RunRequest) -> bool:
         if not self.up:
             raise ConnectionError("refused")
         if wish.key not in self.runs:
@@ -333,7 +333,7 @@ def test_where_the_registry_is_down_what_was_known_stays(home: Home) -> None:
     def unknown(first_seq: int) -> Evidence:
         raise ConnectionError("refused")
 
-    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, unknown, home.champion)
+    home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, unknown, home.champion)
     home.serve(240)
     home.pass_minutes(1)
     assert home.asked == 1
@@ -356,7 +356,7 @@ def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None
         server.start()
         api = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: api}), pytest.raises(ConnectionError):
-            prefect_server("refresh/online")(Wish(log="a log"))
+            prefect_server("refresh/online")(RunRequest(log="a log"))
         listener.shutdown(socket.SHUT_RDWR)
         server.join()
     assert len(taken) == 1, taken
@@ -457,7 +457,7 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     def unknown() -> Version:
         raise ConnectionError("refused")
 
-    home.asker = Asker(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
+    home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
     home.log_rows(240, "sql")
     home.pass_minutes(1)
     assert home.trigger.snapshot().domains == {}

@@ -32,9 +32,17 @@ def _frontend() -> tuple[ModuleType, ...]:
 
 
 def _worker() -> tuple[ModuleType, ...]:
-    from models.engines.vllm.patches import attention, compiled, dflash, few_rows, last_tap, linear_kernels, sampling
+    from models.engines.vllm.patches import (
+        attention,
+        compiled,
+        dflash,
+        last_tap,
+        linear_kernels,
+        sampling,
+        small_batch_gemm,
+    )
 
-    return attention, compiled, sampling, dflash, last_tap, few_rows, linear_kernels
+    return attention, compiled, sampling, dflash, last_tap, small_batch_gemm, linear_kernels
 
 
 def require(holder: Any, *names: str) -> None:

@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from models.engines.vllm import native
+from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace
 
 
@@ -152,7 +152,7 @@ def _suits(layer: Any) -> bool:
 @cache
 def _is_built() -> bool:
     """Load the operators; say so if they can't be."""
-    built = native.is_loaded(native.ATTENTION, "attention is called from Python")
+    built = native_build.is_loaded(native_build.ATTENTION, "attention is called from Python")
     if built:
         torch.library.register_fake("redraft::attend", lambda query, key, value, output, layer: None)
     return built

@@ -28,7 +28,7 @@ import torch
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig
 
-from models.engines.vllm import native
+from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace
 
 NAME = "finalize_loading"
@@ -56,7 +56,7 @@ def _hash_placeless(own: Callable[[Any], str], config: Any) -> str:
     if not file.is_file():  # a hub's name
         return own(config)
     placeless = copy.copy(config)
-    operators = f"{native.kernel_for(file.parent)} {native.version(native.ATTENTION)}"
+    operators = f"{native_build.kernel_for(file.parent)} {native_build.version(native_build.ATTENTION)}"
     placeless.model = hashlib.sha256(file.read_bytes() + operators.encode()).hexdigest()
     for name in CONFIGS:
         setattr(placeless, name, _Placeless(getattr(config, name), config.model))

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from models.drafting.lookup import Library
+from models.drafting.lookup import NgramIndex
 from models.engines.vllm.capture import Ring
-from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, Drafting, Row, Wishes
+from models.engines.vllm.fields import MEASURE, NOTHING, NUM_READ, DraftOptions, Row, StepPlan
 from models.engines.vllm.patches import require
 
 # What the proposer reads of vLLM's runner and proposer.
@@ -43,7 +43,7 @@ class Planned:
         ring: holds states of requests that want it; None captures nothing.
     """
 
-    def __init__(self, runner: Any, library: Library) -> None:
+    def __init__(self, runner: Any, library: NgramIndex) -> None:
         """Put this in place.
 
         Raises:
@@ -69,7 +69,7 @@ class Planned:
         """Return packed rows; none where nothing is drafted: what vLLM prepares for a draft takes 2% of a step."""
         step = scheduler_output.num_spec_tokens_to_schedule
         captures = self.ring is not None and any(self._captured())
-        if not isinstance(step, Drafting) or not step.rests or captures:
+        if not isinstance(step, StepPlan) or not step.rests or captures:
             return self._of_runner(scheduler_output, *args, **kwargs)
         return [row.packed() for row in self._look_up(step)] if step.num_looked_up else []
 
@@ -77,18 +77,18 @@ class Planned:
         """Draft by the plan of the step; see vLLM's proposer.
 
         Args:
-            num_speculative_tokens: the step's `Drafting`, or a number as vLLM's own warm-up says it.
+            num_speculative_tokens: the step's `StepPlan`, or a number as vLLM's own warm-up says it.
             args, kwargs: of vLLM's. `next_token_ids` are the tokens after the accepted ones.
 
         Returns:
             a packed `Row` for each sequence; for a number, what vLLM's returns.
         """
-        if self.ring is not None and isinstance(num_speculative_tokens, Drafting):
+        if self.ring is not None and isinstance(num_speculative_tokens, StepPlan):
             self._capture(self.ring, kwargs)
         if self._num_read is not None:  # the last one is there to be captured
             states = kwargs["target_hidden_states"].unflatten(-1, (self._num_read + 1, -1))
             kwargs["target_hidden_states"] = states[:, :-1].flatten(1)
-        if not isinstance(num_speculative_tokens, Drafting):
+        if not isinstance(num_speculative_tokens, StepPlan):
             return self._propose(num_speculative_tokens, *args, **kwargs)
         step, requests, rows = num_speculative_tokens, self._runner.requests, self._look_up(num_speculative_tokens)
         names = self._runner.input_batch.req_ids
@@ -131,7 +131,7 @@ class Planned:
             drafter._last_draft_probs = drafter._last_draft_probs[:, :num_tokens]
         return tokens[:, :num_tokens]
 
-    def _look_up(self, step: Drafting) -> list[Row]:
+    def _look_up(self, step: StepPlan) -> list[Row]:
         """Follow the sequences of a step and look them up; a row each, an empty one where that is not to be used."""
         rows = [self._looked_up(place, step) for place in range(len(self._runner.input_batch.req_ids))]
         self.library.close_all_but(self._runner.requests)
@@ -139,7 +139,7 @@ class Planned:
 
     def _captured(self) -> list[str]:
         requests = self._runner.requests
-        return [Wishes.of(requests[name].sampling_params).capture for name in self._runner.input_batch.req_ids]
+        return [DraftOptions.of(requests[name].sampling_params).capture for name in self._runner.input_batch.req_ids]
 
     def _capture(self, ring: Ring, step: Mapping[str, Any]) -> None:
         """Copy the states of accepted tokens whose requests want it."""
@@ -164,19 +164,19 @@ class Planned:
         mapped: Tensor = best + offsets[best]
         return mapped
 
-    def _wanted(self, request: Any, step: Drafting) -> int:
+    def _wanted(self, request: Any, step: StepPlan) -> int:
         """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""
-        wishes = Wishes.of(request.sampling_params)
+        wishes = DraftOptions.of(request.sampling_params)
         if wishes.drafting == "auto":
             return max(step.plan.num_kept(wishes.domain, "head", whole=whole) for whole in (True, False))
         return step.num_passes if wishes.drafting in ("head", MEASURE) else 0
 
-    def _looked_up(self, place: int, step: Drafting) -> Row:
+    def _looked_up(self, place: int, step: StepPlan) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
         batch = self._runner.input_batch
         name = batch.req_ids[place]
         request = self._runner.requests[name]
-        wishes = Wishes.of(request.sampling_params)
+        wishes = DraftOptions.of(request.sampling_params)
         num_tokens = int(batch.num_tokens_no_spec[place])
         most = min(step.num_looked_up, self._drafter.max_model_len - num_tokens - 1)
         if step.num_looked_up == 0:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from models.evaluation.lookback import Floats, Params, findings
+from models.evaluation.post_promotion_test import Floats, Params, findings
 from models.types import ALL
 
 K = 3

@@ -10,10 +10,10 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.utils import cpp_extension
 
-from models.layers import grids
+from models.layers import quantized_weights
 
 # The operators: attention layers in one call, and products of few rows.
-ATTENTION, FEW_ROWS = (Path(__file__).with_name("patches") / name for name in ("attention.cpp", "few_rows.cpp"))
+ATTENTION, FEW_ROWS = (Path(__file__).with_name("patches") / name for name in ("attention.cpp", "small_batch_gemm.cpp"))
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-Wno-psabi")
 # Linked without OpenMP's library: the process has one, and threads of a second would fight its own for the cores.
 OPENMP = "-fopenmp"
@@ -59,7 +59,7 @@ def kernel_for(target: Path) -> str:
 
     Graphs that were compiled and times that were measured hold for it.
     """
-    return f"{version(FEW_ROWS)}, drafts in 8 bits" if (target / grids.FILE).is_file() else ""
+    return f"{version(FEW_ROWS)}, drafts in 8 bits" if (target / quantized_weights.FILE).is_file() else ""
 
 
 def _compile(source: Path, library: Path, flags: tuple[str, ...]) -> None:

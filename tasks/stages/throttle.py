@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 from infra.busy import Busy
 from infra.priority import at_low_priority
 from infra.settings import load_settings
-from models.learning.giving_way import GivesWay
+from models.learning.background_throttle import BackgroundThrottle
 from tasks.stages.reporting import run_logger
 
 TOLD_S = 1.0
@@ -16,14 +16,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def gently(work: Callable[P, T]) -> Callable[P, T]:
+def throttled(work: Callable[P, T]) -> Callable[P, T]:
     """Return `work`, run so that the service hardly notices it; an interrupt of the caller ends it."""
 
     @at_low_priority
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         busy = Busy(load_settings().home)
-        way = GivesWay(busy)
+        way = BackgroundThrottle(busy)
         try:
             with way:
                 return work(*args, **kwargs)

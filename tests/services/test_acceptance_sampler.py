@@ -1,18 +1,18 @@
 import pytest
 
-from models.evaluation.watch import DOUBTED, FIRST, SHARE
-from services.alone import LOST, Alone
+from models.evaluation.drift_detector import DOUBTED, FIRST, SHARE
+from services.acceptance_sampler import LOST, AcceptanceSampler
 
 
 def test_the_first_requests_of_each_draft_and_domain_are_drafted_alone() -> None:
-    alone = Alone()
+    alone = AcceptanceSampler()
     for draft in ("1", "2"):
         for domain in ("chat", "code"):
             assert all(alone.draws(draft, domain) for _ in range(FIRST))
 
 
 def test_later_only_a_share_is() -> None:
-    alone = Alone()
+    alone = AcceptanceSampler()
     drawn = [alone.draws("1", "chat") for _ in range(40_000)]
     share = sum(drawn[20_000:]) / 20_000
     # Binomial: five standard deviations are 0.006.
@@ -23,7 +23,7 @@ def test_later_only_a_share_is() -> None:
 
 @pytest.mark.slow
 def test_fewer_are_drawn_the_more_of_the_tokens_that_costs() -> None:
-    alone = Alone()
+    alone = AcceptanceSampler()
     drawn = [alone.draws("1", "chat", lost=10.0) for _ in range(40_000)]
     assert all(drawn[:FIRST])
     # Binomial around 1 in 1,000: five standard deviations are 0.0008.
@@ -34,7 +34,7 @@ def test_fewer_are_drawn_the_more_of_the_tokens_that_costs() -> None:
 
 
 def test_names_that_clients_make_up_do_not_fill_the_memory() -> None:
-    alone = Alone()
+    alone = AcceptanceSampler()
     for number in range(5000):
         alone.draws("1", f"domain-{number}")
     assert len(alone._seen) <= 1024

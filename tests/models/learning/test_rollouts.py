@@ -17,8 +17,8 @@ from models.layers.decoder import Cache, Decoder
 from models.learning import distill
 from models.learning.batches import pack
 from models.learning.hidden import Sample
+from models.learning.rollouts import Rollouts, write
 from models.learning.teacher import Teacher
-from models.learning.written import Rounds, write
 from tests.models import planted
 from tests.models.drafts.tiny import make_tiny
 
@@ -106,8 +106,8 @@ def test_an_answer_ends_where_a_token_ends_it_whoever_writes_it(small: lm.Lm, de
     assert cut == by_target[: by_target.index(stop) + 1]
 
 
-def rounds(draft: Draft, target: Path, samples: list[Sample], work: Path, **changes: object) -> Rounds:
-    return Rounds(draft, target, samples, on_policy.Params(**changes), K, work, 0)
+def rounds(draft: Draft, target: Path, samples: list[Sample], work: Path, **changes: object) -> Rollouts:
+    return Rollouts(draft, target, samples, on_policy.Params(**changes), K, work, 0)
 
 
 def test_labels_are_what_the_target_says_of_the_drafts_text(tiny_target: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_was_written_is_kept_until_the_next_round(tiny_target: Path, tmp_pa
 def test_a_draft_that_only_ends_answers_is_told_to_learn_the_targets_first(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.learning.written.stop_ids", lambda directory: frozenset(range(259)))
+    monkeypatch.setattr("models.learning.rollouts.stop_ids", lambda directory: frozenset(range(259)))
     draft = make_tiny(family_named("eagle3"), tiny_target)
     with pytest.raises(ValueError, match="the draft ended all of 1 answers at once.*learn the target's answers first"):
         rounds(draft, tiny_target, [SAMPLE], tmp_path).begin(0, "key", lambda *done: None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infra.busy import Busy
-from tasks.stages.beside import gently
+from tasks.stages.throttle import throttled
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_work_stands_still_while_the_service_of_this_home_answers(
     home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="redraft")
-    monkeypatch.setattr("tasks.stages.beside.TOLD_S", 0.01)
+    monkeypatch.setattr("tasks.stages.throttle.TOLD_S", 0.01)
     service, order = Busy(home), list[str]()
 
     def answered() -> None:
@@ -36,7 +36,7 @@ def test_work_stands_still_while_the_service_of_this_home_answers(
         return total
 
     service.tell(True)
-    assert gently(work)() == 4.0
+    assert throttled(work)() == 4.0
     assert order == ["the service answered", "the work went on"]
     assert any("stood still for" in record.message for record in caplog.records)
 
@@ -46,4 +46,4 @@ def test_errors_pass() -> None:
         raise ValueError("wanted rows")
 
     with pytest.raises(ValueError, match="wanted rows"):
-        gently(fails)()
+        throttled(fails)()

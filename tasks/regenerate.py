@@ -30,10 +30,9 @@ from models.learning import answering
 from models.learning.answering import Ask
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
-from models.recipe import Again, Recipe
+from models.recipe import Recipe, Regeneration
 from models.targets import stop_ids
-from tasks.stages import produce
-from tasks.stages.beside import gently
+from tasks.stages import cached_step
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import (
     MIN_COMPLETION,
@@ -43,6 +42,7 @@ from tasks.stages.samples import (
     read_written,
     write_samples,
 )
+from tasks.stages.throttle import throttled
 
 BATCH = 16
 FILE = "answers.jsonl"
@@ -50,7 +50,7 @@ CUT = "length"  # how an answer ended that has more to say
 
 
 @task(cache_policy=NO_CACHE)
-def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) -> Artifact:
+def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) -> Artifact:
     """Return what the challenger learns: the samples' training part, with what was answered again in it.
 
     It stands still while the service answers, and ends after the recipe's minutes with what it has. Each batch is kept
@@ -73,7 +73,7 @@ def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) 
         answers = _ask(recipe, again, open_artifact(pair.target_files), chosen, work / FILE)
         write_samples(directory, "train", merge(learnt, answers))
 
-    return produce(
+    return cached_step(
         stage="answered",
         kind="samples",
         params={
@@ -84,11 +84,11 @@ def answer_again(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) 
         },
         inputs={"target": pair.target_files, "samples": samples},
         code=(make, write_samples, answering),
-        make=gently(make),
+        make=throttled(make),
     )
 
 
-def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Again, seed: int) -> list[Sample]:
+def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regeneration, seed: int) -> list[Sample]:
     """Return whose prompts are asked again: a draw of each domain, of the window's own rows.
 
     Args:
@@ -113,7 +113,7 @@ def merge(learnt: Sequence[Sample], answers: Sequence[Sample]) -> list[Sample]:
     return [longer.pop(one.id, one) for one in learnt] + list(longer.values())
 
 
-def _ask(recipe: Recipe, again: Again, target_dir: Path, chosen: Sequence[Sample], file: Path) -> list[Sample]:
+def _ask(recipe: Recipe, again: Regeneration, target_dir: Path, chosen: Sequence[Sample], file: Path) -> list[Sample]:
     """Return answers; those in `file` are not asked for again, the others are added to it."""
     started, device = time.monotonic(), load_settings().device
     until_s = started + 60 * again.max_minutes
@@ -144,31 +144,31 @@ def _ask(recipe: Recipe, again: Again, target_dir: Path, chosen: Sequence[Sample
     return list(written.values())
 
 
-def _batches(chosen: Sequence[Sample], again: Again) -> Iterator[list[Sample]]:
+def _batches(chosen: Sequence[Sample], again: Regeneration) -> Iterator[list[Sample]]:
     """Yield prompts that want as many tokens, and among those of like length, together."""
     ordered = sorted(chosen, key=lambda one: (_wanted(one, again), len(one.prompt_ids), one.id))
     for start in range(0, len(ordered), BATCH):
         yield ordered[start : start + BATCH]
 
 
-def _wanted(sample: Sample, again: Again) -> int:
+def _wanted(sample: Sample, again: Regeneration) -> int:
     return again.max_tokens - (len(sample.completion_ids) if again.temperature is None else 0)
 
 
-def _asked(sample: Sample, again: Again, max_model_len: int) -> Ask:
+def _asked(sample: Sample, again: Regeneration, max_model_len: int) -> Ask:
     text = sample.token_ids if again.temperature is None else sample.prompt_ids
     temperature = sample.temperature if again.temperature is None else again.temperature
     return Ask(text, max(1, min(_wanted(sample, again), max_model_len - len(text))), temperature)
 
 
-def _answer(sample: Sample, said: list[int], again: Again) -> Sample:
+def _answer(sample: Sample, said: list[int], again: Regeneration) -> Sample:
     if again.temperature is None:
         return sample._replace(completion_ids=sample.completion_ids + said)
     name, temperature = _name(sample, again), again.temperature
     return sample._replace(id=name, completion_ids=said, temperature=temperature, rejected=None)
 
 
-def _name(sample: Sample, again: Again) -> str:
+def _name(sample: Sample, again: Regeneration) -> str:
     return sample.id if again.temperature is None else f"{sample.id}{AGAIN}"
 
 
@@ -183,7 +183,7 @@ def _may_be_kept(answer: Sample, encoder: ChatEncoder, counts: Counter[str]) -> 
     return False
 
 
-def _tell(again: Again, num_answers: int, counts: Counter[str], seconds: float) -> None:
+def _tell(again: Regeneration, num_answers: int, counts: Counter[str], seconds: float) -> None:
     more = "".join(f", {number} {what}" for what, number in sorted(counts.items()))
     run_logger().info("answered %d logged prompts again in %.0f s%s", num_answers, seconds, more)
     metrics = {"answers": float(num_answers), "seconds": seconds}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from models.learning.giving_way import LOOK_S, MOST_OWED_S, POLL_S, SHARE, Due, GivesWay
+from models.learning.background_throttle import LOOK_S, MOST_OWED_S, POLL_S, SHARE, BackgroundThrottle, Due
 
 
 class Moments:
@@ -27,8 +27,8 @@ class Moments:
         self.now_s += seconds
         self.slept_s += seconds
 
-    def way(self) -> GivesWay:
-        return GivesWay(self.busy, clock=self.clock, sleep=self.sleep)
+    def way(self) -> BackgroundThrottle:
+        return BackgroundThrottle(self.busy, clock=self.clock, sleep=self.sleep)
 
 
 def ticking(seconds: float = 1.0) -> Callable[[], float]:
@@ -37,7 +37,7 @@ def ticking(seconds: float = 1.0) -> Callable[[], float]:
     return lambda: seconds * next(moments)
 
 
-def work(moments: Moments, way: GivesWay, until_s: float) -> float:
+def work(moments: Moments, way: BackgroundThrottle, until_s: float) -> float:
     """Work until a time; return the seconds that operations took."""
     worked_s = 0.0
     while moments.now_s < until_s:
@@ -97,7 +97,7 @@ def test_every_operation_waits_in_training_too_and_none_is_changed() -> None:
         return weight.detach()
 
     before, looked = trained(), []
-    with GivesWay(lambda: bool(looked.append(1)), clock=ticking()):
+    with BackgroundThrottle(lambda: bool(looked.append(1)), clock=ticking()):
         after = trained()
     assert len(looked) > 3 * 10
     assert torch.equal(before, after)
@@ -107,14 +107,14 @@ def test_what_runs_backward_waits_as_well() -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     loss = (weight @ weight).sum()
     looked = []
-    with GivesWay(lambda: bool(looked.append(1)), clock=ticking()):
+    with BackgroundThrottle(lambda: bool(looked.append(1)), clock=ticking()):
         loss.backward()
     assert len(looked) >= 3
 
 
 def test_it_looks_no_more_often_than_it_needs_to() -> None:
     looked = []
-    with GivesWay(lambda: bool(looked.append(1)), clock=ticking(LOOK_S / 10)):
+    with BackgroundThrottle(lambda: bool(looked.append(1)), clock=ticking(LOOK_S / 10)):
         for _ in range(200):
             torch.ones(2).sum()
     assert 20 <= len(looked) <= 200

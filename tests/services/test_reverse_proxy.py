@@ -20,8 +20,8 @@ import pytest
 from infra.processes import Child, free_port, wait_until
 from infra.settings import Settings
 from services.config import ServiceConfig
-from services.edge import LOST_FRAMES
-from services.front import Front
+from services.request_middleware import LOST_FRAMES
+from services.reverse_proxy import ReverseProxy
 
 ROOT = Path(__file__).parents[2]
 NUM_EVENTS = 6000
@@ -79,7 +79,7 @@ class Scene:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.port, self._folder, self._stack, self._number = free_port(), folder, stack, 0
         config = ServiceConfig(target_dir=folder, settings=Settings(home=folder), serve={"port": self.port})
-        found = Front.find(config, folder)
+        found = ReverseProxy.find(config, folder)
         assert found is not None
         self.front, self.url = found, f"http://127.0.0.1:{self.port}"
         self.front.start()
@@ -238,11 +238,11 @@ def test_where_no_haproxy_runs_rays_own_proxy_serves_unless_haproxy_is_asked_for
         front: ServiceConfig(target_dir=tmp_path, settings=Settings(home=tmp_path), serve={"front": front})
         for front in ("auto", "haproxy", "ray")
     }
-    assert Front.find(by_name["ray"], tmp_path) is None
+    assert ReverseProxy.find(by_name["ray"], tmp_path) is None
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(tmp_path / "nowhere"))
-    assert Front.find(by_name["auto"], tmp_path) is None
+    assert ReverseProxy.find(by_name["auto"], tmp_path) is None
     with pytest.raises(ValueError, match="redraft doctor"):
-        Front.find(by_name["haproxy"], tmp_path)
+        ReverseProxy.find(by_name["haproxy"], tmp_path)
 
 
 def test_an_address_holds_half_of_the_connections(scene: Scene, many_files: None) -> None:

@@ -1,6 +1,6 @@
 """What stands before a page that knows nothing of strangers, such as Prefect's and MLflow's: names, origins, a secret.
 
-    python -m infra.guard --port PORT [--login] APP
+    python -m infra.auth_middleware --port PORT [--login] APP
 
 serves an ASGI application, by its import path as `module:name`, or `module:name()` for what makes one. A web page can
 have its own name lead to loopback, or send requests there in a visitor's name; it can hide neither the Host that it
@@ -32,7 +32,7 @@ NAMES = ("localhost", LOOPBACK, "[::1]")
 OPEN_PATHS = ("/health", "/api/health")
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware."""
 
     def __init__(self, app: Any, names: Sequence[str] = NAMES, password: str | None = None) -> None:
@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve a page until a signal comes, and return the exit code; 2 if its port is in use."""
     import uvicorn
 
-    parser = argparse.ArgumentParser(prog="python -m infra.guard", description="Serve a page to this home alone.")
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.auth_middleware", description="Serve a page to this home alone."
+    )
     parser.add_argument("app", help="import path, module:name, with () if it is to be called")
     parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, required=True)
@@ -134,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         port = hold_port(options.host, options.port)  # now: a page takes seconds to load
     except ValueError as error:
-        print(f"infra.guard: {error}", file=sys.stderr)
+        print(f"infra.auth_middleware: {error}", file=sys.stderr)
         return 2
     with port as held, suppress(KeyboardInterrupt):
-        guard = Guard(_load(options.app), (*NAMES, *options.name), password)
+        guard = AuthMiddleware(_load(options.app), (*NAMES, *options.name), password)
         uvicorn.Server(uvicorn.Config(guard, log_level="warning")).run(sockets=[held])
     return 0
 

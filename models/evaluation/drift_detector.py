@@ -12,14 +12,14 @@ explains the last requests, wherever it may have begun. Told at h = log n, it le
 alarms on the average, where requests are independent and their errors normal. What was good before is forgotten, so
 that a fall is told as soon after a year as after a day.
 
-Only requests that a draft drafted alone say how it does, and these are few (services/alone.py): the first ones of each
-draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All their steps
-draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all tokens up
-to there were accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is worth is
-their sum, so a fall at the later ones is told as soon as one at all that costs as much (`tests.benchmarks.falls` plants
-both), and K judges would tell falls that cost little, and K times as many that are none. Nor are logged rows scored for
-it: of a domain whose people agree to no log there are none, counts need no consent, and scoring takes the processor
-that answers.
+Only requests that a draft drafted alone say how it does, and these are few (services/acceptance_sampler.py): the first
+ones of each draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All
+their steps draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all
+tokens up to there were accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is
+worth is their sum, so a fall at the later ones is told as soon as one at all that costs as much
+(`tests.benchmarks.falls` plants both), and K judges would tell falls that cost little, and K times as many that are
+none. Nor are logged rows scored for it: of a domain whose people agree to no log there are none, counts need no
+consent, and scoring takes the processor that answers.
 """
 
 import math
@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from models.evaluation.acceptance import Floats, Tally
+from models.evaluation.acceptance import AcceptanceCount, Floats
 from models.evaluation.betting import BETS, log_growth, log_wealth
 from models.types import Frozen
 
@@ -66,7 +66,7 @@ class Params(Frozen):
         between_alarms: requests between two false alarms of a domain, on the average, where `recover` is lost; where
             less is lost there are more.
         min_requests: a domain's requests that are needed to say anything; only those count that the draft drafted
-            alone, see services/alone.py.
+            alone, see services/acceptance_sampler.py.
         period_s: seconds between looks.
     """
 
@@ -160,7 +160,7 @@ def _told(params: Params) -> float:
     return math.log(params.between_alarms)
 
 
-class Judge:
+class DriftDetector:
     """Judges the domains that one draft serves, request by request."""
 
     def __init__(self, promised: Mapping[str, float], params: Params) -> None:
@@ -168,7 +168,7 @@ class Judge:
         self._promised, self._params = promised, params
         self._doubts: dict[str, Doubt] = {}
 
-    def take(self, tallies: Iterable[Tally]) -> None:
+    def take(self, tallies: Iterable[AcceptanceCount]) -> None:
         """Hear of requests that the draft drafted alone, the oldest first."""
         for one in tallies:
             if (gain := self._promised.get(one.domain, 1.0) - 1) > 0:

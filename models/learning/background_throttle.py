@@ -41,7 +41,7 @@ class Due:
         return self._paying
 
 
-class GivesWay(TorchDispatchMode):
+class BackgroundThrottle(TorchDispatchMode):
     """While it is entered, each operation of this thread waits its turn.
 
     Attributes:

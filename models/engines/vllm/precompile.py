@@ -1,4 +1,6 @@
-"""Compile what an engine will run before it starts: `python -m models.engines.vllm.ahead --target DIR --params JSON`.
+"""Compile what an engine will run, before it starts.
+
+    python -m models.engines.vllm.precompile --target DIR --params JSON
 
 A graph follows from the configs of target and draft and not from their weights (`patches.compiled`). So a start with
 any draft of the shape leaves in vLLM's cache folder what the start of the engine that serves will find. The process
@@ -19,7 +21,7 @@ from models.params import validate
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the engine, which compiles, and end it."""
-    parser = argparse.ArgumentParser(prog="python -m models.engines.vllm.ahead", description="Compile ahead.")
+    parser = argparse.ArgumentParser(prog="python -m models.engines.vllm.precompile", description="Compile ahead.")
     parser.add_argument("--target", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--draft", type=Path, help="a draft of the shape that will be served; none without it")
     parser.add_argument("--params", required=True, help="the engine's table, as JSON")

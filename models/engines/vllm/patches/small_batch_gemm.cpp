@@ -1,4 +1,4 @@
-// Products of few rows with weights of 4 or 8 bits, see few_rows.py.
+// Products of few rows with weights of 4 or 8 bits, see small_batch_gemm.py.
 //
 // Outputs are computed in panels of 32, of two vectors of 16 lanes, and inputs come in groups of 32, which share a
 // scale s and a least value m: w = s * q + m. Weights are read once for up to MOST rows, in the order they are stored:
@@ -275,7 +275,7 @@ void multiply_floats(const at::Tensor& x, const at::Tensor& handler, at::Tensor&
     product.call(output, x, std::nullopt, handler);
 }
 
-at::Tensor few_rows(
+at::Tensor small_batch_gemm(
     const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& handler,
     int64_t num_outputs, bool in_step
 ) {
@@ -297,9 +297,9 @@ void tell_step(int64_t rows, bool reads_prompts) { step = {rows, reads_prompts};
 
 TORCH_LIBRARY_FRAGMENT(redraft, library) {
     library.def(
-        "few_rows(Tensor x, Tensor packed, Tensor scales, Tensor handler, int num_outputs, bool in_step) -> Tensor"
+        "small_batch_gemm(Tensor x, Tensor packed, Tensor scales, Tensor handler, int num_outputs, bool in_step) -> Tensor"
     );
-    library.impl("few_rows", c10::DispatchKey::CPU, few_rows);
+    library.impl("small_batch_gemm", c10::DispatchKey::CPU, small_batch_gemm);
     library.def("limit_few_rows(int rows) -> ()", set_limit);
     library.def("tell_step_of_few_rows(int rows, bool reads_prompts) -> ()", tell_step);
 }

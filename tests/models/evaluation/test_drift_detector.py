@@ -1,21 +1,21 @@
 import numpy as np
 import pytest
 
-from models.evaluation.acceptance import Tally
-from models.evaluation.gate import Evidence, allowed_error, decide
-from models.evaluation.paired import Score
-from models.evaluation.watch import (
+from models.evaluation.acceptance import AcceptanceCount
+from models.evaluation.drift_detector import (
     FIRST_WEIGHT,
     NO_DOUBT,
     SHARE_BACK,
     SPREAD,
-    Judge,
+    DriftDetector,
     Params,
     doubt,
     enough_rows,
     is_low,
     usual_tau,
 )
+from models.evaluation.gate import Evidence, allowed_error, decide
+from models.evaluation.paired import Score
 from models.types import GateParams
 
 K, ALPHA = 3, allowed_error(1, GateParams().alpha_total)
@@ -24,8 +24,8 @@ PROMISED = {"chat": 2.0, "code": 1.5}
 
 
 def judged(tau: float, requests: int, domain: str = "chat", promised: dict[str, float] = PROMISED) -> dict[str, bool]:
-    judge, accepted = Judge(promised, PARAMS), round(20 * (tau - 1))
-    judge.take(Tally(number, domain, steps=20, drafted=60, accepted=accepted) for number in range(requests))
+    judge, accepted = DriftDetector(promised, PARAMS), round(20 * (tau - 1))
+    judge.take(AcceptanceCount(number, domain, steps=20, drafted=60, accepted=accepted) for number in range(requests))
     return {name: standing.fallen for name, standing in judge.standings().items()}
 
 

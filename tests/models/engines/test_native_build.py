@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.engines.vllm import native
+from models.engines.vllm import native_build
 
 SOURCE = """
 #include <torch/library.h>
@@ -23,27 +23,27 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.engine
 def test_a_library_is_compiled_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.load(source, tmp_path / "kept")
+    native_build.load(source, tmp_path / "kept")
     assert getattr(torch.ops, f"redraft_{tmp_path.name}").seven() == 7
     monkeypatch.setenv("CXX", "no-compiler")
-    native.load(source, tmp_path / "kept")
+    native_build.load(source, tmp_path / "kept")
     assert [file.suffix for file in (tmp_path / "kept").iterdir()] == [".so"]
 
 
 def test_what_does_not_compile_is_told_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
     source.write_text("int seven() { return }")
     with pytest.raises(ValueError, match="expected primary-expression"):
-        native.load(source, tmp_path / "kept")
+        native_build.load(source, tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())
 
 
 def test_without_a_compiler_its_name_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-compiler")
     with pytest.raises(OSError, match="no-compiler"):
-        native.load(source, tmp_path / "kept")
+        native_build.load(source, tmp_path / "kept")
 
 
 def test_another_processor_compiles_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = native._digest(source, native.FLAGS)
+    here = native_build._digest(source, native_build.FLAGS)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
-    assert native._digest(source, native.FLAGS) != here
+    assert native_build._digest(source, native_build.FLAGS) != here

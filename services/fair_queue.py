@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from models.serving import Limits
-from services.access import Refusal
+from services.access import RequestError
 
 # What a key's turn adds to what it may spend.
 QUANTUM_TOKENS = 512
 # Of a prompt nothing is known yet but its bytes. English has about four to a token.
 BYTES_PER_TOKEN = 4
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-OVERLOADED = Refusal(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
+OVERLOADED = RequestError(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
 
 
 class Cost(NamedTuple):
@@ -30,10 +30,10 @@ class Cost(NamedTuple):
     tokens: int
 
 
-class Turn:
+class QueuedRequest:
     """A request that runs; `end` lets the next one in, and may be called again."""
 
-    def __init__(self, turns: "Turns", key: str | None, cost: Cost, priority: int) -> None:
+    def __init__(self, turns: "FairQueue", key: str | None, cost: Cost, priority: int) -> None:
         """`priority`: how many sequences the key ran before it; the engine takes the lower first."""
         self.priority = priority
         self._turns, self._key, self._cost, self._ended = turns, key, cost, False
@@ -47,10 +47,10 @@ class Turn:
 
 class _Waiting(NamedTuple):
     cost: Cost
-    turn: "asyncio.Future[Turn]"
+    turn: "asyncio.Future[QueuedRequest]"
 
 
-class Turns:
+class FairQueue:
     """The requests that run and those that wait.
 
     Attributes:
@@ -93,12 +93,12 @@ class Turns:
         sequences = choices * (len(prompts) if several and isinstance(prompts, list) else 1)
         if sequences > (most := self._most(key)):
             message = f"n times the number of prompts is {sequences}; at most {most} run at once for a key"
-            raise Refusal(400, message, "n" if choices > 1 else "prompt")
+            raise RequestError(400, message, "n" if choices > 1 else "prompt")
         default = self._max_model_len if "messages" in body else COMPLETION_TOKENS
         answer = _number(body, "max_completion_tokens", _number(body, "max_tokens", default))
         return Cost(sequences, num_bytes // BYTES_PER_TOKEN + sequences * min(answer, self._max_model_len))
 
-    async def take(self, key: str | None, cost: Cost) -> Turn:
+    async def take(self, key: str | None, cost: Cost) -> QueuedRequest:
         """Wait until a request may run.
 
         Args:
@@ -112,10 +112,10 @@ class Turns:
         waiting = sum(one.cost.tokens for one in mine)
         if mine and waiting + cost.tokens > self._limits.max_queued_tokens_per_key:
             message = f"requests of this key for {waiting} tokens are waiting; ask again when some were answered"
-            raise Refusal(429, message, code="rate_limit_exceeded")
+            raise RequestError(429, message, code="rate_limit_exceeded")
         if mine and len(mine) >= self._limits.max_queued_requests // 2:
             message = f"{len(mine)} requests of this key are waiting; ask again when some were answered"
-            raise Refusal(429, message, code="rate_limit_exceeded")
+            raise RequestError(429, message, code="rate_limit_exceeded")
         one = _Waiting(cost, asyncio.get_running_loop().create_future())
         if key not in self._waiting:
             self._waiting[key] = deque()
@@ -136,7 +136,7 @@ class Turns:
             raise
 
     def give_back(self, key: str | None, cost: Cost) -> None:
-        """See `Turn.end`."""
+        """See `QueuedRequest.end`."""
         self._running[key] -= cost.sequences
         if not self._running[key]:
             del self._running[key]
@@ -163,7 +163,7 @@ class Turns:
                 self._queue.append(key)
                 continue
             self._deficits[key] -= one.cost.tokens
-            one.turn.set_result(Turn(self, key, one.cost, self._running[key]))
+            one.turn.set_result(QueuedRequest(self, key, one.cost, self._running[key]))
             if not self._running:
                 self._busy(True)
             self._running[key] += one.cost.sequences

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.layers import grids
-from models.layers.grids import Grid, stacked
+from models.layers import quantized_weights
+from models.layers.quantized_weights import Grid, stacked
 from tests.models.layers.published import random_grid
 
 ROWS = (1, 3, 8, 19)  # one, some, as many as are computed together, and several times as many
@@ -23,10 +23,10 @@ PLAIN = ("-std=c++20", "-O3", "-march=x86-64-v3", "-fPIC", "-Wno-psabi")
 def form_of(grid: Grid, dtype: torch.dtype = torch.bfloat16, in_step: bool = False):
     from vllm import _custom_ops as ops
 
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
-    assert few_rows._is_built()
-    return few_rows.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
+    assert small_batch_gemm._is_built()
+    return small_batch_gemm.Form(grid, ops.create_onednn_mm(grid.floats().to(dtype).t()), dtype, in_step), grid.floats()
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
@@ -36,11 +36,11 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.fixture
 def limit():
     """Sets up to how many rows the grid is read."""
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
-    before = few_rows.limit()
-    yield few_rows._target._set
-    few_rows._target._set(before)
+    before = small_batch_gemm.limit()
+    yield small_batch_gemm._target._set
+    small_batch_gemm._target._set(before)
 
 
 @pytest.mark.engine
@@ -96,10 +96,10 @@ def test_a_step_that_reads_a_prompt_has_the_product_of_floats_however_few_rows_i
 def test_as_many_rows_as_one_sequence_has_verified_read_the_grid_however_long_that_takes(
     grid_s: float, faster: int, most: int, limit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
     caplog.set_level(logging.INFO)
-    target = few_rows._Target()
+    target = small_batch_gemm._Target()
     monkeypatch.setattr(target, "_seconds", lambda rows, limit: grid_s if limit else 1.0)
     target.measure(9)
     assert (target.faster, target.limit) == (faster, most)
@@ -131,15 +131,15 @@ def test_without_avx512_products_are_of_floats(tmp_path: Path) -> None:
 
 def plain_errors(folder: Path) -> list[float]:
     """Return the errors of products in float32 by the code that knows no processor; in a process of its own."""
-    from models.engines.vllm import native
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm import native_build
+    from models.engines.vllm.patches import small_batch_gemm
 
-    native.load(native.FEW_ROWS, folder, PLAIN)
+    native_build.load(native_build.FEW_ROWS, folder, PLAIN)
     torch.ops.redraft.limit_few_rows(max(ROWS))
     errors = []
     for grid in (random_grid(72, 128, 4), random_grid(72, 128, 8)):
         product = SimpleNamespace(handler_tensor=torch.zeros(1), n=72)
-        form = few_rows.Form(grid, product, torch.float32)
+        form = small_batch_gemm.Form(grid, product, torch.float32)
         x = torch.randn(max(ROWS), 128)
         errors += [error(form.multiply(x[:num]), x[:num] @ grid.floats().T) for num in ROWS]
     return errors
@@ -171,18 +171,18 @@ def layer_of(prefix: str, weight: Tensor) -> nn.Module:
 def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest.MonkeyPatch, tmp_path, limit) -> None:
     from vllm.model_executor.layers import utils
 
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
     stem = "model.layers.0.self_attn"
     parts = {f"{stem}.{part}_proj.weight": random_grid(64, 128, 4, seed) for seed, part in enumerate("qkvo")}
     head = random_grid(512, 128, 8)
-    grids.save({**parts, "model.embed_tokens.weight": head}, tmp_path)
+    quantized_weights.save({**parts, "model.embed_tokens.weight": head}, tmp_path)
     drafting = SimpleNamespace(num_speculative_tokens=8)
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=drafting)
     monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    monkeypatch.setattr(few_rows, "_target", few_rows._Target())
-    few_rows.install()
+    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
+    small_batch_gemm.install()
     qkv, out = stacked([parts[f"{stem}.{part}_proj.weight"] for part in "qkv"]), parts[f"{stem}.o_proj.weight"]
     trained = out.floats().bfloat16() * 2
     layers = {
@@ -197,10 +197,10 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
         layer = layer_of(prefix, weight.clone())
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=prefix != "lm_head")
         assert error(layer.cpu_linear(x, layer.weight, None), x.float() @ weight.float().T) < 0.01
-    assert [form.product.n for form in few_rows._target.forms] == [192, 512]
-    assert [form.in_step for form in few_rows._target.forms] == [True, False]
-    assert few_rows.limit() in {max(9, rows) for rows in few_rows.ROWS}  # measured, on tiny layers
-    few_rows._load.cache_clear()
+    assert [form.product.n for form in small_batch_gemm._target.forms] == [192, 512]
+    assert [form.in_step for form in small_batch_gemm._target.forms] == [True, False]
+    assert small_batch_gemm.limit() in {max(9, rows) for rows in small_batch_gemm.ROWS}  # measured, on tiny layers
+    small_batch_gemm._load.cache_clear()
 
 
 @pytest.mark.engine
@@ -219,36 +219,36 @@ def test_few_rows_read_8_bits_of_a_draft_beside_a_target_with_a_grid(
 ) -> None:
     from vllm.model_executor.layers import utils
 
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    monkeypatch.setattr(few_rows, "_target", few_rows._Target())
-    few_rows.install()
-    assert few_rows._is_built()
-    few_rows._target._set(most)
-    few_rows._target.faster = most
+    monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
+    small_batch_gemm.install()
+    assert small_batch_gemm._is_built()
+    small_batch_gemm._target._set(most)
+    small_batch_gemm._target.faster = most
     x = torch.randn(6, num_inputs).to(dtype)
     for seed in range(2):  # the second is swapped in
         weight = torch.randn(64, num_inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
         layer = layer_of(name, weight.clone())
-        with few_rows.loading_draft():
+        with small_batch_gemm.loading_draft():
             utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         wanted = x.float() @ weight.float().T
         few, many = (error(layer.cpu_linear(x[:num], layer.weight, None), wanted[:num]) for num in (4, 6))
         assert few < 0.01
         assert many < 0.003
         assert (few > many + 0.002) is packed
-    assert few_rows._target.forms == []  # by which the limit is measured
-    assert few_rows.limit() == most
+    assert small_batch_gemm._target.forms == []  # by which the limit is measured
+    assert small_batch_gemm.limit() == most
 
 
 @pytest.mark.engine
 def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
-    few_rows.install()
+    small_batch_gemm.install()
     seen = []
 
     class Drafter(SpecDecodeBaseProposer):
@@ -256,7 +256,7 @@ def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyP
             pass
 
         def _get_model(self) -> nn.Module:
-            seen.append(few_rows._target.loads_draft)
+            seen.append(small_batch_gemm._target.loads_draft)
             raise ValueError("torn")
 
     drafter = Drafter()
@@ -264,20 +264,20 @@ def test_what_vllm_loads_as_a_draft_is_taken_for_one(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="torn"):
         drafter.load_model(nn.Module())
     assert seen == [True]
-    assert not few_rows._target.loads_draft
+    assert not small_batch_gemm._target.loads_draft
 
 
 @pytest.mark.engine
 def test_where_nothing_can_be_compiled_floats_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from models.engines.vllm.patches import few_rows
+    from models.engines.vllm.patches import small_batch_gemm
 
     monkeypatch.setenv("CXX", "no-compiler")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    few_rows._is_built.cache_clear()
+    small_batch_gemm._is_built.cache_clear()
     try:
-        assert not few_rows._is_built()
+        assert not small_batch_gemm._is_built()
         assert "no-compiler" in caplog.text
     finally:
-        few_rows._is_built.cache_clear()
+        small_batch_gemm._is_built.cache_clear()

@@ -1,8 +1,8 @@
 """Products with few rows read a target's weights in the few bits that its file had, on CPUs.
 
 Where few sequences are decoded, a step takes as long as its weights take to be read. A target whose grid lies beside
-its floats (`models/layers/grids.py`) has both in memory: products of few rows read the grid, with the kernel of
-`few_rows.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights.
+its floats (`models/layers/quantized_weights.py`) has both in memory: products of few rows read the grid, with the
+kernel of `small_batch_gemm.cpp`, and those of more rows the floats, with oneDNN's. Both compute with the same weights.
 
 They round differently: 41 to 45% of outputs are another. But the kernel here gives a row the same bits whatever stands
 beside it, so one stream says the same with a draft and without, where it is not timing that chooses. Steps that read a
@@ -44,10 +44,10 @@ from vllm.platforms import current_platform
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from models.engines.vllm import native
+from models.engines.vllm import native_build
 from models.engines.vllm.patches import replace
-from models.layers import grids
-from models.layers.grids import Grid, rounded, stacked
+from models.layers import quantized_weights
+from models.layers.quantized_weights import Grid, rounded, stacked
 
 # Layers that vLLM makes of several, by the last part of their names; and the head, where it is the embeddings.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -80,7 +80,7 @@ class Form:
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's outputs [..., O] for inputs [..., I]."""
         rows, product = x.reshape(-1, self.num_inputs), self.product
-        output: Tensor = torch.ops.redraft.few_rows(
+        output: Tensor = torch.ops.redraft.small_batch_gemm(
             rows, self.packed, self.scales, product.handler_tensor, product.n, self.in_step
         )
         output = output.reshape(*x.shape[:-1], product.n)
@@ -221,11 +221,11 @@ def limit() -> int:
 @cache
 def _is_built() -> bool:
     """Load the kernel; say so if it can't be."""
-    built = native.is_loaded(
-        native.FEW_ROWS, "products of few rows read floats instead of the few bits of the target's file"
+    built = native_build.is_loaded(
+        native_build.FEW_ROWS, "products of few rows read floats instead of the few bits of the target's file"
     )
     if built:
-        torch.library.register_fake("redraft::few_rows", _like)
+        torch.library.register_fake("redraft::small_batch_gemm", _like)
     return built
 
 
@@ -238,7 +238,7 @@ def _draft_grid_of(layer: Any) -> Grid | None:
     weight: Tensor = layer.weight
     if getattr(layer, "prefix", "").endswith(EMBEDDINGS):
         return None  # they are looked up
-    if not _target.faster or weight.dtype != torch.bfloat16 or weight.shape[1] % grids.GROUP:
+    if not _target.faster or weight.dtype != torch.bfloat16 or weight.shape[1] % quantized_weights.GROUP:
         return None
     return rounded(weight)
 
@@ -258,4 +258,4 @@ def _grid_of(layer: Any) -> Grid | None:
 
 @cache
 def _load(directory: Path) -> dict[str, Grid]:
-    return grids.load(directory)
+    return quantized_weights.load(directory)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from models.serving import Limits
-from services.access import Refusal
-from services.turns import Cost, Turn, Turns
+from services.access import RequestError
+from services.fair_queue import Cost, FairQueue, QueuedRequest
 
 ONE = Cost(sequences=1, tokens=100)
 
 
-def turns(max_num_seqs: int = 4, **limits: Any) -> Turns:
-    return Turns(Limits(**limits), max_num_seqs, max_model_len=1000)
+def turns(max_num_seqs: int = 4, **limits: Any) -> FairQueue:
+    return FairQueue(Limits(**limits), max_num_seqs, max_model_len=1000)
 
 
-async def asked(waits: Turns, key: str | None, cost: Cost = ONE) -> "asyncio.Task[Turn]":
+async def asked(waits: FairQueue, key: str | None, cost: Cost = ONE) -> "asyncio.Task[QueuedRequest]":
     """Ask for a turn, which is given at once or waited for."""
     task = asyncio.ensure_future(waits.take(key, cost))
     for _ in range(3):
@@ -46,7 +46,7 @@ def test_one_key_never_takes_all_of_the_engine_and_another_comes_in_at_once() ->
 def test_who_gives_way_is_told_of_the_first_request_and_of_the_last() -> None:
     async def drill() -> None:
         told: list[bool] = []
-        waits = Turns(Limits(), 2, 1000, told.append)
+        waits = FairQueue(Limits(), 2, 1000, told.append)
         first, second, third = [await asked(waits, None) for _ in range(3)]
         assert told == [True]
         first.result().end()
@@ -69,7 +69,7 @@ def test_a_service_without_keys_may_be_taken_whole() -> None:
         assert [task.result().priority for task in asked_for[:4]] == [0, 1, 2, 3]
         assert not any(task.done() for task in asked_for[4:])
         assert waits.cost(None, {"prompt": ["x"] * 4}, 0).sequences == 4
-        with pytest.raises(Refusal, match="too many requests are waiting"):
+        with pytest.raises(RequestError, match="too many requests are waiting"):
             await waits.take(None, ONE)
         for task in asked_for:
             task.cancel()
@@ -151,7 +151,7 @@ def test_what_waits_is_bounded_for_a_key_and_in_all(limits: dict[str, Any], keys
     async def drill() -> None:
         waits = turns(max_num_seqs=1, **limits)
         tasks = [await asked(waits, key) for key in keys]
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestError) as refused:
             await waits.take("flooder", ONE)
         assert refused.value.status == status
         if status == 429:  # others are still taken
@@ -186,6 +186,6 @@ def test_a_request_costs_what_it_may_take(body: dict[str, Any], cost: Cost) -> N
 
 
 def test_more_sequences_than_a_key_may_run_are_refused() -> None:
-    with pytest.raises(Refusal, match="n times the number of prompts is 8; at most 6 run at once") as refused:
+    with pytest.raises(RequestError, match="n times the number of prompts is 8; at most 6 run at once") as refused:
         turns(max_num_seqs=8).cost("key", {"prompt": ["x"] * 4, "n": 2}, 0)
     assert (refused.value.status, refused.value.param) == (400, "n")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.layers.grids import FILE, GROUP, Grid, load, rounded, save, stacked
+from models.layers.quantized_weights import FILE, GROUP, Grid, load, rounded, save, stacked
 from tests.models.layers.published import random_grid
 
 

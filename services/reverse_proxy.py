@@ -20,9 +20,9 @@ from pathlib import Path
 from infra.identity import PR_SET_PDEATHSIG
 from infra.installed import haproxy_binary
 from infra.serving import front_folder
-from services.access import INTERNAL_ERROR, Refusal
+from services.access import INTERNAL_ERROR, RequestError
 from services.config import ServiceConfig
-from services.edge import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
+from services.request_middleware import HEADER_BYTES, HEADER_LINES, LOST, LOST_FRAMES, NO_REPLICA, OVERLOADED
 
 MAX_CONNECTIONS = 4096
 # Of the connections that there may be, one address holds half at most: a proxy before us is one address too.
@@ -31,8 +31,10 @@ OTHER_FILES = 100  # beyond two of a connection
 REWRITE_BYTES = 1024  # of a buffer that holds the headers, for what is added to them
 RESTART_S = 0.5
 START_TIMEOUT_S, POLL_S = 10.0, 0.05
-MALFORMED = Refusal(400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http")
-SLOW = Refusal(504, "the answer took longer than an hour", code="timeout")
+MALFORMED = RequestError(
+    400, "the request is not valid HTTP, or ended before its body was complete", code="malformed_http"
+)
+SLOW = RequestError(504, "the answer took longer than an hour", code="timeout")
 # By the status that HAProxy would answer with: what it says instead.
 ANSWERS = {400: MALFORMED, 500: INTERNAL_ERROR, 502: LOST, 503: NO_REPLICA, 504: SLOW}
 CONFIG = """\
@@ -78,7 +80,7 @@ backend replica
 log = logging.getLogger(__name__)
 
 
-class Front:
+class ReverseProxy:
     """A running HAProxy, which is started again when it ends by itself. Made by `find`.
 
     Attributes:
@@ -101,7 +103,7 @@ class Front:
         self._watch = threading.Thread(target=self._run, name="front", daemon=True)
 
     @classmethod
-    def find(cls, config: ServiceConfig, home: Path) -> "Front | None":
+    def find(cls, config: ServiceConfig, home: Path) -> "ReverseProxy | None":
         """Return what stands before the replica; None is Serve's own proxy.
 
         Raises:
@@ -199,7 +201,7 @@ def _write(config: ServiceConfig, folder: Path, socket: Path) -> Path:
     return file
 
 
-def _write_answer(file: Path, refusal: Refusal) -> None:
+def _write_answer(file: Path, refusal: RequestError) -> None:
     response = refusal.response()
     head = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
     file.write_bytes(b"HTTP/1.1 %d Refused\r\n%b\r\n%b" % (response.status_code, head, bytes(response.body)))

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infra.keys import is_loopback
 from models.serving import Limits
-from services.access import ANSWER_MARK, OPEN_PATHS, Keys, Refusal, known
+from services.access import ANSWER_MARK, OPEN_PATHS, Keys, RequestError, known
 from services.bodies import read_body
 from services.config import read_config
 from services.failures import place_of
@@ -27,10 +27,12 @@ CONFIG_VARIABLE = "SERVICE_CONFIG"
 SERVE_PATHS = "/-/"
 # Of a request, its first line left out.
 HEADER_BYTES, HEADER_LINES = 15 << 10, 64
-NO_REPLICA = Refusal(503, "no replica is running; ask again in a few seconds", code="engine_unavailable")
-TOO_LARGE = Refusal(400, f"at most {HEADER_LINES} headers are taken, of {HEADER_BYTES} bytes", code="headers_too_large")
-OVERLOADED = Refusal(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
-LOST = Refusal(503, "the replica that answered was lost; ask again", code="replica_lost")
+NO_REPLICA = RequestError(503, "no replica is running; ask again in a few seconds", code="engine_unavailable")
+TOO_LARGE = RequestError(
+    400, f"at most {HEADER_LINES} headers are taken, of {HEADER_BYTES} bytes", code="headers_too_large"
+)
+OVERLOADED = RequestError(503, "too many requests are waiting; ask again in a few seconds", code="overloaded")
+LOST = RequestError(503, "the replica that answered was lost; ask again", code="replica_lost")
 LOST_FRAMES = f"data: {json.dumps(LOST.body(), separators=(',', ':'))}\n\ndata: [DONE]\n\n".encode()
 
 log = logging.getLogger(__name__)
@@ -39,10 +41,10 @@ log = logging.getLogger(__name__)
 def middlewares() -> list[Middleware]:
     """Return what Serve puts around its proxy; called by it, see `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     config = read_config(Path(os.environ[CONFIG_VARIABLE]))
-    return [Middleware(Edge, Keys(config.keys, is_loopback(config.settings.host)), config.serve.limits)]
+    return [Middleware(RequestMiddleware, Keys(config.keys, is_loopback(config.settings.host)), config.serve.limits)]
 
 
-class Edge:
+class RequestMiddleware:
     """ASGI middleware: key and headers, then size and time of a body, and an end for every answer."""
 
     def __init__(self, app: ASGIApp, keys: Keys, limits: Limits) -> None:
@@ -60,9 +62,9 @@ class Edge:
             if scope["path"] not in OPEN_PATHS:
                 self._keys.identify(headers, scope["path"])
             if scope["path"].startswith(SERVE_PATHS):
-                raise Refusal(404, "there is no such path")
+                raise RequestError(404, "there is no such path")
             body = await read_body(headers, receive, self._limits)
-        except Refusal as refusal:
+        except RequestError as refusal:
             await refusal.response()(scope, receive, send)
             return
         answer = _Answer(send)

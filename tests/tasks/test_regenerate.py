@@ -25,9 +25,9 @@ from models.learning import answering
 from models.learning.answering import Ask
 from models.learning.hidden import Sample
 from models.precision import fast_dtype
-from models.recipe import Again, Recipe, load_recipe
-from tasks import answer_again as module
-from tasks.answer_again import answer_again, choose, merge
+from models.recipe import Recipe, Regeneration, load_recipe
+from tasks import regenerate as module
+from tasks.regenerate import choose, merge, regenerate
 from tasks.stages.samples import read_samples, write_samples
 from tests.models.drafts.answered import prompts
 
@@ -77,7 +77,7 @@ class Scene:
         self.settings, self.log = settings, QueryLog(settings.querylog)
         self.log.append(rows)
         recipe = load_recipe("tiny")
-        refresh = recipe.refresh.model_copy(update={"again": Again(**{"max_tokens": 10, **again})})
+        refresh = recipe.refresh.model_copy(update={"again": Regeneration(**{"max_tokens": 10, **again})})
         self.recipe: Recipe = recipe.model_copy(update={"refresh": refresh})
         with staged(settings.home / "target") as directory:
             shutil.copytree(target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
@@ -92,7 +92,7 @@ class Scene:
         self.samples = publish(settings.artifacts / "window" / "made", "samples")
 
     def run(self) -> Artifact:
-        return answer_again.fn(self.recipe, self.pair, self.window, self.samples)
+        return regenerate.fn(self.recipe, self.pair, self.window, self.samples)
 
     def said(self, text: list[int], number: int) -> list[int]:
         """What the target goes on with, asked alone."""
@@ -153,12 +153,12 @@ def test_only_the_windows_own_prompts_are_asked_so_many_of_each_domain() -> None
     rows = [row(number) for number in range(8)]
     learnt = [*map(sample, rows), Sample("older", "chat", [5], [6, 7, 8])]
     by_id = {one.id: one for one in rows}
-    chosen = choose(learnt, by_id, Again(max_tokens=10, per_domain=3), seed=0)
+    chosen = choose(learnt, by_id, Regeneration(max_tokens=10, per_domain=3), seed=0)
     assert len(chosen) == 3 and {one.id for one in chosen} <= set(by_id)
-    assert choose(learnt, by_id, Again(max_tokens=4, temperature=None), seed=0) == []  # all were cut there
-    assert len(choose(learnt, by_id, Again(max_tokens=4, temperature=0.5), seed=0)) == 8
+    assert choose(learnt, by_id, Regeneration(max_tokens=4, temperature=None), seed=0) == []  # all were cut there
+    assert len(choose(learnt, by_id, Regeneration(max_tokens=4, temperature=0.5), seed=0)) == 8
     forms = {name: one.model_copy(update={"structured": True}) for name, one in by_id.items()}
-    assert choose(learnt, forms, Again(max_tokens=10, per_domain=3), seed=0) == []
+    assert choose(learnt, forms, Regeneration(max_tokens=10, per_domain=3), seed=0) == []
     longer = learnt[0]._replace(completion_ids=[1, 2, 3])
     beside = learnt[1]._replace(id=f"row-1{AGAIN}")
     assert merge(learnt, [longer, beside]) == [longer, *learnt[1:], beside]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.answers import OnProgress, Written
+from models.answers import OnProgress, RolloutParams
 from models.drafting.drafters import SelfDrafter
 from models.drafting.sampling import draw
 from models.drafts import Draft
@@ -93,7 +93,7 @@ def _up_to(tokens: list[int], stops: frozenset[int]) -> list[int]:
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
-class Rounds:
+class Rollouts:
     """The rounds of one run.
 
     Attributes:
@@ -106,7 +106,7 @@ class Rounds:
         draft: Draft,
         target_dir: Path,
         samples: Sequence[Sample],
-        params: Written,
+        params: RolloutParams,
         num_draft_tokens: int,
         work_dir: Path,
         seed: int,

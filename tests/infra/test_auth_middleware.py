@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from infra.guard import Guard, pages_login, pages_password
+from infra.auth_middleware import AuthMiddleware, pages_login, pages_password
 from infra.processes import Child, answers, free_port, port_is_free, wait_until
 from tests.infra.rows import ROOT
 
 PASSWORD = "the-homes-secret"
 
 
-def ask(guard: Guard, kind: str = "http", path: str = "/", **headers: str) -> tuple[Any, ...]:
+def ask(guard: AuthMiddleware, kind: str = "http", path: str = "/", **headers: str) -> tuple[Any, ...]:
     """Send one request; return its status or the websocket's last word, and the answer's headers."""
     sent: list[dict[str, Any]] = []
 
@@ -45,9 +45,9 @@ def basic(login: str) -> str:
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:4200", "127.0.0.1:4200", "[::1]:4200"])
 def test_the_machines_own_names_pass(host: str) -> None:
-    assert ask(Guard(page), Host=host)[0] == 200
-    assert ask(Guard(page), Host=host, Origin=f"http://{host}")[0] == 200
-    assert ask(Guard(page), "websocket", Host=host)[0] == "websocket.accept"
+    assert ask(AuthMiddleware(page), Host=host)[0] == 200
+    assert ask(AuthMiddleware(page), Host=host, Origin=f"http://{host}")[0] == 200
+    assert ask(AuthMiddleware(page), "websocket", Host=host)[0] == "websocket.accept"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_machines_own_names_pass(host: str) -> None:
     ids=str,
 )
 def test_a_foreign_page_is_refused_whatever_it_knows_and_told_nothing(headers: dict[str, str]) -> None:
-    guard = Guard(page, password=PASSWORD)
+    guard = AuthMiddleware(page, password=PASSWORD)
     status, answered = ask(guard, Authorization=basic(f"redraft:{PASSWORD}"), **headers)
     assert status == 403
     assert b"access-control-allow-origin" not in answered
@@ -73,7 +73,7 @@ def test_a_foreign_page_is_refused_whatever_it_knows_and_told_nothing(headers: d
 
 
 def test_the_secret_is_asked_for_but_where_a_page_says_only_that_it_is_there() -> None:
-    guard, host = Guard(page, password=PASSWORD), {"Host": "localhost"}
+    guard, host = AuthMiddleware(page, password=PASSWORD), {"Host": "localhost"}
     assert ask(guard, Authorization=basic(f"redraft:{PASSWORD}"), **host)[0] == 200
     assert ask(guard, path="/health", **host)[0] == 200
     for sent in ("", "Basic", "Basic ?", basic("redraft:"), basic(f"redraft:{PASSWORD}x"), f"Bearer {PASSWORD}"):
@@ -105,7 +105,7 @@ def test_a_page_has_its_port_before_it_is_loaded_and_answers_there_after(
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW_PAGE)
     monkeypatch.chdir(tmp_path)
-    argv = [sys.executable, "-m", "infra.guard", "--port", str(port := free_port()), "slow:page"]
+    argv = [sys.executable, "-m", "infra.auth_middleware", "--port", str(port := free_port()), "slow:page"]
     environment = {"REDRAFT_HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     with Child.start(argv, environment, tmp_path / "log", "the page") as child:
         wait_until(lambda: "loading" in child.tail(), 60, child, "the page to be loaded")
