@@ -10,14 +10,14 @@ local opened = assert(io.open(file, "rb"))
 local lost = opened:read("a")
 opened:close()
 
-local Guard = {id = "guard", flags = filter.FLT_CFG_FL_HTX}
-Guard.__index = Guard
+local StreamFilter = {id = "guard", flags = filter.FLT_CFG_FL_HTX}
+StreamFilter.__index = StreamFilter
 
-function Guard:new()
-    return setmetatable({}, Guard)
+function StreamFilter:new()
+    return setmetatable({}, StreamFilter)
 end
 
-function Guard:http_headers(txn, message)
+function StreamFilter:http_headers(txn, message)
     if not message:is_resp() then
         return
     end
@@ -27,7 +27,7 @@ function Guard:http_headers(txn, message)
     end
 end
 
-function Guard:http_payload(txn, message)
+function StreamFilter:http_payload(txn, message)
     if message:eom() or message.channel:may_recv() then
         return
     end
@@ -37,4 +37,4 @@ function Guard:http_payload(txn, message)
     end
 end
 
-core.register_filter("guard", Guard, function(guard, arguments) return guard end)
+core.register_filter("guard", StreamFilter, function(guard, arguments) return guard end)
