@@ -1,16 +1,14 @@
 """What a service that runs holds of its home: the lock that says so, its settings, and the folders of its parts."""
 
-import fcntl
 import hashlib
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
+from infra.locks import lock_file
 from infra.settings import Settings
 
 # The model's name in requests.
@@ -21,7 +19,7 @@ MAX_FRONT_DIR = 80
 # Held by the service that runs, with its address in it.
 LOCK = ".service.lock"
 # Who only looks whether the home is served holds the lock for a moment.
-LET_GO_S, POLL_S = 1.0, 0.05
+LET_GO_S = 1.0
 
 
 def config_path(settings: Settings) -> Path:
@@ -36,16 +34,10 @@ def serving(home: Path, url: str) -> Iterator[None]:
     Raises:
         ValueError: it is served already, at the address that the message names.
     """
-    with (home / LOCK).open("a+") as lock:
-        until_s = time.monotonic() + LET_GO_S
-        while not _held(lock, fcntl.LOCK_EX):
-            if time.monotonic() > until_s:
-                raise ValueError(served_by(home))
-            time.sleep(POLL_S)
-        lock.seek(0)
-        lock.truncate()
-        lock.write(url)
-        lock.flush()
+    with lock_file(home / LOCK, wait_s=LET_GO_S) as is_held:
+        if not is_held:
+            raise ValueError(served_by(home))
+        (home / LOCK).write_text(url)
         yield
 
 
@@ -53,8 +45,8 @@ def is_served(home: Path) -> bool:
     """Return whether a service runs on a home."""
     if not (home / LOCK).exists():
         return False
-    with (home / LOCK).open("r") as lock:
-        return not _held(lock, fcntl.LOCK_SH)
+    with lock_file(home / LOCK, shared=True, wait_s=0) as is_held:
+        return not is_held
 
 
 def served_by(home: Path) -> str:
@@ -100,11 +92,3 @@ def _short_folder() -> Path:
         )
     parent.chmod(0o700)
     return parent
-
-
-def _held(lock: IO[str], how: int) -> bool:
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
