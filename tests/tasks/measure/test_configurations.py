@@ -1,5 +1,5 @@
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns
 
 import pytest
 import torch
@@ -81,8 +81,12 @@ QUESTIONS = [Question(id="1", domain="qa", messages=(Message(role="user", conten
 
 
 @pytest.fixture
-def answered(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Artifact, Artifact]:
+def answered(
+    store: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Artifact, Artifact]:
     """The tiny target and its answers, in a home of their own."""
+    (tmp_path / "home").mkdir()
+    copy(store, tmp_path / "home")
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     with staged(tmp_path / "target") as directory:
         copytree(tiny_target, directory, dirs_exist_ok=True, ignore=ignore_patterns("manifest.json"))
