@@ -114,7 +114,7 @@ class VllmEngine:
         engine.unplanned = wanted.why_unplanned() if setup is None else ""
         try:
             log.info("vLLM's model runner is V1, %s", await engine._call("runner"))
-            if num_rows := await engine._call("small_batch_gemm"):
+            if num_rows := await engine._call("small_batch_limit"):
                 why = f"{mode.why}; products of up to {num_rows} generated rows read the few bits of the target's file"
                 engine.mode = mode._replace(why=why)
         except BaseException:

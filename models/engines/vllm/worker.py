@@ -82,7 +82,7 @@ class DraftWorker(Worker):
         return name
 
     @answering
-    def small_batch_gemm(self) -> int:
+    def small_batch_limit(self) -> int:
         """Return up to how many rows products read the grid of the target's weights; 0 if there is none."""
         return small_batch_gemm.limit()
 
