@@ -40,7 +40,7 @@ class Estimate(Frozen):
 class GateParams(Frozen):
     """What a challenger is held to."""
 
-    name: Literal["gate"] = "gate"
+    name: Literal["gate"] = Field("gate", description="the one test that there is")
     floor: float = Field(0.05, ge=0, lt=1, description="share of τ that a domain may lose")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of each domain's one-sided bound")
     num_resamples: int = Field(2000, ge=100, description="bootstrap resamples for each domain's bound")

@@ -95,7 +95,7 @@ import pathlib, time
 print("loading", flush=True)
 while not pathlib.Path("go").exists():
     time.sleep(0.05)
-from tests.infra.test_guard import page
+from tests.infra.test_auth_middleware import page
 """
 
 

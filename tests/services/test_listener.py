@@ -1,4 +1,4 @@
-"""A replica's own server on a Unix socket; test_front.py has HAProxy before it."""
+"""A replica's own server on a Unix socket; test_reverse_proxy.py has HAProxy before it."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""HAProxy before a server of a replica, both real, without Ray; test_edge.py asks the whole service."""
+"""HAProxy before a server of a replica, both real, without Ray; test_request_middleware.py asks the whole service."""
 
 import http.client
 import os

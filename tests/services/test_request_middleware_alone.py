@@ -1,4 +1,4 @@
-"""The layer in front of Serve's proxy, without Serve; test_edge.py asks it over HTTP."""
+"""The layer in front of Serve's proxy, without Serve; test_request_middleware.py asks it over HTTP."""
 
 import asyncio
 import json
