@@ -25,7 +25,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 dog = watchdog.Watchdog(
     lambda: serving.is_served(home),
     lambda why: (home / "why").write_text(why),
-    lambda: memory.Memory(100, int(reading.read_text())),
+    lambda: memory.MemoryUsage(100, int(reading.read_text())),
 )
 with dog.watching():
     print(child.pid, Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip(), flush=True)

@@ -37,4 +37,4 @@ def test_no_method_is_named_where_they_are_compared() -> None:
     tree = ast.parse(Path(together.__file__).read_text())
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     methods = {name for family in catalog.families() for name in catalog.names(family)}
-    assert not words & methods
+    assert words & methods <= {*together.PARTS}  # a part of training has the name of a way to shrink
