@@ -42,7 +42,7 @@ def speed(
         typer.Option("--peer", help="Ask these peers beside plain vLLM; give it once for each. All if left out."),
     ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
-    """B1: tokens/s and latency at one stream, compared with vLLM's own compiled endpoint, transformers, our reference.
+    """Tokens/s and latency at one stream, compared with vLLM's own compiled endpoint, transformers, our reference.
 
     Example: redraft bench speed --prompts 16 --rounds 1 --peer "vLLM with ngram"
     """
@@ -68,7 +68,7 @@ def load(
         typer.Option("--peer", help='vLLM\'s own endpoint too, as vLLM or "vLLM with ngram"; once for each.'),
     ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
-    """B2: throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
+    """Throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
 
     Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2 --peer vLLM
     """
@@ -85,7 +85,7 @@ def swap(
     per_cell: Annotated[int, typer.Option(min=1, help="Swaps per cell, which is measured and kept as a whole.")] = 5,
     concurrency: Concurrency = 4,
 ) -> None:
-    """B4: failures and stalls near a swap under load, compared with no swap and with a restart.
+    """Failures and stalls near a swap under load, compared with no swap and with a restart.
 
     Example: redraft bench swap --swaps 10
     """
@@ -107,7 +107,7 @@ def drift(
     num_back: Annotated[int, typer.Option("--back", min=1, help="Windows of the domain that returns.")] = 1,
     num_prompts: NumPrompts = 100,
 ) -> None:
-    """B3: how soon a draft follows a shift of traffic, and what it forgets, compared with other ways to follow.
+    """How soon a draft follows a shift of traffic, and what it forgets, compared with other ways to follow.
 
     Example: redraft bench drift --data math=gsm8k.jsonl
     """
@@ -149,7 +149,7 @@ def specbench(
     per_cell: Annotated[int, typer.Option(min=1, help="Questions that are measured and kept as a whole.")] = 10,
     max_tokens: Annotated[int, typer.Option(min=4, help="Tokens of an answer, at most.")] = 128,
 ) -> None:
-    """Spec-Bench: ways of drafting in the reference engine, compared with plain decoding, task by task.
+    """Ways of drafting in the reference engine, compared with plain decoding, task by task.
 
     Example: redraft bench specbench --data spec_bench.jsonl --train 5 --temperature 0 --temperature 1 --per-task 10
     """
@@ -195,6 +195,6 @@ def run_benchmark(name: str, recipe: str, output: Path | None, **options: Any) -
     benchmark = import_module(f"tasks.measure.{name}")
     report = benchmark.measure(run, **options)
     typed = " ".join(["redraft", *sys.argv[1:]])
-    publish(report, folder, benchmark.TITLE, benchmark.QUESTION, typed, run.setup)
+    publish(report, folder, name, benchmark.QUESTION, typed, run.setup)
     if report.failures:
         raise RuntimeError("; ".join(report.failures))

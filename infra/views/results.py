@@ -52,7 +52,7 @@ def publish(
     Args:
         report: the outcome.
         folder: of this benchmark or comparison.
-        title: its number, such as "B4".
+        title: its name, such as "swap".
         question: what it answers.
         command: what to type to repeat it.
         setup: commit, device and settings that the figures belong to.

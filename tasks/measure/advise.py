@@ -32,7 +32,7 @@ from tasks.measure.fit import toml
 from tasks.measure.questions import chat_before, read_questions
 from tasks.measure.run import Bar, Run
 
-TITLE, QUESTION = "advise", "which way of drafting does this target want, on this traffic and this machine?"
+QUESTION = "which way of drafting does this target want, on this traffic and this machine?"
 PLAIN, COSTS_FILE = "plain decoding", "costs.json"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 64)

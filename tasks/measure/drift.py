@@ -47,7 +47,7 @@ from tasks.measure.run import Run
 from tasks.select_data import choose_more
 from tasks.stages.teachers import prepare_teachers
 
-TITLE, QUESTION = "B3", "how fast does a draft follow its traffic, and what does it forget?"
+QUESTION = "how fast does a draft follow its traffic, and what does it forget?"
 FROZEN, OURS, ONLINE, SCRATCH, POOL = "frozen", "redraft", "online distillation", "from scratch", "pool"
 WAYS = (FROZEN, OURS, ONLINE, SCRATCH, POOL)
 ONLINE_REQUESTS, ONLINE_RATE = 8, 1e-4

@@ -1,4 +1,4 @@
-"""B2: whether speculation ever loses, at any load and with any draft.
+"""Whether speculation ever loses, at any load and with any draft.
 
 The endpoint is held to itself with speculation off. At each number of streams the same prompts are asked with it on and
 off, in blocks that take turns and change their order from pair to pair; before each block the prefix cache is emptied.
@@ -33,7 +33,7 @@ from tasks.measure.run import Run
 from tasks.measure.stock import BY_BATCH_SIZE, PLAIN, SERVED_DRAFT, Stock, by_batch_size, speculations
 from tasks.promote import open_champions
 
-TITLE, QUESTION = "B2", "does speculation ever lose?"
+QUESTION = "does speculation ever lose?"
 BAD, FIRST, CHAMPION = DRAFTS = ("bad", "first", "champion")
 FLOOR = 0.97  # a line in the picture: below it speculation loses
 NUM_WARM = 24  # of each draft and domain before it is timed: of the first requests most are drafted by the head alone

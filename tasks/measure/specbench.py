@@ -45,7 +45,7 @@ from tasks.measure.run import Bar, Run
 from tasks.promote import open_champions
 from tasks.register import first_samples
 
-TITLE, QUESTION = "Spec-Bench", "which way of drafting is the fastest, task by task?"
+QUESTION = "which way of drafting is the fastest, task by task?"
 PLAIN, ALL = "plain decoding", "all tasks"
 VERDICTS = ("equal", "near-tie", "different")
 TOLD_APART = "equal / near tie / different"

@@ -1,4 +1,4 @@
-"""B1: how fast the served pair is at one stream, against everything that could serve the target instead.
+"""How fast the served pair is at one stream, against everything that could serve the target instead.
 
 The baseline is what a user would run who had no redraft: vLLM's own endpoint, compiled, without a draft. It, the ways
 in which it drafts by itself, the served pair's endpoint and the process of the offline peers follow each other in
@@ -38,7 +38,7 @@ from tasks.measure.run import Bar, Run
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
 
-TITLE, QUESTION = "B1", "is the served pair faster?"
+QUESTION = "is the served pair faster?"
 PAIR, OFF, FIRST = "served pair", "served pair, speculation off", "first draft"
 REFERENCE = "reference"
 OVER_STOCK = ("over_stock", "request_over_stock")

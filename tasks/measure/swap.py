@@ -1,4 +1,4 @@
-"""B4: what a swap costs those who are being answered, against what a restart costs.
+"""What a swap costs those who are being answered, against what a restart costs.
 
 A constant number of clients asks without a pause while the champion alternates between two drafts. Near a swap is
 within a second of it, on both sides, plus what can't be told from outside: the swap's own time and the time between two
@@ -30,7 +30,7 @@ from tasks.measure.endpoint import Endpoint, Load, dump, forgetful
 from tasks.measure.home import register_again
 from tasks.measure.run import Run
 
-TITLE, QUESTION = "B4", "what does a swap cost?"
+QUESTION = "what does a swap cost?"
 NEAR_S = 1.0
 POLL_S = 0.05
 SETTLE_S = 3.0
