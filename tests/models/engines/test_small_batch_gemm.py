@@ -179,7 +179,7 @@ def test_layers_whose_weights_the_grid_holds_have_both_forms(monkeypatch: pytest
     quantized_weights.save({**parts, "model.embed_tokens.weight": head}, tmp_path)
     drafting = SimpleNamespace(num_speculative_tokens=8)
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)), speculative_config=drafting)
-    monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(small_batch_gemm, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setattr(small_batch_gemm, "_target", small_batch_gemm._Target())
     small_batch_gemm.install()
