@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.engines import Sampling
-from models.engines.vllm import Params, linear_kernels
+from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
+from models.engines.vllm.patches import linear_kernels
 from models.evaluation.golden import Golden, equal_output
 from models.params import TrainingParams
 from models.shrink import depth, width
