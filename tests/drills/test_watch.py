@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from infra.artifacts import staged
 from infra.events import DRAFT_TAKEN_BACK
 from infra.processes import Child, wait_until
-from infra.service_process import config_path
+from infra.service_process import last_url
 from infra.settings import Settings
 from infra.watches import TAKEN_BACK, Watch, Watches
 from models.drafting.draft_families import open_draft
@@ -68,8 +68,7 @@ def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_re
     watch = [sys.executable, "-m", "flows.watch", "--recipe", str(recipe)]
     with Child.start(serve, environment, home / "serve.log", "serve") as serving, collecting() as collector:
         wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
-        port = json.loads(config_path(settings).read_text())["port"]
-        served = Served(f"http://127.0.0.1:{port}", home)  # a command would start a process for each look
+        served = Served(last_url(settings), home)  # a command would start a process for each look
         with Child.start(watch, environment, home / "watch.log", "watch") as watching:
             cli.run("promote", str(worse))
             served.wait_for("the swap", lambda status: str(status["draft_version"]) == str(worse), 120)
