@@ -112,10 +112,10 @@ class DraftHistory(Frozen):
             return memory
         return memory.with_refused(failed[0], f"the engine started without it, and not with it, {num_starts} times")
 
-    def postponed(self, patience: "ReconcilerPolicy", now_s: float) -> dict[str, "Postponed"]:
+    def postponed(self, policy: "ReconcilerPolicy", now_s: float) -> dict[str, "Postponed"]:
         """Return the waits of the drafts that the engine did not start with, by label."""
         return {
-            name: Postponed.after(num_starts, "the engine did not start with it", patience, now_s)
+            name: Postponed.after(num_starts, "the engine did not start with it", policy, now_s)
             for name, num_starts in self.failed_starts.items()
         }
 
@@ -136,9 +136,9 @@ class Postponed(NamedTuple):
     due_s: float
 
     @classmethod
-    def after(cls, num_attempts: int, reason: str, patience: "ReconcilerPolicy", now_s: float) -> "Postponed":
+    def after(cls, num_attempts: int, reason: str, policy: "ReconcilerPolicy", now_s: float) -> "Postponed":
         """Return the wait after so many attempts: as long as a probation may take, doubled by each that failed."""
-        wait_s = min(patience.probation_s * 2.0 ** min(num_attempts - 1, 32), MAX_WAIT_S)
+        wait_s = min(policy.probation_s * 2.0 ** min(num_attempts - 1, 32), MAX_WAIT_S)
         return cls(num_attempts, reason, wait_s, now_s + wait_s)
 
     def describe(self, now_s: float) -> str:

@@ -89,10 +89,10 @@ class Reconciler:
         counts: Counter[str],
     ) -> None:
         self.counts = counts
-        self.surroundings = ReplicaHooks()
+        self.hooks = ReplicaHooks()
         self._engine, self._source, self._config = engine, source, config
         self._prompts = GoldenPrompts(engine, goldens, threshold)
-        postponed = memory.postponed(self._patience(), time.monotonic())
+        postponed = memory.postponed(self._policy(), time.monotonic())
         self._state = replace(DraftState.started(boot, memory), postponed=postponed)
         self._trial: asyncio.Task[Event] | None = None
 
@@ -120,7 +120,7 @@ class Reconciler:
         Raises:
             StoreUnavailable: nothing was changed, the last good draft serves.
         """
-        await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.surroundings.num_in_flight()))
+        await self._feed(partial(swap.ticked, now_s=time.monotonic(), in_flight=self.hooks.num_in_flight()))
 
     async def set_speculation(self, on: bool) -> bool:
         """Do what an operator wants, at once; return whether there is speculation, never without a good draft."""
@@ -129,11 +129,11 @@ class Reconciler:
 
     async def _feed(self, event: Event) -> None:
         """Take the step that an event asks for, and all that follows from it."""
-        self._state, actions = event(self._state, self._patience())
+        self._state, actions = event(self._state, self._policy())
         for action in actions:
             await self._do(action)
 
-    def _patience(self) -> ReconcilerPolicy:
+    def _policy(self) -> ReconcilerPolicy:
         serve = self._config.serve
         return ReconcilerPolicy(
             serve.probation.timeout_s, serve.min_swap_interval_s, serve.canary.period_s, serve.canary.max_in_flight
@@ -149,7 +149,7 @@ class Reconciler:
             case swap.Say(text):
                 log.info("%s", text)
             case swap.Tell(event, text):
-                self.surroundings.tell(event, text)
+                self.hooks.tell(event, text)
             case swap.Report():
                 await self._report()
             case swap.Ask():
@@ -244,7 +244,7 @@ class Reconciler:
         params, version = self._config.serve.canary, draft.version
 
         def lost() -> float | None:
-            return lost_on_traffic(version.lineage.tau, self.surroundings.recent(str(version.number)), params)
+            return lost_on_traffic(version.lineage.tau, self.hooks.recent(str(version.number)), params)
 
         finding, text = await self._prompts.look(version.number, self._state.answers, lost, params)
         return partial(swap.checked, finding=finding, text=text, now_s=time.monotonic())

@@ -78,7 +78,7 @@ class Service:
         limits, busy = config.serve.limits, Busy(config.settings.home)
         self.turns = FairQueue(limits, engine_params.max_num_seqs, engine_params.max_model_len, busy.tell)
         engine.llm.merge_streams = config.serve.merge_streams
-        engine.llm.on_finish, engine.llm.wishes_of = self.recorder.finished, self._wishes_of
+        engine.llm.on_finish, engine.llm.options_of = self.recorder.finished, self._options_of
         self._alone, self._doubted = AcceptanceSampler(), frozenset[str]()
         self._num_seeded = 0
         self._started_s = time.monotonic()
@@ -130,7 +130,7 @@ class Service:
             self.background.start("capture", self._capture.run())
         if self.reconciler is not None:
             recent, tell = self.recorder.recent, self._tell
-            self.reconciler.surroundings = ReplicaHooks(lambda: self.admission.in_flight, recent, tell)
+            self.reconciler.hooks = ReplicaHooks(lambda: self.admission.in_flight, recent, tell)
             self.background.start("reconciler", self.reconciler.run())
 
     async def set_speculation(self, on: bool) -> bool:
@@ -204,7 +204,7 @@ class Service:
             await self.reasoning.close()
         await self.engine.close()
 
-    def _wishes_of(self, generation_id: str, params: Any) -> DraftOptions:
+    def _options_of(self, generation_id: str, params: Any) -> DraftOptions:
         """Return how a generation with vLLM's SamplingParams is to be drafted; the engine asks in the event loop."""
         origin = self.recorder.origin_of(generation_id)
         if origin is None:

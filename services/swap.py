@@ -170,10 +170,10 @@ def _in(*phases: Phase) -> Callable[[_Rule[P]], _Rule[P]]:
 
     def of(rule: _Rule[P]) -> _Rule[P]:
         @wraps(rule)
-        def checked(state: DraftState, patience: ReconcilerPolicy, /, *args: P.args, **kwargs: P.kwargs) -> Step:
+        def checked(state: DraftState, policy: ReconcilerPolicy, /, *args: P.args, **kwargs: P.kwargs) -> Step:
             if state.phase not in phases:
                 raise RuntimeError(f"{rule.__name__} can't happen while a replica's draft is {state.phase}")
-            return rule(state, patience, *args, **kwargs)
+            return rule(state, policy, *args, **kwargs)
 
         return checked
 
@@ -186,7 +186,7 @@ TRIALS = (Phase.PROVING, Phase.CHECKING, Phase.TRYING)
 
 
 @_in(*IDLE, Phase.REVERTING)
-def ticked(state: DraftState, patience: ReconcilerPolicy, now_s: float, in_flight: int = 0) -> Step:
+def ticked(state: DraftState, policy: ReconcilerPolicy, now_s: float, in_flight: int = 0) -> Step:
     """It is time for a look, while so many requests are being answered; times are on the monotonic clock."""
     if state.phase is Phase.REVERTING:
         return Step(state, (PutBack(), Report()))
@@ -194,16 +194,16 @@ def ticked(state: DraftState, patience: ReconcilerPolicy, now_s: float, in_fligh
     if state.phase is Phase.UNPROVEN and state.wanted and state.is_due(_present(serving).version, now_s):
         return Step(replace(state, phase=Phase.PROVING), (Prove(_present(serving)), *LOOK))
     if state.phase is Phase.SERVING and state.check_s is None:
-        return Step(_check_later(state, now_s, patience), LOOK)
+        return Step(_check_later(state, now_s, policy), LOOK)
     if state.phase is Phase.SERVING and state.check_s is not None and state.wanted and state.answers:
-        waits = in_flight > patience.canary_max_in_flight and now_s < state.check_s + patience.canary_period_s
+        waits = in_flight > policy.canary_max_in_flight and now_s < state.check_s + policy.canary_period_s
         if now_s >= state.check_s and not waits:
             return Step(replace(state, phase=Phase.CHECKING), (Check(_present(serving)), *LOOK))
     return Step(state, LOOK)
 
 
 @_in(*Phase)
-def switched(state: DraftState, patience: ReconcilerPolicy, on: bool) -> Step:
+def switched(state: DraftState, policy: ReconcilerPolicy, on: bool) -> Step:
     """An operator wants speculation on or off.
 
     A trial is called off; switched on again, it decides itself when is drafted, and `called_off` does once it ended.
@@ -215,7 +215,7 @@ def switched(state: DraftState, patience: ReconcilerPolicy, on: bool) -> Step:
 
 
 @_in(*IDLE, Phase.REVERTING)
-def named(state: DraftState, patience: ReconcilerPolicy, champion: Version | None, now_s: float) -> Step:
+def named(state: DraftState, policy: ReconcilerPolicy, champion: Version | None, now_s: float) -> Step:
     """The registry named its champion, or that there is none; the last good draft is put back first."""
     if state.phase is Phase.REVERTING:
         return Step(state)
@@ -236,13 +236,13 @@ def named(state: DraftState, patience: ReconcilerPolicy, champion: Version | Non
     known = label(champion) in state.refused or (serving is not None and label(champion) == label(serving))
     if known or not state.wanted or state.replacement is not None:
         return Step(state, cleared)
-    if state.swapped_s is not None and now_s - state.swapped_s < patience.min_swap_interval_s:
+    if state.swapped_s is not None and now_s - state.swapped_s < policy.min_swap_interval_s:
         return Step(state, (*cleared, Count("deferred")))
     return Step(state, (*cleared, Fetch(champion)) if state.is_due(champion, now_s) else cleared)
 
 
 @_in(*SWAPPABLE)
-def fetched(state: DraftState, patience: ReconcilerPolicy, draft: Loaded, now_s: float) -> Step:
+def fetched(state: DraftState, policy: ReconcilerPolicy, draft: Loaded, now_s: float) -> Step:
     """A champion's files are here, good, and can be swapped in."""
     if not state.wanted:  # it was switched off meanwhile
         return Step(state)
@@ -250,7 +250,7 @@ def fetched(state: DraftState, patience: ReconcilerPolicy, draft: Loaded, now_s:
 
 
 @_in(*IDLE)
-def unfit(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str) -> Step:
+def unfit(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str) -> Step:
     """A champion is another target's, so another service may want it."""
     left = {**state.unfit, label(version): reason}
     return Step(replace(state, unfit=left), (Count("unfit", f"draft {version.number} does not fit: {reason}"),))
@@ -258,7 +258,7 @@ def unfit(state: DraftState, patience: ReconcilerPolicy, version: Version, reaso
 
 @_in(*IDLE)
 def needs_replica(
-    state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, goes_back: bool = False
+    state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, goes_back: bool = False
 ) -> Step:
     """A champion is sound, and only an engine that was started with it can serve it.
 
@@ -277,19 +277,19 @@ def needs_replica(
 
 
 @_in(*SWAPPABLE)
-def no_room(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
+def no_room(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """A champion is sound, and there is too little memory to load it beside the draft that serves."""
-    return _postpone(state, patience, version, reason, now_s)
+    return _postpone(state, policy, version, reason, now_s)
 
 
 @_in(Phase.TRYING)
-def swapped(state: DraftState, patience: ReconcilerPolicy, swap_ms: float) -> Step:
+def swapped(state: DraftState, policy: ReconcilerPolicy, swap_ms: float) -> Step:
     """The engine took the candidate."""
     return Step(replace(state, swap_ms=swap_ms), (Count("swaps"),))
 
 
 @_in(Phase.PROVING, Phase.TRYING)
-def passed(state: DraftState, patience: ReconcilerPolicy, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
+def passed(state: DraftState, policy: ReconcilerPolicy, proof: Proof, answers: tuple[Answer, ...] = ()) -> Step:
     """The draft on probation showed what it had to, in these answers."""
     version = (draft := _present(state.candidate or state.serving)).version
     state = replace(
@@ -310,11 +310,11 @@ def passed(state: DraftState, patience: ReconcilerPolicy, proof: Proof, answers:
 
 
 @_in(*IDLE, Phase.PROVING, Phase.TRYING)
-def failed(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
+def failed(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """A draft has a fault of its own, in its files or on probation; the registry is told now or at a later tick."""
     on_trial = state.phase in TRIALS
     if on_trial and state.fault is not None:
-        return undecided(state, patience, reason, now_s)
+        return undecided(state, policy, reason, now_s)
     memory = state.memory.with_refused(version, reason)
     state = replace(state, memory=memory, postponed=without(state.postponed, version))
     told = (Count("refused", f"draft {version.number} is refused: {reason}"), Remember(), Report())
@@ -326,23 +326,23 @@ def failed(state: DraftState, patience: ReconcilerPolicy, version: Version, reas
 
 
 @_in(*TRIALS)
-def undecided(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
+def undecided(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
     """The draft on trial could not be judged; the trial may have ended with speculation off."""
     if state.phase is Phase.TRYING:
-        return _give_up_for_now(state, patience, reason, now_s)
+        return _give_up_for_now(state, policy, reason, now_s)
     if state.phase is Phase.PROVING and state.fault is not None:
-        return _pass_over_serving(state, patience, reason, now_s)
+        return _pass_over_serving(state, policy, reason, now_s)
     if state.phase is Phase.PROVING:
-        state, actions = _postpone(state, patience, _present(state.serving).version, reason, now_s)
+        state, actions = _postpone(state, policy, _present(state.serving).version, reason, now_s)
         state = replace(state, phase=Phase.UNPROVEN)
         return Step(state, (SetSpeculation(state.speculates), *actions))
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, patience)
+    state = _check_later(replace(state, phase=Phase.SERVING), now_s, policy)
     text = f"the canary prompts were not answered: {reason}"
     return Step(state, (SetSpeculation(state.speculates), Count("canaries_undecided", text)))
 
 
 @_in(*TRIALS)
-def called_off(state: DraftState, patience: ReconcilerPolicy) -> Step:
+def called_off(state: DraftState, policy: ReconcilerPolicy) -> Step:
     """A probation or a canary was ended, because an operator wants speculation off."""
     if state.phase is Phase.TRYING:
         return Step(replace(state, phase=Phase.REVERTING, candidate=None), (Count("called_off"), PutBack()))
@@ -351,11 +351,11 @@ def called_off(state: DraftState, patience: ReconcilerPolicy) -> Step:
 
 
 @_in(Phase.CHECKING)
-def checked(state: DraftState, patience: ReconcilerPolicy, finding: Finding, text: str, now_s: float) -> Step:
+def checked(state: DraftState, policy: ReconcilerPolicy, finding: Finding, text: str, now_s: float) -> Step:
     """The canary prompts were answered by the draft that serves; the look may have ended with speculation off."""
     if finding is Finding.PAIR:
-        return _reload(state, patience, text, now_s)
-    state = _check_later(replace(state, phase=Phase.SERVING), now_s, patience)
+        return _reload(state, policy, text, now_s)
+    state = _check_later(replace(state, phase=Phase.SERVING), now_s, policy)
     state = replace(state, fault=text if finding is Finding.TARGET else None)
     done: tuple[Action, ...] = (SetSpeculation(state.speculates), Count("canaries"))
     if finding is Finding.FELL:
@@ -366,7 +366,7 @@ def checked(state: DraftState, patience: ReconcilerPolicy, finding: Finding, tex
 
 
 @_in(Phase.REVERTING)
-def restored(state: DraftState, patience: ReconcilerPolicy, draft: Loaded) -> Step:
+def restored(state: DraftState, policy: ReconcilerPolicy, draft: Loaded) -> Step:
     """A good draft was put back; it is proven again unless it was here."""
     same = state.serving is not None and label(state.serving.version) == label(draft.version)
     proof, answers = (state.proof, state.answers) if same else (None, ())
@@ -375,13 +375,13 @@ def restored(state: DraftState, patience: ReconcilerPolicy, draft: Loaded) -> St
 
 
 @_in(Phase.REVERTING)
-def exhausted(state: DraftState, patience: ReconcilerPolicy) -> Step:
+def exhausted(state: DraftState, policy: ReconcilerPolicy) -> Step:
     """No good draft could be put back."""
     return Step(_off(state, "no good draft"), (SetSpeculation(False),))
 
 
 @_in(Phase.REVERTING)
-def late(state: DraftState, patience: ReconcilerPolicy) -> Step:
+def late(state: DraftState, policy: ReconcilerPolicy) -> Step:
     """The last good draft was not put back in time."""
     text = "the last good draft is not back in time; speculation is off until it is"
     state = replace(state, fallback="the last good draft is being put back")
@@ -389,7 +389,7 @@ def late(state: DraftState, patience: ReconcilerPolicy) -> Step:
 
 
 @_in(Phase.UNPROVEN, Phase.SERVING)
-def quarantined(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str) -> Step:
+def quarantined(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str) -> Step:
     """Somebody found the served draft bad; `version` is what the registry holds under its number now."""
     memory = state.memory.with_refused(version, reason).with_reported(label(version))
     state = replace(_off(state, f"draft {version.number} was quarantined"), memory=memory)
@@ -397,45 +397,45 @@ def quarantined(state: DraftState, patience: ReconcilerPolicy, version: Version,
 
 
 @_in(*IDLE, Phase.REVERTING)
-def reported(state: DraftState, patience: ReconcilerPolicy, name: str) -> Step:
+def reported(state: DraftState, policy: ReconcilerPolicy, name: str) -> Step:
     """The registry knows of a refusal, by its version's label."""
     return Step(replace(state, memory=state.memory.with_reported(name)), (Remember(),))
 
 
-def _postpone(state: DraftState, patience: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
+def _postpone(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
     """Note that a version could not be loaded or judged."""
     before = state.postponed.get(label(version))
     num_attempts = 1 if before is None else before.num_attempts + 1
-    postponed = Postponed.after(num_attempts, reason, patience, now_s)
+    postponed = Postponed.after(num_attempts, reason, policy, now_s)
     state = replace(state, postponed={**state.postponed, label(version): postponed})
     return Step(state, (Count("postponed", f"draft {version.number} is postponed: {postponed.describe(now_s)}"),))
 
 
-def _give_up_for_now(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
+def _give_up_for_now(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
     version = _present(state.candidate or state.serving).version
-    state, actions = _postpone(state, patience, version, reason, now_s)
+    state, actions = _postpone(state, policy, version, reason, now_s)
     return Step(replace(state, phase=Phase.REVERTING, candidate=None), (*actions, Count("reverts"), PutBack()))
 
 
-def _pass_over_serving(state: DraftState, patience: ReconcilerPolicy, reason: str, now_s: float) -> Step:
-    state, actions = _give_up_for_now(state, patience, reason, now_s)
+def _pass_over_serving(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
+    state, actions = _give_up_for_now(state, policy, reason, now_s)
     return Step(replace(state, serving=None, proof=None, answers=()), (SetSpeculation(False), *actions))
 
 
-def _reload(state: DraftState, patience: ReconcilerPolicy, text: str, now_s: float) -> Step:
+def _reload(state: DraftState, policy: ReconcilerPolicy, text: str, now_s: float) -> Step:
     """Load the draft that broke again or, if it was, the last good one before it."""
     broken = _present(state.serving).version
     again = state.reloaded == label(broken)
     state = replace(state, fault=text, reloaded=label(broken), proof=None, answers=())
     said = (Count("canaries"), Count("broken_pairs", text), Tell(PAIR_BROKE, text))
     if again:
-        state, actions = _pass_over_serving(state, patience, text, now_s)
+        state, actions = _pass_over_serving(state, policy, text, now_s)
         return Step(state, (*actions, *said))
     return Step(replace(state, phase=Phase.REVERTING), (SetSpeculation(False), PutBack(), *said))
 
 
-def _check_later(state: DraftState, now_s: float, patience: ReconcilerPolicy) -> DraftState:
-    return replace(state, check_s=now_s + patience.canary_period_s)
+def _check_later(state: DraftState, now_s: float, policy: ReconcilerPolicy) -> DraftState:
+    return replace(state, check_s=now_s + policy.canary_period_s)
 
 
 def _off(state: DraftState, reason: str) -> DraftState:

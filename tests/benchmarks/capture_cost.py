@@ -53,10 +53,12 @@ class Asker:
         async def one(number: int, prompt: list[int]) -> None:
             nonlocal num_tokens
             name = f"{begun}-{number}"
-            wishes = DraftOptions("head", "chat", capture=name if capture else "")
+            draft_options = DraftOptions("head", "chat", capture=name if capture else "")
             sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
             async with gate:
-                async for output in self._engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, wishes):
+                async for output in self._engine.llm.generate(
+                    {"prompt_token_ids": prompt}, sampling, name, draft_options
+                ):
                     last = output
             num_tokens += len(last.outputs[0].token_ids)
 

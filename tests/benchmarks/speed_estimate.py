@@ -50,7 +50,7 @@ def prompts_of(data: Path, target: Path, count: int) -> dict[str, list[list[int]
 
 
 async def ask(
-    engine: VllmEngine, prompts: Sequence[list[int]], wishes: DraftOptions, streams: int, num_tokens: int
+    engine: VllmEngine, prompts: Sequence[list[int]], draft_options: DraftOptions, streams: int, num_tokens: int
 ) -> dict[str, Decoded]:
     """Ask all prompts; return what each answer took, first token included, by its place."""
     gate = asyncio.Semaphore(streams)
@@ -58,8 +58,8 @@ async def ask(
     async def one(place: int, prompt: list[int]) -> Completion:
         async with gate:
             sampling = SamplingParams(max_tokens=num_tokens, temperature=0)
-            name = f"{wishes.drafting}-{time.monotonic()}-{place}"
-            async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, wishes):
+            name = f"{draft_options.drafting}-{time.monotonic()}-{place}"
+            async for output in engine.llm.generate({"prompt_token_ids": prompt}, sampling, name, draft_options):
                 last: Any = output
             completion: Completion = last.completion
             return completion
@@ -90,9 +90,11 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                 blocks = []
                 for number in tqdm(range(given.rounds), f"{streams} streams, {domain}", mininterval=5):
                     pair = {}
-                    for wishes in (on, off) if number % 2 == 0 else (off, on):
+                    for draft_options in (on, off) if number % 2 == 0 else (off, on):
                         await engine.llm.reset_prefix_cache()
-                        pair[wishes.drafting] = await ask(engine, of_domain, wishes, streams, given.tokens)
+                        pair[draft_options.drafting] = await ask(
+                            engine, of_domain, draft_options, streams, given.tokens
+                        )
                     blocks.append((pair["auto"], pair["off"]))
                 ratio = compare_blocks(blocks)
                 row = {

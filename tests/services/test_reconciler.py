@@ -1043,7 +1043,7 @@ def checked(world: World) -> World:
     world.boot(canary=canary, probation=Probation(timeout_s=60, num_prompts=6))
     world.engine.accepts = 2
     world.traffic = traffic(2)
-    world.loop.surroundings = ReplicaHooks(
+    world.loop.hooks = ReplicaHooks(
         recent=lambda draft: world.traffic, tell=lambda event, text: world.told.append(event)
     )
     world.tick()

@@ -156,8 +156,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = {"prompt_token_ids": list(prompt_ids)}
-        wishes = DraftOptions(sampling.drafting, piece=sampling.piece)
-        async for output in self.llm.generate(prompt, wanted, request_id, wishes, priority=sampling.priority):
+        draft_options = DraftOptions(sampling.drafting, piece=sampling.piece)
+        async for output in self.llm.generate(prompt, wanted, request_id, draft_options, priority=sampling.priority):
             last: Any = output
             if on_first_token is not None:
                 on_first_token()

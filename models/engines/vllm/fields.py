@@ -2,7 +2,7 @@
 
 | of vLLM's | carries | from | to |
 |---|---|---|---|
-| `SamplingParams.extra_args[WISHES]` | `DraftOptions` | `tap` | scheduler and proposer |
+| `SamplingParams.extra_args[OPTIONS]` | `DraftOptions` | `tap` | scheduler and proposer |
 | `VllmConfig.additional_config` | `Setup`, or `WithParent` alone | engine | scheduler and workers |
 | `SchedulerOutput.num_spec_tokens_to_schedule`, vLLM's K | `StepPlan` | scheduler | proposer |
 | `DraftTokenIds.draft_token_ids` | `Row`s, packed | proposer | scheduler |
@@ -31,7 +31,7 @@ from models.throughput.cost import Cost
 from models.types import ThroughputEstimate
 
 # A request's wishes.
-WISHES = "redraft"
+OPTIONS = "redraft"
 # Of an output: the step that it comes from, and what the planner expects.
 STEP, PACE, SPEED = "redraft_step", "redraft_pace", "redraft_speed"
 # All that the scheduler told of a request so far, and its steps in that.
@@ -78,9 +78,11 @@ class DraftOptions(NamedTuple):
     def of(cls, sampling_params: Any) -> "DraftOptions":
         """Return what a request's sampling parameters carry."""
         extra = getattr(sampling_params, "extra_args", None) or {}
-        if not isinstance(wishes := extra.get(WISHES, cls()), cls):
-            wishes = extra[WISHES] = cls(*wishes)  # it travelled as a list, and is asked for several times a step
-        return wishes
+        if not isinstance(draft_options := extra.get(OPTIONS, cls()), cls):
+            draft_options = extra[OPTIONS] = cls(
+                *draft_options
+            )  # it travelled as a list, and is asked for several times a step
+        return draft_options
 
 
 class Passes(NamedTuple):

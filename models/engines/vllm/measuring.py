@@ -25,7 +25,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from models.engines.vllm import Params, native_build
-from models.engines.vllm.fields import MEASURE, WISHES, DraftOptions
+from models.engines.vllm.fields import MEASURE, OPTIONS, DraftOptions
 from models.engines.vllm.planning import cycles, turns
 from models.types import Frozen
 
@@ -131,12 +131,12 @@ async def measure(engine: "VllmEngine") -> None:
         return
     for number in range(NUM_ROUNDS):
         for num, num_cycles in cycles(engine.llm.vllm_config.scheduler_config.max_num_seqs).items():
-            wishes, num_steps = (
+            draft_options, num_steps = (
                 DraftOptions(MEASURE, domain=str(num)),
                 num_cycles * len(turns(num, setup.lookup.num_tokens)),
             )
             name = f"measure-{number}-{num}"  # the first token is read off the prompt
-            await asyncio.gather(*(_answer(engine, wishes, num_steps + 1, f"{name}-{at}") for at in range(num)))
+            await asyncio.gather(*(_answer(engine, draft_options, num_steps + 1, f"{name}-{at}") for at in range(num)))
 
 
 async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:
@@ -145,12 +145,12 @@ async def _plain_ms(engine: "VllmEngine", request_id: str) -> float:
     return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)
 
 
-async def _answer(engine: "VllmEngine", wishes: DraftOptions, num_tokens: int, request_id: str) -> list[float]:
+async def _answer(engine: "VllmEngine", draft_options: DraftOptions, num_tokens: int, request_id: str) -> list[float]:
     """Return when each output came; nobody is told of the request."""
     most = engine.llm.vllm_config.model_config.max_model_len // 2
     prompt = TokensPrompt(prompt_token_ids=[1] * min(NUM_PROMPT_TOKENS, most))
     wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    wanted.extra_args = {WISHES: wishes}
+    wanted.extra_args = {OPTIONS: draft_options}
     return [time.monotonic() async for _ in AsyncLLM.generate(engine.llm, prompt, wanted, request_id)]
 
 

@@ -72,7 +72,7 @@ class RequestState:
         fits: it has not come to the end of the draft's context; else only look-up drafts for it.
     """
 
-    wishes: DraftOptions
+    draft_options: DraftOptions
     whole: bool
     choice: Choice = "greedy"
     name: str = ""
@@ -111,11 +111,11 @@ class Planner:
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
 
-    def num_kept(self, wishes: DraftOptions, whole: bool) -> int:
+    def num_kept(self, draft_options: DraftOptions, whole: bool) -> int:
         """Return how many tokens of the head's proposal are to be verified for a sequence."""
-        if wishes.drafting == "auto":
-            return self.drafting.plan.num_kept(wishes.domain, "head", whole=whole)
-        return self._setup.num_draft_tokens if wishes.drafting == "head" else 0
+        if draft_options.drafting == "auto":
+            return self.drafting.plan.num_kept(draft_options.domain, "head", whole=whole)
+        return self._setup.num_draft_tokens if draft_options.drafting == "head" else 0
 
     @property
     def pace(self) -> PlannedThroughput | None:
@@ -133,21 +133,25 @@ class Planner:
 
     def next(self, asked: Sequence[RequestState]) -> StepPlan:
         """Return how the sequences of a step are drafted after it."""
-        setup, wishes = self._setup, [one.wishes for one in asked]
-        self._measuring = wishes[0].domain if wishes and all(wish.drafting == MEASURE for wish in wishes) else ""
+        setup, draft_options = self._setup, [one.draft_options for one in asked]
+        self._measuring = (
+            draft_options[0].domain if draft_options and all(wish.drafting == MEASURE for wish in draft_options) else ""
+        )
         if self._measuring:
-            return self._measured_step(len(wishes), all(one.fits for one in asked))
+            return self._measured_step(len(draft_options), all(one.fits for one in asked))
         choices = {one.choice for one in asked}
         self._choice = next((choice for choice in DEAREST if choice in choices), "greedy")
-        self._promise(wishes)
+        self._promise(draft_options)
         num_read = sum(one.num_read for one in asked)
         self._read += PROMPTS_RATE * (num_read - self._read)
         self._emitted += PROMPTS_RATE * (self._num_emitted - self._emitted)
         self._num_emitted = 0
-        lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in wishes}}
-        planned = [one for one in asked if one.wishes.drafting == "auto"]
+        lookups = {domain: self._acceptance.lookups(domain) for domain in {wish.domain for wish in draft_options}}
+        planned = [one for one in asked if one.draft_options.drafting == "auto"]
         drafted = [one for one in planned if one.fits] or planned  # what is only looked up follows the others' plan
-        running = [SequenceState(one.wishes.domain, lookups[one.wishes.domain], one.whole) for one in drafted]
+        running = [
+            SequenceState(one.draft_options.domain, lookups[one.draft_options.domain], one.whole) for one in drafted
+        ]
         plan, num_looked_up = Plan(0, skip=True), 0
         if running:
             most = setup.num_draft_tokens
@@ -171,10 +175,12 @@ class Planner:
     def _passes(self, asked: Sequence[RequestState], plan: Plan) -> tuple[Passes, ...]:
         """Return which passes are made: over those that need them, or over all together where that takes no longer."""
         limit, fitting = self._setup.num_draft_tokens, [one for one in asked if one.fits]
-        alone = frozenset(one.name for one in fitting if one.wishes.drafting == "head")
+        alone = frozenset(one.name for one in fitting if one.draft_options.drafting == "head")
         others = [one for one in fitting if one.name not in alone]
         if plan.settled == 0 and plan.num_passes:  # it explores, and what lacks keys would teach too little
-            others = [one for one in others if one.whole or plan.num_kept(one.wishes.domain, "head", whole=False)]
+            others = [
+                one for one in others if one.whole or plan.num_kept(one.draft_options.domain, "head", whole=False)
+            ]
         over = None if len(fitting) == len(asked) else frozenset(one.name for one in fitting)
         together = Passes(limit if alone else plan.num_passes, over)
         apart = [Passes(limit, alone)] if alone else []
@@ -190,19 +196,19 @@ class Planner:
         pass_ms = self._cost.pass_ms(num_sequences if passes.names is None else len(passes.names))
         return passes_made(max(passes.num, 1), self._setup.one_pass) * (pass_ms or 0.0)
 
-    def verified(self, wishes: DraftOptions, row: Row, num_accepted: int, whole: bool) -> None:
+    def verified(self, draft_options: DraftOptions, row: Row, num_accepted: int, whole: bool) -> None:
         """Take what was accepted of a row; `whole` says whether the sequence has all of the draft's keys."""
         self._num_emitted += num_accepted + 1
         source: Source = "lookup" if row.looked_up else "head"
         num_drafted = len(row.token_ids)
-        if num_drafted and wishes.drafting != MEASURE:
+        if num_drafted and draft_options.drafting != MEASURE:
             num_accepted = min(num_accepted, num_drafted)
-            self._acceptance.see(wishes.domain, source, num_drafted, num_accepted, row.match, whole)
+            self._acceptance.see(draft_options.domain, source, num_drafted, num_accepted, row.match, whole)
 
-    def looked_up(self, wishes: DraftOptions, row: Row) -> None:
+    def looked_up(self, draft_options: DraftOptions, row: Row) -> None:
         """Take what look-up found for a sequence."""
-        if wishes.drafting == "auto" and self.drafting.num_looked_up:
-            self._acceptance.see_lookup(wishes.domain, row.match, row.num_found)
+        if draft_options.drafting == "auto" and self.drafting.num_looked_up:
+            self._acceptance.see_lookup(draft_options.domain, row.match, row.num_found)
 
     def took(self, step: Step, rows: Iterable[Row] | None) -> None:
         """Take a step; `rows` were drafted after it, None where nothing was."""
@@ -247,9 +253,9 @@ class Planner:
         else:
             self._save("greedy")
 
-    def _promise(self, wishes: Iterable[DraftOptions]) -> None:
+    def _promise(self, draft_options: Iterable[DraftOptions]) -> None:
         """Start anew where another draft was swapped in, with what it promises in the domains that ask."""
-        for wish in wishes:
+        for wish in draft_options:
             if wish.num_swaps > self._num_swaps:
                 self._num_swaps = wish.num_swaps
                 self._promised.clear()

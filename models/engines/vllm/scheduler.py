@@ -70,7 +70,9 @@ class TracingScheduler(Scheduler):
                 self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
-        pieces = [wishes.piece for one in unread if (wishes := DraftOptions.of(one.sampling_params)).piece]
+        pieces = [
+            draft_options.piece for one in unread if (draft_options := DraftOptions.of(one.sampling_params)).piece
+        ]
         self.scheduler_config.long_prefill_token_threshold = min(pieces, default=self._longest_piece)
         output: Any = super().schedule(*args, **options)
         if self.draft_keys is not None:
@@ -103,10 +105,10 @@ class TracingScheduler(Scheduler):
                 request = self.requests.get(name)
                 if request is None or request.is_prefill_chunk:
                     continue
-                wishes = DraftOptions.of(request.sampling_params)
-                self.planner.looked_up(wishes, rows[place])
+                draft_options = DraftOptions.of(request.sampling_params)
+                self.planner.looked_up(draft_options, rows[place])
                 if not rows[place].looked_up:
-                    most = self.planner.num_kept(wishes, GAPS not in request.__dict__)
+                    most = self.planner.num_kept(draft_options, GAPS not in request.__dict__)
                     rows[place] = rows[place]._replace(token_ids=rows[place].token_ids[:most])
                 request.__dict__[ROW] = rows[place]
             draft_token_ids.draft_token_ids = [row.token_ids for row in rows]
@@ -269,9 +271,9 @@ def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for request, before in seen:
         if (
-            wishes := DraftOptions.of(request.sampling_params)
+            draft_options := DraftOptions.of(request.sampling_params)
         ).drafting == "auto":  # others say nothing of what is fastest
-            num, tokens, spared = parts.get(wishes.domain, (0, 0, 0))
+            num, tokens, spared = parts.get(draft_options.domain, (0, 0, 0))
             emitted = request.num_output_tokens - before
-            parts[wishes.domain] = Part(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
+            parts[draft_options.domain] = Part(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
     return parts

@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from models import catalog
 from models.engines import Completion, Rules, Way
 from models.engines.vllm import patches
-from models.engines.vllm.fields import PACE, SPEED, STEPS, STRUCTURED, TOLD, WISHES, DraftOptions, PlannedThroughput
+from models.engines.vllm.fields import OPTIONS, PACE, SPEED, STEPS, STRUCTURED, TOLD, DraftOptions, PlannedThroughput
 from models.engines.vllm.grammars import Grammars
 from models.types import Speed
 
@@ -23,7 +23,7 @@ from models.types import Speed
 MOST_MERGED = 4
 
 OnFinish = Callable[[Completion, SamplingParams], None]
-WishesOf = Callable[[str, SamplingParams], DraftOptions]
+OptionsOf = Callable[[str, SamplingParams], DraftOptions]
 
 
 class EngineEnded(GracefulHTTPError):
@@ -52,11 +52,11 @@ class InstrumentedLLM(AsyncLLM):
         merge_streams: requests that run for each further token that an event of a streamed answer waits for; 0 never
             waits.
         num_swaps: drafts that were swapped in.
-        wishes_of: is asked by a request's id and parameters; without it each is drafted as the engine finds it fastest.
+        options_of: is asked by a request's id and parameters; without it each is drafted as the engine finds fastest.
     """
 
     on_finish: OnFinish | None = None
-    wishes_of: WishesOf | None = None
+    options_of: OptionsOf | None = None
     draft_version: str = ""
     speculating: bool = False
     rules: Rules
@@ -98,10 +98,10 @@ class InstrumentedLLM(AsyncLLM):
         prompt: Any,
         sampling_params: SamplingParams,
         request_id: str,
-        wishes: DraftOptions | None = None,
+        draft_options: DraftOptions | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See the base class; what a client put where `wishes` travel is overwritten.
+        """See the base class; what a client put where `draft_options` travel is overwritten.
 
         Raises:
             VLLMValidationError: what constrains the answer is refused, or leads nowhere.
@@ -110,14 +110,18 @@ class InstrumentedLLM(AsyncLLM):
         """
         if self.grammars is not None and sampling_params.structured_outputs is not None:
             await self.grammars.require(sampling_params.structured_outputs)
-        if wishes is None:
-            wishes = DraftOptions("auto") if self.wishes_of is None else self.wishes_of(request_id, sampling_params)
+        if draft_options is None:
+            draft_options = (
+                DraftOptions("auto") if self.options_of is None else self.options_of(request_id, sampling_params)
+            )
         if sampling_params.structured_outputs is not None:  # a grammar takes away what was drafted against it
-            wishes = wishes._replace(domain=f"{wishes.domain}/{STRUCTURED}", promised=0.0)
-        wishes = wishes._replace(num_swaps=self.num_swaps, capture=wishes.capture if sampling_params.n == 1 else "")
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), WISHES: wishes}
+            draft_options = draft_options._replace(domain=f"{draft_options.domain}/{STRUCTURED}", promised=0.0)
+        draft_options = draft_options._replace(
+            num_swaps=self.num_swaps, capture=draft_options.capture if sampling_params.n == 1 else ""
+        )
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), OPTIONS: draft_options}
         self._merge(sampling_params)
-        tap = _Tap(request_id, sampling_params, wishes, self)
+        tap = _Tap(request_id, sampling_params, draft_options, self)
         several = sampling_params.n > 1  # which share one stream, so there is no single one to tell of
         self._num_running += 1
         try:
@@ -177,9 +181,11 @@ def _require_unbroken(output: RequestOutput, sampling_params: SamplingParams) ->
 class _Tap:
     """Collects one request's outputs, whether they come whole, cumulative or as deltas."""
 
-    def __init__(self, request_id: str, sampling: SamplingParams, wishes: DraftOptions, llm: InstrumentedLLM) -> None:
+    def __init__(
+        self, request_id: str, sampling: SamplingParams, draft_options: DraftOptions, llm: InstrumentedLLM
+    ) -> None:
         self.request_id, self.sampling, self.llm = request_id, sampling, llm
-        self.drafting, self.domain = cast("Way", wishes.drafting), wishes.domain
+        self.drafting, self.domain = cast("Way", draft_options.drafting), draft_options.domain
         self.count_accepted = catalog.load("verify", llm.rules.at(sampling.temperature).name).count_accepted
         self.draft_version, self.speculating = llm.draft_version, llm.speculating
         self.started, self.first_token = time.monotonic(), 0.0

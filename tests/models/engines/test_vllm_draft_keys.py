@@ -23,7 +23,7 @@ from models.drafts import eagle3
 from models.engines import Completion, Sampling
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import DRAFTED, GAPS, WISHES, DraftOptions
+from models.engines.vllm.fields import DRAFTED, GAPS, OPTIONS, DraftOptions
 from models.engines.vllm.scheduler import DraftKeys, TracingScheduler
 from models.targets import random
 from tests.models.drafts.tiny import save_tiny
@@ -184,7 +184,7 @@ def test_without_plans_a_request_that_wants_no_drafts_gets_none_and_what_vllm_fi
 ) -> None:
     scheduler, one, off = TracingScheduler.__new__(TracingScheduler), cache.request(PROMPT), cache.request(OTHER)
     assert off.sampling_params is not None
-    off.sampling_params.extra_args = {WISHES: DraftOptions("off")}
+    off.sampling_params.extra_args = {OPTIONS: DraftOptions("off")}
     scheduler.planner, scheduler.requests = None, {each.request_id: each for each in (one, off)}
     scheduler._beyond = frozenset([off.request_id]) if at_end else frozenset()
     scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda _, token_ids: token_ids)

@@ -19,7 +19,7 @@ from models.engines import Completion, LookUp, Sampling, Way
 from models.engines.vllm import Params
 from models.engines.vllm.capture import Claim
 from models.engines.vllm.engine import VllmEngine
-from models.engines.vllm.fields import WISHES, DraftOptions
+from models.engines.vllm.fields import OPTIONS, DraftOptions
 from models.engines.vllm.measuring import measure
 from models.evaluation.acceptance import UNDRAFTED, mean_accepted_length
 from models.evaluation.golden import Golden, equal_output
@@ -195,7 +195,7 @@ def test_an_answer_that_a_grammar_constrains_is_told_apart_and_planned_as_a_kind
         async for output in planned.llm.generate(asked, wanted, "formed", DraftOptions("head", "chat", promised=2.0)):
             last: Any = output
         assert wanted.extra_args is not None
-        return last.completion, wanted.extra_args[WISHES].domain
+        return last.completion, wanted.extra_args[OPTIONS].domain
 
     one, domain = loop.run_until_complete(run())
     assert (one.structured, domain) == (True, "chat/structured")
@@ -254,7 +254,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
     prompt = np.random.default_rng(5).integers(3, 67, size=24).tolist()
 
     def ask(key: str, tag: str) -> Completion:
-        planned.llm.wishes_of = lambda *_: DraftOptions("auto", "chat", key)
+        planned.llm.options_of = lambda *_: DraftOptions("auto", "chat", key)
 
         async def run() -> Completion:
             from vllm import SamplingParams
@@ -268,7 +268,7 @@ def test_an_answer_is_looked_up_by_the_next_request_of_its_key_and_by_no_others(
         try:
             return loop.run_until_complete(run())
         finally:
-            planned.llm.wishes_of = None
+            planned.llm.options_of = None
 
     first, again, other = ask("alice", "first"), ask("alice", "again"), ask("bob", "other")
     assert first.token_ids == again.token_ids == other.token_ids
@@ -285,14 +285,14 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     done: list[Completion] = []
     ways = {"0": "auto", "1": "head", "2": "off"}
 
-    def wishes_of(name: str, _: SamplingParams) -> DraftOptions:
+    def options_of(name: str, _: SamplingParams) -> DraftOptions:
         number = name.split("-")[1]
         return DraftOptions(ways.get(number, "auto"), "chat", "key", capture="" if number == "3" else name)
 
     async def run() -> dict[str, int]:
         await planned.capture_states(1 << 24)
         before = await planned.settle_states([])
-        planned.llm.wishes_of, planned.llm.on_finish = wishes_of, lambda completion, _: done.append(completion)
+        planned.llm.options_of, planned.llm.on_finish = options_of, lambda completion, _: done.append(completion)
         for turn in range(2):  # the second time the cache has the prompts' whole blocks
             await asyncio.gather(*(one(number, 2 * prompt, turn) for number, prompt in enumerate(prompts(5, seed=9))))
         claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]
@@ -309,7 +309,7 @@ def test_captured_states_are_those_that_the_target_computes_for_the_accepted_tok
     try:
         counts = loop.run_until_complete(run())
     finally:
-        planned.llm.wishes_of = planned.llm.on_finish = None
+        planned.llm.options_of = planned.llm.on_finish = None
     assert counts == {"written": 8, "gone": 2}
     samples = [
         Sample(one.request_id, "chat", list(one.prompt_ids), list(one.token_ids))

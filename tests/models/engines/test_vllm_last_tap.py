@@ -49,7 +49,7 @@ def test_the_states_of_its_layers_and_of_the_last_are_those_that_the_target_comp
 
     async def run() -> dict[str, int]:
         assert await engine.capture_states(1 << 24) == (len(TAPS) + 1) * HIDDEN
-        engine.llm.wishes_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
+        engine.llm.options_of = lambda name, _: DraftOptions("head", "chat", "key", capture=name)
         engine.llm.on_finish = lambda completion, _: done.append(completion)
         await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts(4))))
         claims = [Claim(c.request_id, str(tmp_path / c.request_id), len(c.prompt_ids + c.token_ids), "t") for c in done]

@@ -86,9 +86,14 @@ def prompts(count: int, width: int, times: int = 1) -> list[list[int]]:
 
 
 def ask(
-    loop: Loop, engine: VllmEngine, wishes: DraftOptions, asked: Sequence[list[int]], num_tokens: int, concurrency: int
+    loop: Loop,
+    engine: VllmEngine,
+    draft_options: DraftOptions,
+    asked: Sequence[list[int]],
+    num_tokens: int,
+    concurrency: int,
 ) -> list[Completion]:
-    engine.llm.wishes_of = lambda *_: wishes
+    engine.llm.options_of = lambda *_: draft_options
 
     async def run() -> list[Completion]:
         gate = asyncio.Semaphore(concurrency)
@@ -97,7 +102,7 @@ def ask(
             wanted = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, logprobs=2)
             async with gate:
                 engine.llm.num_swaps += 1  # so that the promise counts, and nothing that was seen before
-                name = f"{wishes.drafting}-{wishes.domain}-{number}"
+                name = f"{draft_options.drafting}-{draft_options.domain}-{number}"
                 async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, name):
                     last = output
             completion: Completion = last.completion
@@ -108,7 +113,7 @@ def ask(
     try:
         return loop.run_until_complete(run())
     finally:
-        engine.llm.wishes_of = None
+        engine.llm.options_of = None
 
 
 def differ(answers: Sequence[Completion], plain: Sequence[Completion]) -> int:
@@ -154,11 +159,11 @@ def test_beside_sequences_at_rest_the_draft_runs_for_a_judged_one_alone_and_prop
 
     async def answer(number: int, name: str, drafting: str) -> Completion:
         wanted = SamplingParams(max_tokens=24, temperature=temperature, seed=number, ignore_eos=True)
-        prompt, wishes = (
+        prompt, draft_options = (
             {"prompt_token_ids": asked[number]},
             DraftOptions(drafting, f"{drafting} none", "key", promised=1.0),
         )
-        async for output in engine.llm.generate(prompt, wanted, name, wishes):
+        async for output in engine.llm.generate(prompt, wanted, name, draft_options):
             last = output
         completion: Completion = last.completion
         return completion
@@ -183,8 +188,8 @@ def test_a_judged_request_reads_anew_what_was_cached_while_the_draft_rested(runn
 
     async def answer(prompt: list[int], drafting: str, name: str) -> tuple[int, Completion]:
         wanted = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        wishes = DraftOptions(drafting, "none", "key", promised=1.0)
-        async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, f"hot-{name}", wishes):
+        draft_options = DraftOptions(drafting, "none", "key", promised=1.0)
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, wanted, f"hot-{name}", draft_options):
             last = output
         return last.num_cached_tokens, last.completion
 

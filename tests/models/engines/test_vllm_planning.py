@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.engines import LookUp
-from models.engines.vllm.fields import MEASURE, NOTHING, WISHES, Choice, DraftOptions, Passes, Row, Setup, StepPlan
+from models.engines.vllm.fields import MEASURE, NOTHING, OPTIONS, Choice, DraftOptions, Passes, Row, Setup, StepPlan
 from models.engines.vllm.measuring import measured_for
 from models.engines.vllm.planning import Planner, RequestState, Step, _chances, turns
 from models.engines.vllm.scheduler import _parts
@@ -26,8 +26,8 @@ def setup(lengths: BaseParams | None = None, costs: Path | None = None, facts: s
     return Setup(K, LookUp(num_tokens=LOOKED_UP), lengths or goodput.Params(), costs, facts)
 
 
-def asked(*wishes: DraftOptions) -> list[RequestState]:
-    return [RequestState(wish, whole=True, name=str(place)) for place, wish in enumerate(wishes)]
+def asked(*draft_options: DraftOptions) -> list[RequestState]:
+    return [RequestState(wish, whole=True, name=str(place)) for place, wish in enumerate(draft_options)]
 
 
 AUTO = DraftOptions("auto", "code", "alice")
@@ -327,7 +327,7 @@ def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None
     """Some requests, a domain's first too, are drafted by the head alone, K tokens a step, whether that pays or not."""
 
     def request(drafting: str, emitted: int) -> SimpleNamespace:
-        params = SimpleNamespace(extra_args={WISHES: DraftOptions(drafting, "code")})
+        params = SimpleNamespace(extra_args={OPTIONS: DraftOptions(drafting, "code")})
         return SimpleNamespace(sampling_params=params, num_output_tokens=7 + emitted)
 
     seen = [(request(*one), 7) for one in (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))]
@@ -359,14 +359,14 @@ def test_where_it_says_that_drafting_costs_nothing_is_drafted(pass_ms: float, ch
     """A draft of which 2.5 was promised serves; a step takes 10 ms, 1.5 for each row more and so much a pass."""
     rng, planner = np.random.default_rng(0), Planner(setup())
     measure(planner, row_ms=1.5, pass_ms=pass_ms)
-    wishes, rows, told = AUTO._replace(promised=2.5, num_swaps=1), 1, []
+    draft_options, rows, told = AUTO._replace(promised=2.5, num_swaps=1), 1, []
     for number in range(2500):
-        drafting = planner.next(asked(wishes))
+        drafting = planner.next(asked(draft_options))
         drafted = drafting.plan.num_kept("code", "head") if drafting.num_passes else 0
         row = Row(0, 0, False, [1] * drafted)
         ms = (10 + 1.5 * (rows - 1) + pass_ms * drafting.num_passes) * np.exp(0.05 * rng.standard_normal())
         accepted = int(np.cumprod(rng.random(rows - 1) < chance).sum())
-        planner.verified(wishes, Row(0, 0, False, [1] * (rows - 1)), accepted, whole=True)
+        planner.verified(draft_options, Row(0, 0, False, [1] * (rows - 1)), accepted, whole=True)
         planner.took(Step(1, rows, ms, {"code": Part(1, 1 + accepted, accepted)}), [row] if drafting.passes else None)
         rows = 1 + drafted
         if number >= 1000 and (speed := planner.speeds.of("code")) is not None and speed.high < 1:
@@ -461,7 +461,7 @@ def test_a_row_comes_out_as_it_went_in() -> None:
 
 
 def test_wishes_travel_as_lists_and_without_any_a_request_is_drafted_by_the_head() -> None:
-    params = SimpleNamespace(extra_args={WISHES: ["auto", "code", "alice", 1.5]})
+    params = SimpleNamespace(extra_args={OPTIONS: ["auto", "code", "alice", 1.5]})
     assert DraftOptions.of(params) == DraftOptions("auto", "code", "alice", 1.5)
     assert DraftOptions.of(object()) == DraftOptions("head")
 

@@ -166,30 +166,30 @@ class Planned:
 
     def _wanted(self, request: Any, step: StepPlan) -> int:
         """Return how many tokens the head drafts for a request; the scheduler knows whether all are verified."""
-        wishes = DraftOptions.of(request.sampling_params)
-        if wishes.drafting == "auto":
-            return max(step.plan.num_kept(wishes.domain, "head", whole=whole) for whole in (True, False))
-        return step.num_passes if wishes.drafting in ("head", MEASURE) else 0
+        draft_options = DraftOptions.of(request.sampling_params)
+        if draft_options.drafting == "auto":
+            return max(step.plan.num_kept(draft_options.domain, "head", whole=whole) for whole in (True, False))
+        return step.num_passes if draft_options.drafting in ("head", MEASURE) else 0
 
     def _looked_up(self, place: int, step: StepPlan) -> Row:
         """Follow a row's sequence and, if it is drafted as is fastest, look it up."""
         batch = self._runner.input_batch
         name = batch.req_ids[place]
         request = self._runner.requests[name]
-        wishes = DraftOptions.of(request.sampling_params)
+        draft_options = DraftOptions.of(request.sampling_params)
         num_tokens = int(batch.num_tokens_no_spec[place])
         most = min(step.num_looked_up, self._drafter.max_model_len - num_tokens - 1)
         if step.num_looked_up == 0:
             return NOTHING
-        if wishes.drafting == MEASURE:  # no key's, so nothing of it is remembered
+        if draft_options.drafting == MEASURE:  # no key's, so nothing of it is remembered
             filled = [int(batch.token_ids_cpu[place, num_tokens - 1]) ^ 1] * most
             return Row(0, 0, True, filled) if place < step.num_filled else NOTHING
-        sequence = self.library.sequence(name, wishes.key, request.num_prompt_tokens)
+        sequence = self.library.sequence(name, draft_options.key, request.num_prompt_tokens)
         sequence.extend(batch.token_ids_cpu[place, len(sequence) : num_tokens].tolist())
-        if wishes.drafting != "auto" or most < 1:
+        if draft_options.drafting != "auto" or most < 1:
             return NOTHING
         match = sequence.look_up(most)
-        kept = step.plan.num_kept(wishes.domain, "lookup", match.length) if match.length else 0
+        kept = step.plan.num_kept(draft_options.domain, "lookup", match.length) if match.length else 0
         return Row(match.length, len(match.token_ids), kept > 0, match.token_ids[:kept])
 
 
