@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 ALL = ""  # the finding on all domains together
+# Tokens of an answer: one that the prompt gives, one that is drafted and one after it. A shorter one teaches nothing.
+MIN_COMPLETION = 3
 
 GateVerdict = Literal["passed", "undecided", "refused"]
 PASSED: Literal["passed"] = "passed"

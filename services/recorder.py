@@ -24,12 +24,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infra import scrub
-from infra.consent import OTHER_DOMAINS, QueryRow, redact
+from infra.consent import CONSENT_LEVELS, OTHER_DOMAINS, QueryRow, redact
 from infra.logwriter import BackgroundWriter
 from infra.status import DomainAcceptance, LogCounts
 from models.chats import ChatEncoder
 from models.evaluation.acceptance import AcceptanceCount, counted
-from models.types import Frozen
+from models.types import MIN_COMPLETION, Frozen
 from services.questions import Origin
 
 if TYPE_CHECKING:
@@ -290,8 +290,9 @@ class Recorder:
             matches=list(completion.matches) or None,
             structured=completion.structured,
         )
-        if origin.consent != "full":
-            return redact(row, origin.consent)
+        # Text that teaches nothing, as of a gateway's health probes, isn't kept and makes no refresh due.
+        if origin.consent != "full" or len(completion.token_ids) < MIN_COMPLETION:
+            return redact(row, min(origin.consent, "metadata", key=CONSENT_LEVELS.index))
         encoder = ChatEncoder.of(self._tokenizer)
         prompt_ids, prompt = encoder.rewrite(completion.prompt_ids, scrub.scrub)
         completion_ids, text = encoder.rewrite(completion.token_ids, scrub.scrub)

@@ -18,10 +18,10 @@ from models.evaluation.paired import Score
 from models.evaluation.scoring import STANDARD, score
 from models.learning.hidden import Sample
 from models.recipe import Recipe
-from models.types import DomainEvidence, Estimate, Frozen, GateReport
+from models.types import MIN_COMPLETION, DomainEvidence, Estimate, Frozen, GateReport
 from tasks.stages import cached_step
 from tasks.stages.reporting import table
-from tasks.stages.samples import MIN_COMPLETION, read_samples
+from tasks.stages.samples import read_samples
 from tasks.stages.throttle import throttled
 
 NUM_RESAMPLES = 2000

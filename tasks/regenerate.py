@@ -32,10 +32,10 @@ from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe, Regeneration
 from models.targets import stop_ids
+from models.types import MIN_COMPLETION
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress, run_logger
 from tasks.stages.samples import (
-    MIN_COMPLETION,
     append_samples,
     draw_per_domain,
     read_samples,

@@ -24,6 +24,7 @@ from models.learning.batches import hidden_states, pack
 from models.learning.captured import Captures
 from models.learning.hidden import HiddenStates, Sample, length_buckets
 from models.params import BaseParams
+from models.types import MIN_COMPLETION
 from models.verify import greedy, rejection
 
 STANDARD = Rules(greedy.Params(), rejection.Params())
@@ -56,7 +57,7 @@ def score(
         a score for each sample with at least one step, in the order given. Of a greedy answer `steps` and `accepted`
         are those of serving it; of a sampled one each token is taken as the start of a step.
     """
-    samples = [s for s in samples if len(s.completion_ids) > 2]
+    samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     states = hidden_states(draft, target_dir, samples, work_dir, device=device, captured=captured)
     draft.to(device)
     chosen = [s for s in samples if s.temperature == 0]
@@ -90,7 +91,7 @@ def trace(
     Raises:
         ValueError: an answer was sampled, so that its steps are not those of serving it.
     """
-    samples = [s for s in samples if len(s.completion_ids) > 2]
+    samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     if sampled := [s.id for s in samples if s.temperature > 0]:
         raise ValueError(f"answer {sampled[0]} was sampled; wanted greedy ones")
     states = hidden_states(draft, target_dir, samples, work_dir, device=device)

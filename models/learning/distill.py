@@ -29,6 +29,7 @@ from models.learning.teacher import TeacherParams, Teachers, require_reader, req
 from models.learning.unrolled_loss import UnrolledLoss
 from models.learning.validation import Validated, Validation, split
 from models.params import BaseParams
+from models.types import MIN_COMPLETION
 
 
 class Params(Validated):
@@ -152,7 +153,7 @@ def train(
             has another vocabulary.
         FloatingPointError: the loss is NaN or infinite; `draft` must be thrown away.
     """
-    samples = [s for s in samples if len(s.completion_ids) > 2]
+    samples = [s for s in samples if len(s.completion_ids) >= MIN_COMPLETION]
     if not samples:
         raise ValueError("no sample has an answer of more than two tokens")
     if num_draft_tokens < 1:

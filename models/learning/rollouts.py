@@ -29,8 +29,7 @@ from models.learning.batches import hidden_states
 from models.learning.hidden import HiddenStates, Sample
 from models.precision import fast_dtype
 from models.targets import stop_ids
-
-MIN_TOKENS = 3  # of an answer that there is something to learn from: one that is given, one drafted, one after it
+from models.types import MIN_COMPLETION
 
 
 def write(
@@ -137,7 +136,7 @@ class Rollouts:
             if other != folder:
                 shutil.rmtree(other)
         folder.mkdir(parents=True, exist_ok=True)
-        written = [one for one in self._written(folder, number, report) if len(one.completion_ids) >= MIN_TOKENS]
+        written = [one for one in self._written(folder, number, report) if len(one.completion_ids) >= MIN_COMPLETION]
         if not written:
             raise ValueError(
                 f"the draft ended all of {len(self.samples)} answers at once, so nothing was written to learn from; "

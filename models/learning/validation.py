@@ -24,6 +24,7 @@ from models.learning.averaged import Averaged
 from models.learning.fitted import WithHeads
 from models.learning.hidden import Sample
 from models.learning.resume import load_progress, save_progress
+from models.types import MIN_COMPLETION
 
 FOLDER = "looked-at"
 
@@ -100,7 +101,7 @@ class Validation:
             steps_per_pass: over the answers that are learnt.
             work_dir: of the run, for hidden states and the best weights.
         """
-        self.samples = [one for one in samples if len(one.completion_ids) > 2]
+        self.samples = [one for one in samples if len(one.completion_ids) >= MIN_COMPLETION]
         self.taus: list[tuple[int, float]] = []
         self._draft, self._target_dir, self._num_draft_tokens = draft, target_dir, num_draft_tokens
         self._patience, self._steps_per_pass, self._work_dir = patience, steps_per_pass, work_dir

@@ -29,6 +29,7 @@ from models.learning.batches import hidden_states, pack
 from models.learning.hidden import Sample, length_buckets
 from models.lengths import View
 from models.params import BaseParams
+from models.types import MIN_COMPLETION
 
 PAPER = "arXiv:2405.19715"
 FILE = "acceptance.safetensors"
@@ -119,7 +120,7 @@ def fit(
     Raises:
         ValueError: no answer has more than two tokens, or what the draft says does not follow from the text.
     """
-    samples = [sample for sample in samples if len(sample.completion_ids) > 2]
+    samples = [sample for sample in samples if len(sample.completion_ids) >= MIN_COMPLETION]
     if not samples:
         raise ValueError("specdec_pp: no sample has an answer of more than two tokens to fit a head to")
     states, features, labels = hidden_states(draft, target_dir, samples, work_dir), [], []

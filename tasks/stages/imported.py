@@ -20,10 +20,10 @@ from models.learning.hidden import Sample
 from models.precision import fast_dtype
 from models.recipe import Recipe
 from models.targets import stop_ids
-from models.types import Estimate
+from models.types import MIN_COMPLETION, Estimate
 from tasks.stages import cached_step
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import MIN_COMPLETION, Part, draw_per_domain, read_samples, write_samples
+from tasks.stages.samples import Part, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import throttled
 
 FILE = "differences.json"

@@ -19,11 +19,10 @@ from infra.artifacts import Artifact, open_artifact
 from infra.consent import QueryRow
 from models.evaluation.acceptance import rejected_places
 from models.learning.hidden import Sample
+from models.types import MIN_COMPLETION
 from tasks.stages.shares import cap_per_key
 
 Part = Literal["train", "held_out", "probe"]
-# A token from the prompt, one that is drafted and one after it: less has nothing to learn from or to score.
-MIN_COMPLETION = 3
 
 
 def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> None:

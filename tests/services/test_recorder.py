@@ -94,6 +94,18 @@ def test_without_full_consent_no_text_is_kept_and_with_none_no_row(recorder: Rec
     assert querylog.stats().total == 1
 
 
+def test_an_answer_too_short_to_learn_from_is_counted_without_its_text_and_waits_for_no_refresh(
+    recorder: Recorder, querylog: QueryLog
+) -> None:
+    for number in range(3):
+        recorder.expect(origin(request_id=f"{number}" * 32))
+        recorder.finished(completion(f"chatcmpl-{f'{number}' * 32}", text="abc"[: number + 1]), Settings())
+    recorder.close()
+    assert querylog.stats().total == 3
+    assert querylog.stats().depth == 1
+    assert [row.completion for row in querylog.rows(1, 9)] == ["abc"]
+
+
 def test_what_was_scrubbed_is_encoded_again_and_loses_its_steps(recorder: Recorder, querylog: QueryLog) -> None:
     recorder.expect(origin())
     prompt = "<|im_start|>user\nwrite to ann@example.org<|im_end|>"

@@ -19,7 +19,7 @@ from vllm.utils.system_utils import set_env_var
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from models.drafting.draft_families import family_of, name_of
-from models.engines.vllm import Params
+from models.engines.vllm import Params, patches
 from models.engines.vllm.fields import Setup, WithParent
 from models.engines.vllm.measuring import measured_for
 from models.engines.vllm.tap import InstrumentedLLM
@@ -103,6 +103,7 @@ def launch(
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if (asked := os.environ.setdefault(RUNNER, RUNNER_V1)) != RUNNER_V1:
         raise ValueError(f"{RUNNER} is {asked}, wanted {RUNNER_V1} or nothing: drafts are swapped in the V1 runner")
+    patches.install("frontend")
     params, (speculative, setup) = wanted.params, wanted.arguments()
     args = AsyncEngineArgs(
         **{

@@ -14,7 +14,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from models import catalog
 from models.engines import Completion, Rules, Way
-from models.engines.vllm import patches
 from models.engines.vllm.fields import OPTIONS, PACE, SPEED, STEPS, STRUCTURED, TOLD, DraftOptions, PlannedThroughput
 from models.engines.vllm.grammars import Grammars
 from models.types import Speed
@@ -69,7 +68,6 @@ class InstrumentedLLM(AsyncLLM):
         """See the base class."""
         self.speeds: dict[str, Speed] = {}
         self._num_running = 0
-        patches.install("frontend")
         super().__init__(*args, **options)
 
     def __del__(self) -> None:

@@ -22,15 +22,17 @@ ASKED_FOR = ("proposer", "switch")
 TOLD = re.compile(
     r"\nReplaces: (?P<replaced>.+)\nTried with: vLLM [^\n]+\.\nNo hook: .+\nWithout it: .+\n$", flags=re.DOTALL
 )
-# Imports all, then installs all, and prints the symbols that are vLLM's own after each.
+# Imports all, then installs all, and prints the symbols that are vLLM's own after each; then whether a model's class is
+# looked at in this process.
 TRIED = """
-import importlib, pkgutil, sys
+import importlib, os, pkgutil, sys
 own = {symbol: pkgutil.resolve_name(symbol) for symbol in sys.argv[1].split()}
 for name in ("worker", "engine", "scheduler", *("patches." + name for name in sys.argv[2].split())):
     importlib.import_module("models.engines.vllm." + name)
 print(*(symbol for symbol, before in own.items() if pkgutil.resolve_name(symbol) is before))
 importlib.import_module("models.engines.vllm.patches").install()
 print(*(symbol for symbol, before in own.items() if pkgutil.resolve_name(symbol) is before))
+print(importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess(os.getpid) == os.getpid())
 """
 
 
@@ -54,10 +56,12 @@ def test_a_change_names_symbols_that_vllm_has_its_versions_why_no_hook_serves_an
 def test_importing_replaces_nothing_and_one_call_replaces_what_the_files_say() -> None:
     symbols = {symbol for name in NAMES if name not in ASKED_FOR for symbol in replaced_by(name)}
     argv = [sys.executable, "-c", TRIED, " ".join(symbols), " ".join(NAMES)]
-    imported, installed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported, installed, looked_at_here = done.stdout.splitlines()
     assert {*imported.split()} == symbols
     # Some products are replaced only on processors that lack instructions.
     assert not {*installed.split()} - {one for one in symbols if "CPUInt8ScaledMM" in one}
+    assert looked_at_here == "True"
 
 
 def test_a_second_worker_in_the_process_puts_nothing_around_what_was_replaced() -> None:

@@ -16,7 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 from models.drafts import eagle3
 from models.engines import Completion, Engine, Sampling
 from models.engines import torch as reference
-from models.engines.vllm import Params
+from models.engines.vllm import Params, patches
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.measuring import Mode, Times
 from models.engines.vllm.tap import InstrumentedLLM
@@ -63,6 +63,7 @@ def start_as_it_is(target: Path, head: Path) -> VllmEngine:
             "disable_padded_drafter_batch": True,  # as redraft starts it
         },
     )
+    patches.install("frontend")
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     llm = InstrumentedLLM.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
     llm.speculating, llm.rules = True, PARAMS.rules

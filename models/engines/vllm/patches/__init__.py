@@ -26,9 +26,9 @@ def install(*sides: Side) -> None:
 
 # Imported here because all import `replace`, and because those of a worker take seconds to import.
 def _frontend() -> tuple[ModuleType, ...]:
-    from models.engines.vllm.patches import outputs, renderer
+    from models.engines.vllm.patches import inspection, outputs, renderer
 
-    return renderer, outputs
+    return inspection, renderer, outputs
 
 
 def _worker() -> tuple[ModuleType, ...]:
