@@ -11,7 +11,7 @@ from tasks.distill_draft import train_challenger
 from tasks.find_challenger import find_challenger, start_test
 from tasks.find_past import find_past, find_returned
 from tasks.gate_draft import gate_draft
-from tasks.promote import find_candidate, open_champions, promote_candidate
+from tasks.promote import find_candidate, open_champions, promote_candidate, require_target
 from tasks.regenerate import regenerate
 from tasks.register import first_samples, register_candidate, register_returned
 from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
@@ -31,6 +31,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     takes the same rows for the draft that is the champion then, unless its line has them by that time.
     """
     pair = open_champions()
+    require_target(recipe, pair.target)
     window = claim_window(recipe.refresh)
     if window is None:
         return "nothing to do", None

@@ -7,6 +7,7 @@ starts: two engines of two threads each, which wait for each other, are far slow
 import asyncio
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from infra.installed import openmp_preload
 from models.engines.vllm import child_environment
+from tests.forked import fork_engines
 
 settings.register_profile("quick", max_examples=50, derandomize=True, database=None, deadline=None)
 settings.register_profile("thorough", max_examples=2000, database=None, deadline=None)
@@ -91,6 +93,13 @@ def _engine_environment() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_engines() -> None:
+    """Save each start of an engine, in sessions that have any, what importing takes."""
+    if "vllm" in sys.modules:
+        fork_engines()
 
 
 @pytest.fixture

@@ -122,6 +122,17 @@ def requests(tiny_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Requ
     return make
 
 
+def test_a_recipe_of_another_target_than_the_champions_claims_no_window(
+    requests: Requests, log: QueryLog, recipe: Recipe, home: Path
+) -> None:
+    log.append(requests("chat", 60))
+    other = recipe.model_copy(update={"target": recipe.target.model_copy(update={"seed": 5})})
+    with pytest.raises(ValueError, match='"seed": 5.* but target 1, the champion, was made by'):
+        run_refresh(other)
+    assert log.windows.last() is None
+    assert log.stats().attempt is None
+
+
 def test_f31_an_idle_domain_refuses_nothing_and_a_rollback_while_a_refresh_trains_is_not_overwritten(
     requests: Requests, log: QueryLog, registry: Registry, refresh: Refresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
