@@ -27,9 +27,9 @@ IMPORTED := flows.build, flows.refresh, services.runner, services.service, model
 unexport PYTHONDONTWRITEBYTECODE
 
 # Others' engines that `redraft bench speed` can ask.
-PEERS := .venv/peers
+BASELINES := .venv/baselines
 
-.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench peers references docs tutorial clean
+.PHONY: install demo test types test-engines test-fast test-pairs test-front drills test-swaps soak test-bench baselines references docs tutorial clean
 
 install: $(STAMP)
 
@@ -94,11 +94,11 @@ test-bench: install
 
 # Both come as sources. llama.cpp has an environment of its own; vLLM's suffix trees are compiled with the tools that lie
 # there, and imported by none but the process that drafts by them.
-peers: install
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install -q -c $(CONSTRAINTS) llama-cpp-python cmake grpcio-tools nanobind ninja setuptools wheel
-	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH PYTHONPATH=$$(echo $(CURDIR)/$(PEERS)/lib/python*/site-packages) $(BIN)/pip install -q \
-		-c $(CONSTRAINTS) --no-build-isolation --no-deps --upgrade --target $(PEERS)/suffix arctic-inference
+baselines: install
+	test -x $(BASELINES)/bin/python || $(PYTHON) -m venv $(BASELINES)
+	$(BASELINES)/bin/pip install -q -c $(CONSTRAINTS) llama-cpp-python cmake grpcio-tools nanobind ninja setuptools wheel
+	PATH=$(CURDIR)/$(BASELINES)/bin:$$PATH PYTHONPATH=$$(echo $(CURDIR)/$(BASELINES)/lib/python*/site-packages) $(BIN)/pip install -q \
+		-c $(CONSTRAINTS) --no-build-isolation --no-deps --upgrade --target $(BASELINES)/suffix arctic-inference
 
 # What is generated from the code and committed beside it; a test fails where it is out of date.
 references: install

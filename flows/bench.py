@@ -37,16 +37,16 @@ def speed(
     output: Output = None,
     num_prompts: NumPrompts = 100,
     num_rounds: NumRounds = 4,
-    peers: Annotated[
+    baselines: Annotated[
         list[str],
-        typer.Option("--peer", help="Ask these peers beside plain vLLM; give it once for each. All if left out."),
+        typer.Option("--baseline", help="Measure this baseline besides plain vLLM; repeatable. All if left out."),
     ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
     """Tokens/s and latency at one stream, compared with vLLM's own compiled endpoint, transformers, our reference.
 
-    Example: redraft bench speed --prompts 16 --rounds 1 --peer "vLLM with ngram"
+    Example: redraft bench speed --prompts 16 --rounds 1 --baseline "vLLM with ngram"
     """
-    run_benchmark("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds, peers=peers)
+    run_benchmark("speed", recipe, output, num_prompts=num_prompts, num_rounds=num_rounds, baselines=baselines)
 
 
 @command
@@ -63,17 +63,17 @@ def load(
         list[str], typer.Option("--draft", help="Drafts to measure, such as bad; give it once for each.")
     ] = DRAFTS,
     num_pairs: Annotated[int, typer.Option("--pairs", min=1, help="How often on and off take turns.")] = 4,
-    peers: Annotated[
+    baselines: Annotated[
         list[str],
-        typer.Option("--peer", help='vLLM\'s own endpoint too, as vLLM or "vLLM with ngram"; once for each.'),
+        typer.Option("--baseline", help='Measure vLLM\'s own endpoint too, as vLLM or "vLLM with ngram"; repeatable.'),
     ] = [],  # noqa: B006 - typer copies defaults
 ) -> None:
     """Throughput and latency with speculation on and off, at 1 to 64 streams, with three drafts.
 
-    Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2 --peer vLLM
+    Example: redraft bench load --streams 1 --streams 16 --draft champion --pairs 2 --baseline vLLM
     """
     options = {"num_prompts": num_prompts, "streams": sorted(set(streams)), "drafts": drafts, "num_pairs": num_pairs}
-    run_benchmark("load", recipe, output, **options, peers=peers)
+    run_benchmark("load", recipe, output, **options, baselines=baselines)
 
 
 @command

@@ -65,7 +65,7 @@ def _watch(recipe: Recipe) -> NoReturn:
             if watch is not None and watch.outcome == TAKEN_BACK:
                 told = {"previous": watch.previous, "told": watch.told(), "evidence": watch.evidence}
                 emitter.emit(DRAFT_TAKEN_BACK, str(watch.draft), told, DRAFT_RESOURCE)
-        time.sleep(recipe.watch.period_s)
+        time.sleep(recipe.post_promotion_test.period_s)
 
 
 if __name__ == "__main__":

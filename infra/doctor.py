@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from infra.baselines import SUFFIX_PACKAGE, suffix_version
 from infra.installed import OPENMP_NAME, find_distribution, find_file, haproxy_binary, version_of
-from infra.peers import SUFFIX_PACKAGE, suffix_version
 from infra.settings import Settings, load_settings
 from models.types import Frozen
 
@@ -160,7 +160,7 @@ def _check_suffix() -> Check:
         ok=True,
         found=f"{SUFFIX_PACKAGE} {found}" if found else f'engine "torch" alone drafts by them; vLLM says: {said}',
         wanted=f"{SUFFIX_PACKAGE}, for vLLM's suffix trees in `redraft bench speed`",
-        fix="make peers",
+        fix="make baselines",
     )
 
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from models import catalog
 from models.engines import EngineParams
-from models.evaluation.post_promotion_test import Params as WatchParams
+from models.evaluation.post_promotion_test import Params as PostPromotionTest
 from models.params import BaseParams, ModelT, did_you_mean, table_of, validate, without_defaults
 from models.serving import Serve
 from models.stages import TABLES, Finetune, Pretrain, Prune, Quantize, Select, Shrink, Text, require_chain
@@ -113,7 +113,7 @@ class Refresh(Frozen):
             requests without a key counting as one; where that would keep fewer than `min_rows`, the refresh waits.
         share_wait_s: seconds after the first waiting row for which it waits for rows of other keys; then keys supply
             equally more until `min_rows` are kept.
-        again: logged prompts are answered again, and that is learnt too; left out, none are.
+        regenerate: logged prompts are answered again, and that is learnt too; left out, none are.
         distill: keys of [distill] that differ in a refresh, in which the learning rate does not fall unless one of them
             says so: its `schedule` is "constant" and its `average` 0.3.
     """
@@ -125,7 +125,7 @@ class Refresh(Frozen):
     pool: int = Field(3, ge=0)
     max_share_per_key: float = Field(0.5, gt=0, le=1)
     share_wait_s: float = Field(3600.0, ge=0, allow_inf_nan=False)
-    again: Regeneration | None = None
+    regenerate: Regeneration | None = None
     distill: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -234,7 +234,7 @@ class Recipe(Frozen):
     distill: Annotated[SerializeAsAny[BaseParams], BeforeValidator(_parse_distill)]
     refresh: Refresh = Refresh()
     gate: Gate = Gate()
-    watch: WatchParams = WatchParams()
+    post_promotion_test: PostPromotionTest = PostPromotionTest()
     serve: Serve = Serve()
     schedule: Schedule = Schedule()
     keep: Keep = Keep()
@@ -282,20 +282,20 @@ class Recipe(Frozen):
             raise ValueError("teachers are for drafts that are trained, and this one has no weights")
         require_reader(params.teachers, loss)
 
-    def _require_again(self) -> None:
+    def _require_regeneration(self) -> None:
         """Raise ValueError if prompts are to be answered again and nobody could, or would learn of it."""
         from models.drafting.draft_families import family_named  # torch
 
-        again = self.refresh.again
+        again = self.refresh.regenerate
         if again is None:
             return
         if again.max_tokens >= self.engine.max_model_len:
             raise ValueError(
-                f"refresh.again.max_tokens is {again.max_tokens}, and a prompt with its answer fits into "
+                f"refresh.regenerate.max_tokens is {again.max_tokens}, and a prompt with its answer fits into "
                 f"engine.max_model_len {self.engine.max_model_len}; choose less"
             )
         if not family_named(self.draft.name).TRAINED:
-            raise ValueError("refresh.again is for drafts that are trained, and this one has no weights")
+            raise ValueError("refresh.regenerate is for drafts that are trained, and this one has no weights")
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Self:
@@ -312,7 +312,7 @@ class Recipe(Frozen):
             raise ValueError(
                 f"engine.num_draft_tokens is {self.num_draft_tokens}; a draft is trained, gated and served at 1 or more"
             )
-        self._require_again()
+        self._require_regeneration()
         catalog.load("engines", self.engine.name).require_draft(self.draft, self.engine)
         require_read(self)
         if self.serve != Serve() or self.demo is not None:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from models import catalog
 from models.evaluation.canary import Params as CanaryParams
-from models.evaluation.drift_detector import Params as WatchParams
+from models.evaluation.drift_detector import Params as DriftDetector
 from models.params import BaseParams, require_unsaid
 from models.types import Frozen
 
@@ -159,7 +159,7 @@ class Serve(Frozen):
         structured: whether clients can name the form of an answer.
         probation: the checks after a draft was loaded.
         canary: the checks of the served draft and its engine now and then.
-        watch: when falling acceptance starts a refresh.
+        drift_detector: when falling acceptance starts a refresh.
         capture: what is kept of hidden states.
         reasoning: a small model that answers in turn with the target, for requests that ask for it.
     """
@@ -177,6 +177,6 @@ class Serve(Frozen):
     structured: Structured = Structured()
     probation: Probation = Probation()
     canary: CanaryParams = CanaryParams()
-    watch: WatchParams = WatchParams()
+    drift_detector: DriftDetector = DriftDetector()
     capture: Capture = Capture()
     reasoning: Reasoning = Reasoning()

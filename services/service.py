@@ -268,7 +268,7 @@ class Service:
 
         It is told anew at every look, so nothing is lost if the file can't be written now.
         """
-        params, trigger = self.config.serve.watch, TriggerFile(self.config.settings.querylog)
+        params, trigger = self.config.serve.drift_detector, TriggerFile(self.config.settings.querylog)
         judge, judged, last = drift_detector.DriftDetector({}, params), "", -1
         while True:
             await asyncio.sleep(params.period_s)

@@ -62,7 +62,7 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         window: whose prompts are asked.
         samples: of the window.
     """
-    again = recipe.refresh.again
+    again = recipe.refresh.regenerate
     if again is None:
         return samples
 
@@ -77,7 +77,7 @@ def regenerate(recipe: Recipe, pair: Pair, window: Window, samples: Artifact) ->
         stage="answered",
         kind="samples",
         params={
-            "again": again.model_dump(mode="json"),
+            "regenerate": again.model_dump(mode="json"),
             "seed": recipe.seed,
             "max_model_len": recipe.engine.max_model_len,
             "window": [window.first_seq, window.last_seq],

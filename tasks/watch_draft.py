@@ -64,7 +64,7 @@ def watch_draft(recipe: Recipe) -> Watch | None:
     if watch is not None and watch.outcome == SETTLED:
         return watch
     if watch is None or watch.outcome != WATCHING:  # somebody promoted it again: what it did before is forgiven
-        num_wanted = recipe.watch.num_requests
+        num_wanted = recipe.post_promotion_test.num_requests
         watch = Watch(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
     with QueryLog(settings.querylog).reading():  # an erasure waits until the look's work folder is gone
         watch = _look(recipe, watches, watch, champion, previous)
@@ -72,7 +72,7 @@ def watch_draft(recipe: Recipe) -> Watch | None:
 
 
 def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, previous: Version) -> Watch:
-    params, settings = recipe.watch, load_settings()
+    params, settings = recipe.post_promotion_test, load_settings()
     log = QueryLog(settings.querylog)
     newest = log.latest(1)
     last_seq = newest[0].seq or 0 if newest else 0
@@ -91,7 +91,7 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
     samples = _drawn(recipe, watch, rows, champion)
     now_ms = int(time.time() * 1000)
     waited_ms = now_ms - watch.looked_ms
-    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.patience_s):
+    if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.max_wait_s):
         return watch
     compared = list(watch.compared)
     seqs = {row.id: row.seq or 0 for row in rows}
@@ -125,7 +125,7 @@ def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], 
 
 def _drawn(recipe: Recipe, watch: Watch, rows: Sequence[QueryRow], champion: Version) -> list[Sample]:
     """Return the requests to compare, no more of a key than its share."""
-    per_look = recipe.watch.per_look
+    per_look = recipe.post_promotion_test.per_look
     samples, _ = usable(rows, _target_version(champion), recipe.refresh.max_share_per_key, per_look)
     return samples[: min(per_look, watch.num_wanted - len(watch.compared))]
 
@@ -167,7 +167,9 @@ def _compare(
 def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch:
     costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
     domains = [one.domain for one in compared]
-    found = post_promotion_test.findings(domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha)
+    found = post_promotion_test.findings(
+        domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.post_promotion_test.alpha
+    )
     lost = any(finding.lost for finding in found.values())
     outcome = LOST if lost else SETTLED if len(compared) >= watch.num_wanted else WATCHING
     return watch.model_copy(

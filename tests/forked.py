@@ -1,8 +1,8 @@
 """Engines that a test starts in its own process are forks of one that has imported vLLM already.
 
-vLLM starts its engine's process anew, and importing takes that process 15 s of a core, which is most of what a test with
-a tiny model takes. What is imported is the same, and so is what the process then does. Services and commands, which
-tests start as programs, start their engines as they do everywhere.
+vLLM starts its engine's process anew, and importing takes that process 15 s of a core: most of what a test with a tiny
+model takes. What is imported is the same, and so is what the process then does. Services and commands, which tests
+start as programs, start their engines as they do everywhere.
 """
 
 import multiprocessing

@@ -23,21 +23,21 @@ from models.types import ALL, Finding, Frozen
 
 
 class Params(Frozen):
-    """Table [watch]: what a draft is held to after it was promoted.
+    """Table [post_promotion_test]: what a draft is held to after it was promoted.
 
     Attributes:
         alpha: chance that a draft which is no worse is ever taken back.
         num_requests: compared without a loss, the draft is settled and no longer watched.
         per_look: the most requests that are compared at a time.
         period_s: seconds between looks.
-        patience_s: seconds after which fewer than `per_look` new requests are compared too.
+        max_wait_s: seconds after which fewer than `per_look` new requests are compared too.
     """
 
     alpha: float = Field(0.01, gt=0, lt=0.5)
     num_requests: int = Field(500, ge=1)
     per_look: int = Field(16, ge=1)
     period_s: float = Field(30.0, gt=0, allow_inf_nan=False)
-    patience_s: float = Field(300.0, ge=0, allow_inf_nan=False)
+    max_wait_s: float = Field(300.0, ge=0, allow_inf_nan=False)
 
 
 def findings(

@@ -1,22 +1,22 @@
-"""llama.cpp as a peer: the file that the target is made of, answered by what most people run such a file with.
+"""llama.cpp as a baseline: the file that the target is made of, answered by what most people run such a file with.
 
 It computes with the file's own four-bit weights and rounds their inputs to 8 bits, where every other side computes in
 the target's number format: its answers may differ, so they are not held to the others'. Its prompt look-up is the only
-way of drafting that its Python library brings. It has an environment of its own, which `make peers` compiles, and no
-HTTP on its way, which is to its advantage.
+way of drafting that its Python library brings. It has an environment of its own, which `make baselines` compiles, and
+no HTTP on its way, which is to its advantage.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.baselines import INTERPRETER
 from infra.client import Answer
-from infra.peers import INTERPRETER
 from models import catalog
 from models.recipe import Recipe
 from models.sources import Prompt
 from models.targets import stop_ids
-from tasks.measure.peers import answer_of, encoder, run_process
+from tasks.measure.baselines import answer_of, encoder, run_process
 from tasks.measure.run import Bar
 
 LLAMACPP = "llama.cpp"
@@ -27,7 +27,7 @@ PROCESS = Path(__file__).with_name("llamacpp_process.py")
 def why_not(recipe: Recipe) -> str | None:
     """Return why llama.cpp can't be asked, None if it can."""
     if not INTERPRETER.is_file():
-        return "it is not installed; `make peers` compiles it"
+        return "it is not installed; `make baselines` compiles it"
     if not hasattr(catalog.load("targets", recipe.target.name), "find_gguf"):
         return f"target {recipe.target.name} is not made of a GGUF file"
     return None

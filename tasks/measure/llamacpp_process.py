@@ -1,4 +1,4 @@
-"""The process that answers with llama.cpp, in the environment of `make peers`, where nothing of redraft is.
+"""The process that answers with llama.cpp, in the environment of `make baselines`, where nothing of redraft is.
 
 `python llamacpp_process.py JOB.json`, see `tasks.measure.llamacpp`; answers go to a file of the job, a line each.
 """

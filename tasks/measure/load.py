@@ -81,7 +81,7 @@ class _Load(NamedTuple):
 
 
 def measure(
-    run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, peers: Sequence[str]
+    run: Run, num_prompts: int, streams: Sequence[int], drafts: Sequence[str], num_pairs: int, baselines: Sequence[str]
 ) -> Report:
     """Measure each draft at each number of streams.
 
@@ -91,28 +91,28 @@ def measure(
         streams: how many ask at once, ascending.
         drafts: of DRAFTS.
         num_pairs: how often the two ways take turns.
-        peers: ways in which vLLM drafts by itself, or PLAIN for none, each measured at its own endpoint; those that
+        baselines: ways in which vLLM drafts by itself, or PLAIN for none, each measured at its own endpoint; those that
             draft are held to PLAIN if that is named.
 
     Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or peer.
+        ValueError: nothing was built, the recipe has fewer prompts, or there is no such draft or baseline.
         RuntimeError: a request failed, or the service did not take a draft.
     """
     if unknown := [name for name in drafts if name not in DRAFTS]:
         raise ValueError(f'there is no draft "{unknown[0]}"{did_you_mean(unknown[0], DRAFTS)}')
     served = run.served()
-    ways = _stock_ways(run, served) if peers else {}
-    if unknown := [name for name in peers if name not in ways]:
-        raise ValueError(f'there is no peer "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
+    ways = _stock_ways(run, served) if baselines else {}
+    if unknown := [name for name in baselines if name not in ways]:
+        raise ValueError(f'there is no baseline "{unknown[0]}"{did_you_mean(unknown[0], ways)}')
     if served.champion == 1:  # the first draft is the champion
         drafts = list(dict.fromkeys(CHAMPION if name == FIRST else name for name in drafts))
     run.prompts("held_out", num_prompts)
     most = max(num_prompts, 2 * max(streams))
     prompts = {domain: found[:most] for domain, found in _by_domain(run, "held_out").items()}
     load = _Load(run, prompts, _by_domain(run, "requests"), num_prompts, num_pairs)
-    cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *peers))}
+    cells = {name: [f"{name}-{number}" for number in streams] for name in dict.fromkeys((*drafts, *baselines))}
     _ask_service(load, served, streams, {name: cells[name] for name in drafts})
-    for name in peers:
+    for name in baselines:
         if not all(map(run.cells.has, cells[name])):
             with Stock(run.recipe, run.settings, open_champions.fn().target_files.path, ways[name]) as endpoint:
                 _warm(load, endpoint)
@@ -133,7 +133,7 @@ def _by_domain(run: Run, part: str) -> dict[str, list[Prompt]]:
 
 
 def _stock_ways(run: Run, served: Served) -> dict[str, Mapping[str, Any] | None]:
-    """Return vLLM's `speculative_config` by peer, None for no draft."""
+    """Return vLLM's `speculative_config` by baseline, None for no draft."""
     num_draft_tokens, most = run.recipe.num_draft_tokens, getattr(run.recipe.engine, "max_num_seqs", 1)
     ways = speculations(num_draft_tokens, served, run.settings)
     return {PLAIN: None, **ways, BY_BATCH_SIZE: by_batch_size(ways[SERVED_DRAFT], most)}

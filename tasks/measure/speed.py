@@ -1,10 +1,10 @@
 """How fast the served pair is at one stream, against everything that could serve the target instead.
 
 The baseline is what a user would run who had no redraft: vLLM's own endpoint, compiled, without a draft. It, the ways
-in which it drafts by itself, the served pair's endpoint and the process of the offline peers follow each other in
+in which it drafts by itself, the served pair's endpoint and the process of the offline baselines follow each other in
 rounds, every other round in reverse; all endpoints are asked by one client. Within the pair's endpoint speculation is
 switched on and off prompt by prompt, and the first draft takes its turn once a round. Ratios are paired by prompt. The
-offline peers have no HTTP on their way, which is to their advantage. The reference engine without a draft is among
+offline baselines have no HTTP on their way, which is to their advantage. The reference engine without a draft is among
 them, so that its distance to vLLM is known, whatever drafting does for either.
 
 The speed of decoding leaves the first token out, and so trusts the moment at which it came. On few cores tokens can be
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.peers import SUFFIX_PACKAGE, suffix_version
+from infra.baselines import SUFFIX_PACKAGE, suffix_version
 from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.views.figures import draw_speeds
@@ -29,11 +29,11 @@ from models.layers.quantized_weights import FILE as GRID
 from models.params import did_you_mean
 from models.precision import engine_dtype
 from models.sources import Prompt
+from tasks.measure.baselines import Job, run_offline
 from tasks.measure.compare_traffic import judge_outputs
 from tasks.measure.endpoint import ChatServer, Endpoint, dump
 from tasks.measure.home import Served
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
-from tasks.measure.peers import Job, run_offline
 from tasks.measure.run import Bar, Run
 from tasks.measure.stock import PLAIN, SUFFIX, Stock, speculations
 from tasks.promote import open_champions
@@ -75,24 +75,24 @@ class Stage(NamedTuple):
         return open_registry(self.run.settings)
 
 
-def measure(run: Run, num_prompts: int, num_rounds: int, peers: Sequence[str] = ()) -> Report:
+def measure(run: Run, num_prompts: int, num_rounds: int, baselines: Sequence[str] = ()) -> Report:
     """Measure every side on the same held-out prompts.
 
     Args:
         run: the benchmark.
         num_prompts: of each domain.
         num_rounds: how often the sides take turns; each round has its share of the prompts.
-        peers: whom to ask beside the pair and plain vLLM; all if none is named.
+        baselines: what to measure besides the pair and plain vLLM; all if none is named.
 
     Raises:
-        ValueError: nothing was built, the recipe has fewer prompts, or there is no such peer.
+        ValueError: nothing was built, the recipe has fewer prompts, or there is no such baseline.
         RuntimeError: a request failed, or a side could not be started.
     """
     served = run.served()
     prompts = run.prompts("held_out", num_prompts)
     num_rounds = min(num_rounds, num_prompts)
     rows: list[Row] = []
-    hosts = _chosen(_hosts(run, served), peers)
+    hosts = _chosen(_hosts(run, served), baselines)
     for number in range(num_rounds):
         share = prompts[number::num_rounds]
         for name in list(hosts) if number % 2 == 0 else list(hosts)[::-1]:
@@ -121,13 +121,13 @@ def _hosts(run: Run, served: Served) -> dict[str, _Host]:
     }
 
 
-def _chosen(hosts: dict[str, _Host], peers: Sequence[str]) -> dict[str, _Host]:
-    """Return the pair, plain vLLM and the peers that are named, or all; ValueError if there is no such peer."""
+def _chosen(hosts: dict[str, _Host], baselines: Sequence[str]) -> dict[str, _Host]:
+    """Return the pair, plain vLLM and the baselines that are named, or all; ValueError if there is no such baseline."""
     others = [name for name in hosts if name not in (OURS, PLAIN)]
-    for name in peers:
+    for name in baselines:
         if name not in others:
-            raise ValueError(f'no peer "{name}"{did_you_mean(name, others)}')
-    return {name: host for name, host in hosts.items() if not peers or name not in others or name in peers}
+            raise ValueError(f'no baseline "{name}"{did_you_mean(name, others)}')
+    return {name: host for name, host in hosts.items() if not baselines or name not in others or name in baselines}
 
 
 def _ask(run: Run, served: Served, prompts: Sequence[Prompt], host: _Host, title: str) -> list[Row]:
@@ -176,7 +176,7 @@ def _drafting_stock(side: str, speculation: Mapping[str, Any], stage: Stage) -> 
 
 
 def _offline(stage: Stage) -> list[Row]:
-    """Ask the peers that have no endpoint."""
+    """Ask the baselines that have no endpoint."""
     run, pair = stage.run, open_champions.fn()
     folder = run.folder / "offline"
     job = Job(
@@ -240,7 +240,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
         "The reference engine does not tell when each token came, so it has no inter-token latency.",
     ]
     if suffix_version() is None:
-        notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make peers` compiles it.")
+        notes.append(f"{SUFFIX} was left out: {SUFFIX_PACKAGE} is not installed; `make baselines` compiles it.")
     if missing := why_not(run.recipe):
         notes.append(f"{LLAMACPP} was left out: {missing}.")
     if served.champion == 1:
@@ -328,7 +328,7 @@ def _speeds(figures: Mapping[str, Mapping[str, Row]]) -> dict[str, dict[str, tup
 
 
 def _decoded(row: Row) -> Decoded | None:
-    """Return what decoding took, from the arrivals or, where a peer tells only the ends, from those."""
+    """Return what decoding took, from the arrivals or, where a baseline tells only the ends, from those."""
     if row["arrival_ms"]:
         return decoded(row["arrival_ms"])
     seconds = row["seconds"] - row["first_token_ms"] / 1000

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from infra.baselines import SUFFIX_TREES, suffix_version
 from infra.installed import openmp_preload
-from infra.peers import SUFFIX_TREES, suffix_version
 from infra.processes import Child, answers, wait_until
 from infra.registry import open_registry
 from infra.service_process import END_TIMEOUT_S

@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500, help="weeks or falls of each kind")
     given = parser.parse_args()
     recipe = load_recipe(given.recipe)
-    params, rows, found = recipe.serve.watch, [], dict[str, Any]()
+    params, rows, found = recipe.serve.drift_detector, [], dict[str, Any]()
     for number, (name, case) in enumerate(tqdm(CASES.items())):
         for place, (domain, traffic) in enumerate(TRAFFIC.items()):
             rng = np.random.default_rng([recipe.seed, number, place])
@@ -180,7 +180,7 @@ def main() -> None:
             rows.append([name, domain, *_texts(rule), *_texts(former)])
     columns = ["planted", "traffic", "told", f"within {WITHIN:,}", "median requests"]
     title = f"falls after {FALLS_AT:,} requests; the former rule: {params.fall:.0%} lost over the last {LATELY}"
-    figures = {"recipe": recipe.name, "runs": given.runs, "watch": params.model_dump(), "falls": found}
+    figures = {"recipe": recipe.name, "runs": given.runs, "drift_detector": params.model_dump(), "falls": found}
     show(figures, title, [*columns, *(f"former: {name}" for name in columns[2:])], rows)
 
 

@@ -84,8 +84,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500, help="how often each loss is simulated")
     given = parser.parse_args()
     recipe = load_recipe(given.recipe)
-    rules = Rules(recipe.num_draft_tokens, recipe.gate.floor, recipe.watch.alpha, recipe.watch.per_look)
-    week = round(WEEK_S / recipe.watch.period_s)
+    rules = Rules(
+        recipe.num_draft_tokens,
+        recipe.gate.floor,
+        recipe.post_promotion_test.alpha,
+        recipe.post_promotion_test.per_look,
+    )
+    week = round(WEEK_S / recipe.post_promotion_test.period_s)
     truths = {
         f"a week without a loss, {week:,} looks": (Truth(1.6, dict.fromkeys(SHARES, 1.0)), week),
         "better by 5%": (Truth(1.6, dict.fromkeys(SHARES, 1.05)), LOOKS),

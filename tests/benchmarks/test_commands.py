@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infra.peers import suffix_version
+from infra.baselines import suffix_version
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.versions import OWN_TAGS
@@ -105,8 +105,8 @@ def test_speed_holds_every_side_to_the_target_alone_and_leaves_the_served_home_a
 
 
 def test_speculation_is_held_to_none_at_each_load_with_a_bad_and_a_good_draft(built, tmp_path):
-    options = ("--prompts", "4", "--streams", "1", "--streams", "3", "--pairs", "2", "--peer", "vLLM")
-    found = run(built[0], "load", tmp_path / "load", *options, "--peer", BY_BATCH_SIZE)
+    options = ("--prompts", "4", "--streams", "1", "--streams", "3", "--pairs", "2", "--baseline", "vLLM")
+    found = run(built[0], "load", tmp_path / "load", *options, "--baseline", BY_BATCH_SIZE)
     assert found["outputs"].get("different", 0) == 0
     assert sum(found["outputs"].values()) == 2 * 2 * 2 * 2 * (4 + 6)  # domains, drafts, ways, pairs, prompts of blocks
     for sides in found["domains"].values():

@@ -132,7 +132,10 @@ def running(home: Path) -> Iterator[Scene]:
                 registry.url,
                 orchestrator=f"http://127.0.0.1:{unheard.getsockname()[1]}/api",  # where nobody listens, or will
                 cache=home / "log" / "cache",
-                serve={"watch": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2}, "canary": {"period_s": 3.0}},
+                serve={
+                    "drift_detector": {"period_s": 0.3, "min_requests": 4, "between_alarms": 2},
+                    "canary": {"period_s": 3.0},
+                },
             )
             (machine := home / "machine").mkdir()
             clock, memory = Clock(machine / "offset"), Memory(machine / "meminfo")

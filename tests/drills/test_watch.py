@@ -27,7 +27,7 @@ from tests.world import Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 RECIPE = Path(__file__).parents[2] / "models" / "recipes" / "tiny.toml"
-LOOK = "\n[watch]\nperiod_s = 0.5\nper_look = 16\n"
+LOOK = "\n[post_promotion_test]\nperiod_s = 0.5\nper_look = 16\n"
 
 
 def spoiled(home: Path, tmp_path: Path) -> int:

@@ -134,12 +134,12 @@ _KEYS: dict[str, dict[str, str]] = {
         "evaluation.canary": "period_s max_in_flight timeout_s",
     },
     "services/service.py": {
-        "serving.Serve": "drain_s merge_streams tool_parser limits structured seeded watch capture reasoning",
+        "serving.Serve": "drain_s merge_streams tool_parser limits structured seeded drift_detector capture reasoning",
         "evaluation.drift_detector": "period_s",
     },
     "services/fair_queue.py": {"serving.Limits": "max_share_per_key max_queued_requests max_queued_tokens_per_key"},
     "tasks/regenerate.py": {
-        "recipe.Refresh": "again",
+        "recipe.Refresh": "regenerate",
         "recipe.Regeneration": "max_tokens temperature per_domain max_minutes",
     },
     "tasks/claim_window.py": {
@@ -167,8 +167,8 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},
     "tasks/trigger/room.py": {"recipe.Schedule": "min_free_memory_gib"},
     "tasks/watch_draft.py": {
-        "recipe.Recipe": "watch",
-        "evaluation.post_promotion_test": "alpha num_requests per_look patience_s",
+        "recipe.Recipe": "post_promotion_test",
+        "evaluation.post_promotion_test": "alpha num_requests per_look max_wait_s",
     },
 }
 

@@ -105,13 +105,18 @@ def test_a_draft_that_the_engine_can_not_run_is_refused_before_anything_runs(tab
         ("gate", "floor", 2, r'\[gate\]: gate: key "floor"'),
         ("refresh", "distill", {"num_epoch": 1}, r'unknown key "num_epoch"'),
         ("refresh", "max_rows", 20, r"min_rows 60 is above max_rows 20"),
-        ("refresh", "again", {"max_tokens": 256}, r"refresh.again.max_tokens is 256, .* engine.max_model_len 256"),
-        ("refresh", "again", {"max_tokens": 3}, r"max_tokens"),
-        ("refresh", "again", {"temperature": -1}, r"temperature"),
-        ("refresh", "again", {"temperature": 3}, r"temperature"),
-        ("refresh", "again", {"per_domain": 0}, r"per_domain"),
-        ("refresh", "again", {"max_minutes": 0}, r"max_minutes"),
-        ("refresh", "again", {"max_token": 9}, r"max_token"),
+        (
+            "refresh",
+            "regenerate",
+            {"max_tokens": 256},
+            r"refresh.regenerate.max_tokens is 256, .* engine.max_model_len 256",
+        ),
+        ("refresh", "regenerate", {"max_tokens": 3}, r"max_tokens"),
+        ("refresh", "regenerate", {"temperature": -1}, r"temperature"),
+        ("refresh", "regenerate", {"temperature": 3}, r"temperature"),
+        ("refresh", "regenerate", {"per_domain": 0}, r"per_domain"),
+        ("refresh", "regenerate", {"max_minutes": 0}, r"max_minutes"),
+        ("refresh", "regenerate", {"max_token": 9}, r"max_token"),
         ("keep", "num_draft", 9, r'r: \[keep\]: keep: unknown key "num_draft" \(did you mean "num_drafts"\?\)'),
         ("engine", "lookup", {"num_token": 9}, r'unknown key "lookup.num_token" \(did you mean "num_tokens"\?\)'),
         ("engine", "lookup", 9, r'key "lookup": wanted a table, got 9'),
@@ -173,9 +178,11 @@ def test_a_recipe_that_trains_on_nothing_is_refused(tables):
 
 
 def test_prompts_are_answered_again_for_drafts_that_learn_and_only_where_a_recipe_says_so(tables):
-    assert parse_recipe({"name": "r", **tables}, "r").refresh.again is None
-    tables["refresh"]["again"] = {}
-    assert parse_recipe({"name": "r", **tables}, "r").refresh.again.temperature is None
+    assert parse_recipe({"name": "r", **tables}, "r").refresh.regenerate is None
+    tables["refresh"]["regenerate"] = {}
+    assert parse_recipe({"name": "r", **tables}, "r").refresh.regenerate.temperature is None
     tables["draft"] = {"name": "ngram"}
-    with pytest.raises(ValueError, match="refresh.again is for drafts that are trained, and this one has no weights"):
+    with pytest.raises(
+        ValueError, match="refresh.regenerate is for drafts that are trained, and this one has no weights"
+    ):
         parse_recipe({"name": "r", **tables}, "r")

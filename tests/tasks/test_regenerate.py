@@ -77,7 +77,7 @@ class Scene:
         self.settings, self.log = settings, QueryLog(settings.querylog)
         self.log.append(rows)
         recipe = load_recipe("tiny")
-        refresh = recipe.refresh.model_copy(update={"again": Regeneration(**{"max_tokens": 10, **again})})
+        refresh = recipe.refresh.model_copy(update={"regenerate": Regeneration(**{"max_tokens": 10, **again})})
         self.recipe: Recipe = recipe.model_copy(update={"refresh": refresh})
         with staged(settings.home / "target") as directory:
             shutil.copytree(target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
@@ -144,7 +144,7 @@ def test_prompts_are_answered_anew_beside_what_was_served(settings: Settings, ti
 
 def test_who_does_not_ask_for_it_learns_what_was_served(settings: Settings, tiny_target: Path) -> None:
     scene = Scene(settings, tiny_target, [row(0), row(1)])
-    refresh = scene.recipe.refresh.model_copy(update={"again": None})
+    refresh = scene.recipe.refresh.model_copy(update={"regenerate": None})
     scene.recipe = scene.recipe.model_copy(update={"refresh": refresh})
     assert scene.run() == scene.samples
 

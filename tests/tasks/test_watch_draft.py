@@ -138,7 +138,9 @@ def scene(
 
 def recipe(**changed: object) -> Recipe:
     tiny = load_recipe("tiny")
-    return tiny.model_copy(update={"watch": tiny.watch.model_copy(update={"patience_s": 0.0, **changed})})
+    return tiny.model_copy(
+        update={"post_promotion_test": tiny.post_promotion_test.model_copy(update={"max_wait_s": 0.0, **changed})}
+    )
 
 
 def looked(**changed: object) -> Watch:
@@ -221,11 +223,11 @@ def test_of_requests_that_a_client_says_belong_together_one_counts(scene: Scene,
 def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 10)
-    assert len(looked(per_look=8, patience_s=3600.0).compared) == 8
+    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 8
     scene.serve(10, 14)
-    assert len(looked(per_look=8, patience_s=3600.0).compared) == 8
+    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 8
     scene.serve(14, 16)
-    assert len(looked(per_look=8, patience_s=3600.0).compared) == 16
+    assert len(looked(per_look=8, max_wait_s=3600.0).compared) == 16
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""llama.cpp answers with the real target's own file, where `make peers` has compiled it."""
+"""llama.cpp answers with the real target's own file, where `make baselines` has compiled it."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from tasks.measure.run import Bar
 
 def test_it_is_said_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(llamacpp, "INTERPRETER", tmp_path / "python")
-    assert why_not(load_recipe("smollm2-cpu")) == "it is not installed; `make peers` compiles it"
+    assert why_not(load_recipe("smollm2-cpu")) == "it is not installed; `make baselines` compiles it"
     monkeypatch.setattr(llamacpp, "INTERPRETER", Path(sys.executable))
     assert why_not(load_recipe("smollm2-cpu")) is None
     assert why_not(load_recipe("tiny")) == "target random is not made of a GGUF file"

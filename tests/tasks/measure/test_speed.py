@@ -13,7 +13,7 @@ def test_every_peer_is_asked_unless_some_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["vLLM with ngrams", OURS, PLAIN])
 def test_a_peer_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f'no peer "{name}"'):
+    with pytest.raises(ValueError, match=f'no baseline "{name}"'):
         _chosen(HOSTS, (name,))
 
 

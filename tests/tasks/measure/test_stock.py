@@ -1,4 +1,4 @@
-"""vLLM's own endpoint as a peer: how it is started, in which ways it drafts, and that it leaves no process behind."""
+"""vLLM's own endpoint as a baseline: how it is started, how it drafts, and that it leaves no process behind."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from models import catalog
 from models.drafting.draft_families import family_of
 from models.recipe import load_recipe
 from models.sources import Message, Prompt
-from tasks.measure.peers import encoder, open_peers
+from tasks.measure.baselines import encoder, open_baselines
 from tasks.measure.stock import Stock, as_flags, by_batch_size, ngram_speculation
 
 
@@ -75,7 +75,7 @@ def test_it_gives_the_targets_output_tells_its_steps_and_leaves_no_process(tiny_
     assert descendants(os.getpid()) <= before
     assert not stock.runs
     assert not answers(f"{stock.url}/health")
-    alone = open_peers(tiny_target, tiny_draft, "float32", num_draft_tokens=2, max_model_len=256)["transformers"]
+    alone = open_baselines(tiny_target, tiny_draft, "float32", num_draft_tokens=2, max_model_len=256)["transformers"]
     assert answer.status == "ok"
     assert answer.token_ids == alone(encoder(tiny_target)(prompt), recipe.generate.max_tokens).token_ids
     assert len(answer.arrival_ms) == answer.num_tokens

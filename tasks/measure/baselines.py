@@ -1,7 +1,7 @@
 """What the served pair is measured against without an endpoint: transformers, and the reference engine.
 
-They run in a process of their own, `python -m tasks.measure.peers JOB.json`, because the processor's threads belong to
-whoever is measured, and because a model that was loaded is only really gone when its process is.
+They run in a process of their own, `python -m tasks.measure.baselines JOB.json`, because the processor's threads belong
+to whoever is measured, and because a model that was loaded is only really gone when its process is.
 
 All of them answer one prompt at a time and greedily, with the target's own weights, in the engine's number format and
 with as many threads as this process may use cores. Assisted generation is transformers' model-free kind, prompt lookup:
@@ -59,13 +59,13 @@ class Timed(NamedTuple):
 
 
 # (prompt's token ids, most tokens of the answer) → the answer.
-Peer = Callable[[list[int], int], Timed]
+Baseline = Callable[[list[int], int], Timed]
 
 
-def open_peers(
+def open_baselines(
     target_dir: Path, draft_dir: Path, dtype: str, num_draft_tokens: int, max_model_len: int
-) -> Mapping[str, Peer]:
-    """Load every peer, and let this process compute on all of its cores.
+) -> Mapping[str, Baseline]:
+    """Load every baseline, and let this process compute on all of its cores.
 
     Args:
         target_dir: a Hugging Face directory.
@@ -111,7 +111,7 @@ class _Arrivals(BaseStreamer):
         """Nothing is left to do."""
 
 
-def _generating(model: Any, options: Mapping[str, Any]) -> Peer:
+def _generating(model: Any, options: Mapping[str, Any]) -> Baseline:
     def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
         arrivals, prompt, started_s = _Arrivals(), torch.tensor([prompt_ids]), time.monotonic()
         with torch.inference_mode(), warnings.catch_warnings():
@@ -133,12 +133,12 @@ def _generating(model: Any, options: Mapping[str, Any]) -> Peer:
     return answer
 
 
-def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> Peer:
+def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> Baseline:
     engine = asyncio.run(catalog.load("engines", params.name).start(target_dir, draft_dir, params))
 
     def answer(prompt_ids: list[int], max_tokens: int) -> Timed:
         started_s = time.monotonic()
-        completion = asyncio.run(engine.generate(prompt_ids, Sampling(max_tokens=max_tokens), "peer"))
+        completion = asyncio.run(engine.generate(prompt_ids, Sampling(max_tokens=max_tokens), "baseline"))
         # The engine tells when its first token came, not when each did.
         seconds = time.monotonic() - started_s
         return Timed(
@@ -149,7 +149,7 @@ def _reference(target_dir: Path, draft_dir: Path | None, params: BaseParams) -> 
 
 
 class Job(BaseModel):
-    """What the process is to do; it writes one line a prompt and peer to `answers`."""
+    """What the process is to do; it writes one line a prompt and baseline to `answers`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -164,7 +164,7 @@ class Job(BaseModel):
 
 
 def run_offline(job: Job, folder: Path, bar: Bar) -> list[tuple[str, Answer]]:
-    """Run the process to its end and return peer and answer, in the order they were given.
+    """Run the process to its end and return baseline and answer, in the order they were given.
 
     Raises:
         RuntimeError: it failed; the message has the end of its log.
@@ -172,8 +172,8 @@ def run_offline(job: Job, folder: Path, bar: Bar) -> list[tuple[str, Answer]]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "job.json"
     file.write_text(job.model_dump_json())
-    argv = [sys.executable, "-m", "tasks.measure.peers", str(file)]
-    rows = run_process(argv, openmp_preload(), job.answers, folder / "offline.log", "the peers' process", bar)
+    argv = [sys.executable, "-m", "tasks.measure.baselines", str(file)]
+    rows = run_process(argv, openmp_preload(), job.answers, folder / "offline.log", "the baselines' process", bar)
     return [(row["side"], Answer(**row["answer"])) for row in rows]
 
 
@@ -207,21 +207,23 @@ def main() -> None:
     """Do one job."""
     job = Job.model_validate_json(Path(sys.argv[1]).read_bytes())
     encode = encoder(job.target_dir)
-    peers = list(open_peers(job.target_dir, job.draft_dir, job.dtype, job.num_draft_tokens, job.max_model_len).items())
-    for _, peer in peers:
-        peer(encode(job.prompts[0]), job.max_tokens)  # warm: the first run allocates
+    baselines = list(
+        open_baselines(job.target_dir, job.draft_dir, job.dtype, job.num_draft_tokens, job.max_model_len).items()
+    )
+    for _, baseline in baselines:
+        baseline(encode(job.prompts[0]), job.max_tokens)  # warm: the first run allocates
     with job.answers.open("w") as file:
         for number, prompt in enumerate(job.prompts):
-            turn = number % len(peers)
-            for side, peer in peers[turn:] + peers[:turn]:
-                sent_s, timed = time.monotonic(), peer(encode(prompt), job.max_tokens)
+            turn = number % len(baselines)
+            for side, baseline in baselines[turn:] + baselines[:turn]:
+                sent_s, timed = time.monotonic(), baseline(encode(prompt), job.max_tokens)
                 answer = answer_of(prompt, {"sent_s": sent_s, **timed._asdict()})
                 file.write(json.dumps({"side": side, "answer": answer.model_dump(mode="json")}) + "\n")
                 file.flush()
 
 
 def answer_of(prompt: Prompt, timed: Mapping[str, Any]) -> Answer:
-    """Return an answer as a client has it, of the prompt and what a peer told of it."""
+    """Return an answer as a client has it, of the prompt and what a baseline told of it."""
     num_tokens = len(timed["token_ids"])
     return Answer(prompt_id=prompt.id, domain=prompt.domain, status="ok", num_tokens=num_tokens, **timed)
 

@@ -1,10 +1,10 @@
-"""Where `make peers` puts what redraft is compared with and does not run on."""
+"""Where `make baselines` puts what redraft is compared with and does not run on."""
 
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-FOLDER = Path(sys.prefix) / "peers"
+FOLDER = Path(sys.prefix) / "baselines"
 # Has llama.cpp.
 INTERPRETER = FOLDER / "bin" / "python"
 # Apart from the rest, since a plug-in comes with them that every vLLM process would load.
