@@ -1,33 +1,26 @@
-"""What one client, or a log that can't be used, may not do to the others: forms that explode, a flood, torn files."""
+"""What one client may not do to the others: forms that explode, a flood, headers by the megabyte."""
 
 import math
-import os
-import shutil
-import sqlite3
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from infra.logfile import SCHEMA_VERSION
 from infra.processes import Child, wait_until
-from tests.drills.load import Client, Load, quiet_answers
-from tests.world import KEY, MODEL, OTHER_KEY, PROMPTS, World, ask, make_target
+from tests.drills.strangers import Form, Strangers, answer_in, caller, require_error
+from tests.world import KEY, MODEL, OTHER_KEY, PROMPTS, World
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 # Clients that harm run behind the service, not in front of it.
 NICE = ("nice", "-n", "19", sys.executable, "-m")
-COMPILE_S = 2.0
 # What a child of a compiler may keep, and what processes that answered a few hundred requests grow by.
 MOST_GROWTH_BYTES = 64 << 20
 # Half of them before what may harm and half after it, so that what else the machine does slows both alike.
@@ -36,8 +29,6 @@ MANY_TRIES = 400
 ATTEMPTS = 3
 MOST_HELD_BYTES = 50 << 20
 MOST_SLOWED_BY_HEADERS, MOST_SLOWED_BY_FLOOD = 1.5, 2.0
-
-Form = dict[str, Any]
 
 BOTH = {"type": "string", "pattern": "((a|b)*c{1,99}){1,99}"}
 MANY = {"type": "array", "minItems": 900, "maxItems": 900, "items": {"type": "string", "pattern": "(a|b){900}"}}
@@ -69,74 +60,6 @@ EXPLODING: dict[str, Form] = {
     "deep arguments of a tool": _called("[" * 5000 + "]" * 5000),
     "arguments of a tool that are no JSON": _called("{"),
 }
-
-
-class Strangers:
-    """A service, and what its processes hold."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self._service = world, world.start()
-
-    def memory_bytes(self) -> int:
-        """Return the resident memory of the service's processes, shared pages counted once for each."""
-        runner = psutil.Process(self._service.pid)
-        return sum(process.memory_info().rss for process in [runner, *runner.children(recursive=True)])
-
-    def listening(self) -> list[str]:
-        """Return the addresses that the service's processes listen on, one for each port."""
-        runner = psutil.Process(self._service.pid)
-        family = {process.pid for process in runner.children(recursive=True)}
-        found = psutil.net_connections(kind="inet")
-        ours = {c.laddr for c in found if c.status == psutil.CONN_LISTEN and c.pid in family}
-        return [address.ip for address in ours]
-
-    def load(self) -> Load:
-        return Load(self.world.url, quiet_answers(self.world), [Client()] * 2)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """End the service, and start it again at the end."""
-        self.stop()
-        yield
-        self._service = self.world.start()
-
-    def bring_back_the_first_log(self) -> None:
-        """Let the log's folder be as it was when this was called first; the service is stopped."""
-        folder, kept = self.world.querylog.parent, self.world.home / "kept"
-        if kept.exists():
-            shutil.rmtree(folder)
-        shutil.copytree(*((kept, folder) if kept.exists() else (folder, kept)))
-
-    def stop(self) -> None:
-        self._service.stop(grace_s=60)
-
-
-@pytest.fixture(scope="module")
-def strangers(
-    tiny_target: Path, engine: Any, loop: Any, store: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Strangers]:
-    home = tmp_path_factory.mktemp("strangers")
-    shutil.copy(store, home)
-    make_target(tiny_target, home / "target", engine, loop)
-    serve = {"structured": {"enabled": True, "timeout_s": COMPILE_S}, "front": "auto"}
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")  # F40: whatever it says, all of this holds
-        strangers = Strangers(World(home, home / "target", serve=serve))
-        try:
-            yield strangers
-        finally:
-            strangers.stop()
-
-
-def caller(world: World, key: str) -> httpx.Client:
-    """Return a client that is made before its requests are timed."""
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=f"{world.url}/v1/", headers=headers, timeout=60, trust_env=False)
-
-
-def answer_in(client: httpx.Client, form: Form) -> httpx.Response:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 8, "temperature": 0}
-    return client.post("chat/completions", json=body | form)
 
 
 def test_f26_a_form_that_explodes_is_refused_in_its_time_and_nobody_else_notices(strangers: Strangers) -> None:
@@ -252,64 +175,3 @@ def test_f27_beside_half_open_connections_and_headers_by_the_megabyte_clients_wi
 
 def _new_log(world: World) -> Path:
     return world.home / f"flood-{time.monotonic_ns()}.log"
-
-
-def require_error(answer: httpx.Response, status: int) -> None:
-    """Check that an answer is an error in OpenAI's shape."""
-    assert answer.status_code == status, answer.text
-    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-
-
-def _torn(log: Path) -> str:
-    with log.open("r+b") as file:
-        file.write(os.urandom(4096))
-    return "is torn"
-
-
-def _newer(log: Path) -> str:
-    with closing(sqlite3.connect(log)) as db:
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    return f"has schema version {SCHEMA_VERSION + 1}"
-
-
-def _older(log: Path) -> str:
-    with closing(sqlite3.connect(log)) as db:
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
-    return f"has schema version {SCHEMA_VERSION - 1}"
-
-
-@pytest.mark.parametrize("spoil", [_torn, _newer, _older])
-def test_f36_with_a_log_that_is_torn_or_of_another_schema_serving_goes_on_and_lost_rows_are_counted(
-    strangers: Strangers, spoil: Callable[[Path], str]
-) -> None:
-    world = strangers.world
-    with strangers.stopped():
-        strangers.bring_back_the_first_log()
-        said = spoil(world.querylog)
-        spoiled = world.querylog.read_bytes()
-    with world.client(OTHER_KEY) as client:
-        for prompt in PROMPTS[:4]:
-            assert ask(client, prompt).choices[0].finish_reason
-        log = world.wait_for("lost rows", lambda status: status["log"]["dropped"] == 4)["log"]
-    assert said in log["last_error"]
-    assert said in (world.home / "service.log").read_text()
-    assert world.querylog.read_bytes() == spoiled
-
-
-@pytest.mark.parametrize("front", ["auto", "ray"])
-def test_f40_whatever_the_environment_says_of_serves_haproxy_what_stands_before_the_service_is_ours(
-    strangers: Strangers, front: str
-) -> None:
-    world = strangers.world
-    if world.serve["front"] != front:
-        with strangers.stopped():
-            world.serve["front"] = front
-    with httpx.Client(base_url=world.url, trust_env=False, timeout=60) as stranger, caller(world, KEY) as client:
-        assert stranger.get("/healthz").json() == {"status": "ok"}
-        for path in ("/v1/models", "/metrics", "/redraft/status", "/-/routes", "/-/healthz"):
-            require_error(stranger.get(path), httpx.codes.UNAUTHORIZED)
-        require_error(client.get("nowhere"), httpx.codes.NOT_FOUND)
-        require_error(answer_in(client, {"user": "x" * (2 << 20)}), httpx.codes.REQUEST_ENTITY_TOO_LARGE)
-        assert answer_in(client, {}).json()["choices"]
-    # Serve's replica listens for other nodes on every address, and no setting changes that (SECURITY.md).
-    assert len([address for address in strangers.listening() if not address.endswith("127.0.0.1")]) <= 1
