@@ -42,7 +42,16 @@ DEAR = (
     tuple(f"tests/drills/test_{name}.py" for name in ("pipeline", "up", "watch", "windows")),
 )
 ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
-LONG = ("tests/flows/", "tests/services/", "tests/tasks/measure/test_compiling.py")
+LONG = (
+    "tests/flows/",
+    "tests/services/",
+    *(
+        f"tests/tasks/{name}.py"
+        for name in ("stages/test_compiling", "measure/test_stock", "measure/test_demonstration")
+    ),
+    *(f"tests/models/engines/test_vllm{name}.py" for name in ("_families", "", "_planned_families", "_quantized")),
+    *(f"tests/models/engines/test_vllm_{name}.py" for name in ("published", "unplanned", "interrupts")),
+)
 # vLLM starts its own processes, which must inherit what its CPU engine needs.
 _ENGINE_ENVIRONMENT = child_environment() | openmp_preload()
 # Where the browser is and where its pictures go are the tests' business; settings refuse names that they don't know.
