@@ -5,6 +5,7 @@ Serve builds the ASGI app after it, so that routes can close over the running se
 """
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # The engine has processes of its own; Serve only keeps books of this.
 REPLICA_CPUS = 1
 CLOSE_S = 10.0  # after the last answer: what was recorded is written, and the engine ends
+# The longest that a thread, as one that renders a long chat, keeps the event loop from the interpreter's lock; 5 ms else.
+SWITCH_S = 0.0005
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 
@@ -34,6 +37,7 @@ class Replica:
     """What Serve starts, asks for its health, and drains."""
 
     async def __init__(self, config_json: str, socket: Path | None) -> None:  # type: ignore[misc]  # Ray awaits it
+        sys.setswitchinterval(SWITCH_S)
         with serve_log_kept():
             from services.service import Service
 

@@ -13,6 +13,7 @@ Without it: a marker in a message, a tool or an argument closes a turn, and so d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -54,7 +55,9 @@ def require_guarded(renderer: BaseRenderer[Any]) -> None:
         )
     if renderer.model_config.enable_prompt_embeds:
         raise ValueError("enable_prompt_embeds is true; embeddings in a chat are not taken")
-    ChatEncoder.of(renderer.get_tokenizer())
+    encoder = ChatEncoder.of(renderer.get_tokenizer())
+    with suppress(ValueError):  # a template may want other messages
+        encoder.encode([{"role": "user", "content": "hi"}])  # compiling the template would hold up the first chat
 
 
 def chat_ids(
