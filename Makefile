@@ -9,7 +9,7 @@ OUTSIDE := --ignore=tests/drills --ignore=tests/benchmarks
 GRIDS := tests/models/engines/test_torch_families.py tests/models/drafts/test_learning.py \
 	tests/models/lengths/test_goodput.py
 SWAPS := tests/drills/test_served_swaps.py
-ALONE := tests/drills/test_strangers.py tests/drills/test_tutorial.py tests/drills/test_up.py
+ALONE := tests/drills/test_strangers.py tests/drills/test_up.py
 # What took longest is said at the end, so that it is seen when the tests get slow.
 PYTEST := $(BIN)/python -m pytest --durations 20 --durations-min 5
 # A file's tests stay with one worker, since most files share what they train, draw or start; tests/conftest.py orders them.
@@ -107,8 +107,9 @@ references: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# The commands of the tutorial, of one part with PART=1; outside of CI, for they take as long as a reader takes.
 tutorial: install
-	$(BIN)/python -m tests.tutorial
+	$(BIN)/python -m tests.tutorial $(PART)
 
 clean:
 	rm -rf .redraft build *.egg-info

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # The engine has processes of its own; Serve only keeps books of this.
 REPLICA_CPUS = 1
 CLOSE_S = 10.0  # after the last answer: what was recorded is written, and the engine ends
-# The longest that a thread, as one that renders a long chat, keeps the event loop from the interpreter's lock; 5 ms else.
+# How long a thread, as one that renders a long chat, keeps the event loop from the interpreter's lock; otherwise 5 ms.
 SWITCH_S = 0.0005
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
