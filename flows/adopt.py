@@ -14,8 +14,8 @@ from tasks.claim_window import hold_out_past, reading_rows
 from tasks.find_challenger import start_test
 from tasks.gate_draft import gate_draft
 from tasks.measure_draft import measure_draft
-from tasks.promote import Outcome, find_champions, find_judged, promote_build, promote_candidate
-from tasks.register import first_samples, register_adopted, register_judged, register_target
+from tasks.promote import Outcome, find_champions, find_gated, promote_build, promote_candidate
+from tasks.register import first_samples, register_adopted, register_gated, register_target
 
 AdoptOutcome = Outcome | Literal["registered"]
 
@@ -39,13 +39,13 @@ def adopt(
     adopted = settle_reading(recipe, weights, adopted, samples)
     version, pair = register_target(recipe, target), find_champions()
     if pair is not None and promote:
-        candidate = find_judged(pair, version, adopted.draft)
+        candidate = find_gated(pair, version, adopted.draft)
         if candidate is None:
             with reading_rows():
                 parts = hold_out_past(recipe, pair, first_samples(pair.draft))
                 test = start_test(recipe, pair)
                 judged = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
-                candidate = register_judged(recipe, pair, adopted, samples, judged)
+                candidate = register_gated(recipe, pair, adopted, samples, judged)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)
     draft = register_adopted(recipe, version, target, adopted, samples, measured)

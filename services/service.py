@@ -230,7 +230,7 @@ class Service:
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight
-        lost = 0.0 if (pace := self.engine.llm.pace) is None else pace.judging_of(num) * num
+        lost = 0.0 if (pace := self.engine.llm.pace) is None else pace.overhead_of(num) * num
         return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:

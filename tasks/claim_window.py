@@ -28,7 +28,7 @@ from models.learning.hidden import Sample
 from models.recipe import Recipe, Refresh
 from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key
-from tasks.stages.imported import judge_by_own
+from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
 from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
@@ -159,7 +159,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
         if row.seq in members
     }
     learned = samples + draw_per_domain(traffic.first["train"], refresh.replay_per_domain, recipe.seed)
-    parts, unlike = judge_by_own(
+    parts, unlike = gate_by_own_answers(
         recipe,
         pair.target_files,
         {
@@ -201,7 +201,7 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     counts = counted(tests, Counter(row.domain for row in tests), drawn_by(traffic.secret))
     fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
     held_to: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
-    parts, unlike = judge_by_own(recipe, pair.target_files, held_to)
+    parts, unlike = gate_by_own_answers(recipe, pair.target_files, held_to)
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes}, unlike)
 
 

@@ -21,7 +21,7 @@ from infra.versions import Pair, is_usable
 from infra.windows import Window
 from models.drafting.draft_families import family_of, open_draft
 from models.drafts import Draft
-from models.evaluation.gate import Evidence, decide, judge_floor
+from models.evaluation.gate import Evidence, decide, score_floor
 from models.evaluation.paired import Score
 from models.evaluation.scoring import score
 from models.learning.hidden import Sample
@@ -39,7 +39,7 @@ CHAMPION, CANDIDATE = "champion", "candidate"
 FILE = "scores.json"
 
 
-class Judged(Frozen):
+class GateResult(Frozen):
     """What became of a draft, and what it rests on.
 
     Attributes:
@@ -76,7 +76,7 @@ class Judged(Frozen):
 @task(cache_policy=NO_CACHE)
 def gate_draft(
     recipe: Recipe, pair: Pair, before: Evidence, candidate: Artifact, parts: Parts, learns: bool = True
-) -> Judged:
+) -> GateResult:
     """Judge a draft by what was held out and by what each domain pays.
 
     The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
@@ -102,7 +102,7 @@ class Scorer:
         self.recipe, self.pair = recipe, pair
         self.target_dir = open_artifact(pair.target_files)
 
-    def judge(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> Judged:
+    def judge(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
         """Return the verdict, with what it rests on."""
         params, seed = self.recipe.gate, self.recipe.seed
         drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
@@ -120,11 +120,11 @@ class Scorer:
             group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
             for group in sorted({*groups.values()})
         }
-        floors = judge_floors(best, grouped[CANDIDATE], params, seed)
+        floors = score_floors(best, grouped[CANDIDATE], params, seed)
         large = {domain for domain, group in groups.items() if group == domain}
         parent, measured = (self.measure(probes[name], window[name], large) for name in drafts)
         left_out = tuple(sorted(self.pair.draft.lineage.tau.keys() - measured.tau.keys()))
-        return Judged(
+        return GateResult(
             report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
             evidence=evidence,
             measured=measured.model_copy(update={"probe_tau": self.probe_tau(candidate)}),
@@ -236,7 +236,7 @@ def best_of(domain: str, drafts: Sequence[Sequence[Score]]) -> Sequence[Score]:
     return max(drafts, key=lambda scores: tau_of([one for one in scores if one.domain == domain]))
 
 
-def judge_floors(
+def score_floors(
     best: Mapping[str, Sequence[Score]], challenger: Sequence[Score], params: GateParams, seed: int
 ) -> dict[str, DomainEvidence]:
     """Return domain to what the challenger pays there.
@@ -252,11 +252,11 @@ def judge_floors(
     for domain, scores in sorted(best.items()):
         before, after = ([one for one in of_all if one.domain == domain] for of_all in (scores, challenger))
         if before:
-            floors[domain] = judge_floor(before, after, params, seed)
+            floors[domain] = score_floor(before, after, params, seed)
     return floors
 
 
-def _show(judged: Judged) -> None:
+def _show(judged: GateResult) -> None:
     report, evidence, gain = judged.report, judged.evidence, judged.test.gain
     rows = [
         {

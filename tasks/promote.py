@@ -101,7 +101,7 @@ def find_candidate(pair: Pair, window: Window) -> Version | None:
 
 
 @task
-def find_judged(pair: Pair, target: Version, draft: Artifact) -> Version | None:
+def find_gated(pair: Pair, target: Version, draft: Artifact) -> Version | None:
     """Return the version of a draft from elsewhere that a run before this one compared with the champion, if any.
 
     The champion itself needs no verdict.

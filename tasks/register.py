@@ -26,7 +26,7 @@ from tasks.adopt_draft import Adopted
 from tasks.distill_draft import Trained, forget_states
 from tasks.find_challenger import EVIDENCE, Start
 from tasks.find_past import Past
-from tasks.gate_draft import Judged
+from tasks.gate_draft import GateResult
 from tasks.measure_draft import Measured, first_report
 from tasks.promote import MADE_BY
 from tasks.stages.reporting import flow_run_id, run_logger
@@ -65,7 +65,7 @@ def register_adopted(
 
 
 @task(cache_policy=NO_CACHE)
-def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: Judged) -> Version:
+def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: GateResult) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
     It has no parent, but it is of the champion's line, because it was one of that champion's challengers.
@@ -89,7 +89,7 @@ def register_judged(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artif
 
 
 @task(cache_policy=NO_CACHE)
-def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: Judged) -> Version:
+def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: GateResult) -> Version:
     """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
 
     It is a version of its own, because the old one's tags tell of its own time: whom it was judged against then, and
@@ -122,7 +122,7 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: Judged) ->
 
 @task(cache_policy=NO_CACHE)
 def register_candidate(
-    recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, judged: Judged
+    recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, judged: GateResult
 ) -> Version:
     """Register what a refresh trained, with the gate's verdict; a refused one too: it was one of the challengers.
 
@@ -202,7 +202,7 @@ def _lineage(
     measured: Measured,
     line: str,
     *,
-    judged: Judged | None = None,
+    judged: GateResult | None = None,
     adopted: Adopted | None = None,
     parent: int | None = None,
     window: TrainedWindow | None = None,
@@ -250,7 +250,7 @@ def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
     return {domain: round(found.value, 4) for domain, found in tau.items()}
 
 
-def _verdict_metrics(judged: Judged) -> dict[str, float]:
+def _verdict_metrics(judged: GateResult) -> dict[str, float]:
     domains = judged.report.domains.items()
     return judged.measured.metrics() | {
         "gate/gain": judged.test.gain.value,
@@ -266,7 +266,7 @@ def _register(
     tags: Mapping[str, str],
     metrics: Mapping[str, float],
     report: GateReport | None = None,
-    judged: Judged | None = None,
+    judged: GateResult | None = None,
 ) -> Version:
     with tempfile.TemporaryDirectory() as folder:
         files = [] if report is None else write_files(report, Path(folder))

@@ -30,7 +30,7 @@ settings.load_profile("quick")  # another: pytest --hypothesis-profile=thorough
 if TYPE_CHECKING:
     import torch
 
-    from tasks.gate_draft import Judged
+    from tasks.gate_draft import GateResult
 
 if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
     _CORES = sorted(os.sched_getaffinity(0))
@@ -162,7 +162,7 @@ def shake(draft: "torch.nn.Module", scale: float, seed: int) -> None:
 
 def judge(
     gains: dict[str, float], challenger: int = 1, left_out: tuple[str, ...] = (), learns: bool = True
-) -> "Judged":
+) -> "GateResult":
     """Let the gate judge a challenger on made-up scores of 120 conversations a domain.
 
     Args:
@@ -174,7 +174,7 @@ def judge(
     from models.evaluation.gate import Evidence, decide
     from models.evaluation.paired import Score
     from models.types import GateParams
-    from tasks.gate_draft import Judged, judge_floors, with_tau
+    from tasks.gate_draft import GateResult, score_floors, with_tau
     from tasks.measure_draft import summarise
 
     def scores(added: dict[str, float]) -> list[Score]:
@@ -186,11 +186,11 @@ def judge(
 
     params = GateParams(num_resamples=200)
     before, after = scores(dict.fromkeys(gains, 0.0)), scores(gains)
-    floors = judge_floors(dict.fromkeys(gains, before), after, params, seed=0)
+    floors = score_floors(dict.fromkeys(gains, before), after, params, seed=0)
     evidence = Evidence.start(2, challenger).after(before, after)
     champion, measured = summarise(before, 1.0, seed=0), summarise(after, probe_tau=1.5, seed=0)
     report = with_tau(decide(evidence, floors, params, learns), champion, measured, left_out)
-    return Judged(report=report, evidence=evidence, measured=measured)
+    return GateResult(report=report, evidence=evidence, measured=measured)
 
 
 @pytest.fixture(scope="session")

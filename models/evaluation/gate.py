@@ -173,7 +173,7 @@ def decide(
     )
 
 
-def judge_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
+def score_floor(best: Sequence[Score], challenger: Sequence[Score], params: GateParams, seed: int) -> DomainEvidence:
     """Hold a challenger against the best past draft of one domain, on the same conversations.
 
     Args:

@@ -66,12 +66,12 @@ def compare_outputs(
     references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
 ) -> Outputs:
     """Judge speculated outputs by those without speculation, at the threshold fixed when the target was registered."""
-    verdicts = judge_outputs(references, outputs, target_dir)
+    verdicts = output_verdicts(references, outputs, target_dir)
     _, threshold = load_golden(target_dir)
     return Outputs(num_compared=len(verdicts), verdicts=dict(Counter(verdicts.values())), threshold=threshold)
 
 
-def judge_outputs(
+def output_verdicts(
     references: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]], target_dir: Path
 ) -> dict[str, str]:
     """Return the verdict on each prompt's output, see `compare_outputs`."""
@@ -111,14 +111,14 @@ def record_reference(run: Run, endpoint: Endpoint, prompts: Sequence[Prompt]) ->
     return dump(answers)
 
 
-def judge_answers(references: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> Counter[str]:
+def answer_verdicts(references: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Count the verdicts over answers that ended, of prompts that were asked any number of times."""
     target_dir = open_champions.fn().target_files.path
     by_prompt = {row["prompt_id"]: row for row in references}
     verdicts: Counter[str] = Counter()
     for row in answers:
         if row["status"] == "ok":
-            verdicts.update(judge_outputs([by_prompt[row["prompt_id"]]], [row], target_dir).values())
+            verdicts.update(output_verdicts([by_prompt[row["prompt_id"]]], [row], target_dir).values())
     return verdicts
 
 

@@ -26,7 +26,7 @@ from models.drafting.draft_families import family_of, name_of
 from models.evaluation.latency import Decoded, compare_blocks, compare_percentiles, inter_token_spans, percentile
 from models.params import did_you_mean
 from models.sources import Prompt
-from tasks.measure.compare_traffic import differing, judge_answers, record_reference, sentence
+from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
 from tasks.measure.endpoint import ChatServer, Endpoint, dump, undivided
 from tasks.measure.home import Served
 from tasks.measure.run import Run
@@ -224,7 +224,7 @@ def _report(
                 figures[domain][name][number] = _compare(on, off, number, run.recipe.seed)
         grids.append(_grid(domain, figures[domain]))
     ours = [row for name in own for blocks in cells[name].values() for one in blocks for row in one["answers"]]
-    verdicts = judge_answers(references, ours)
+    verdicts = answer_verdicts(references, ours)
     notes = [
         f"Greedy, K = {run.recipe.num_draft_tokens} at most; the champion is draft {served.originals[-1]}.",
         "tokens/s are streams × tokens ÷ seconds of the requests, first token included; streams begin one by one.",

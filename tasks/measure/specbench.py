@@ -31,7 +31,7 @@ from models.engines import Sampling
 from models.engines.torch import Params, TorchEngine
 from models.evaluation.acceptance import summarise
 from models.evaluation.latency import Decoded, compare_speed, spread
-from tasks.measure.compare_traffic import judge_outputs, traces_of
+from tasks.measure.compare_traffic import output_verdicts, traces_of
 from tasks.measure.configurations import (
     Configuration,
     Target,
@@ -257,7 +257,7 @@ def _by_task(
 
 
 def _figures(plain: Sequence[Row], rows: Sequence[Row], greedy: bool, target_dir: Path, seed: int) -> Row:
-    verdicts = judge_outputs(plain, rows, target_dir) if greedy else {}
+    verdicts = output_verdicts(plain, rows, target_dir) if greedy else {}
     passed = {row["prompt_id"] for row in rows if verdicts.get(row["prompt_id"]) != "different"}
     kept = [[row for row in side if row["prompt_id"] in passed] for side in (rows, plain)]
     here, there = ({row["prompt_id"]: Decoded(len(row["token_ids"]), row["seconds"]) for row in side} for side in kept)

@@ -30,7 +30,7 @@ from models.params import did_you_mean
 from models.precision import engine_dtype
 from models.sources import Prompt
 from tasks.measure.baselines import Job, run_offline
-from tasks.measure.compare_traffic import judge_outputs
+from tasks.measure.compare_traffic import output_verdicts
 from tasks.measure.endpoint import ChatServer, Endpoint, dump
 from tasks.measure.home import Served
 from tasks.measure.llamacpp import LLAMACPP, SIDES, run_llamacpp, why_not
@@ -258,7 +258,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
 def _judge(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
     if side in SIDES:
         return {row["prompt_id"]: UNHELD for row in answers}
-    return judge_outputs(references, answers, target_dir)
+    return output_verdicts(references, answers, target_dir)
 
 
 def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:

@@ -25,7 +25,7 @@ from models.evaluation.latency import (
     touching,
 )
 from models.evaluation.latency import spread as spread_of
-from tasks.measure.compare_traffic import differing, judge_answers, record_reference, sentence
+from tasks.measure.compare_traffic import answer_verdicts, differing, record_reference, sentence
 from tasks.measure.endpoint import Endpoint, Load, dump, forgetful
 from tasks.measure.home import register_again
 from tasks.measure.run import Run
@@ -164,7 +164,7 @@ def _report(run: Run, cells: Sequence[Row], restart: Row, references: Sequence[R
     pooled = {kind: [ms for group in of_kind for ms in group] for kind, of_kind in groups.items()}
     longest = max(pooled["near a swap"]) / max(pooled["without"])
     statuses = Counter(row["status"] for row in answers)
-    verdicts = judge_answers(references, answers)
+    verdicts = answer_verdicts(references, answers)
     figures: Row = {
         "num_swaps": len(swaps),
         "num_requests": len(answers),

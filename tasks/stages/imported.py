@@ -31,7 +31,7 @@ Make = Callable[[Path, Path], None]
 Samples = Mapping[Part, Sequence[Sample]]
 
 
-def judge_by_own(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samples, dict[str, Estimate]]:
+def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samples, dict[str, Estimate]]:
     """Return the parts with the target's own answers to what drafts are held to, in domains whose imports are unlike.
 
     An own answer is dropped, with its row, where the scrubber would change it or nothing in it could be scored.

@@ -33,7 +33,7 @@ from models.evaluation.latency import Decoded, compare_blocks, inter_token_spans
 from models.sources import Prompt
 from services.questions import Origin
 from services.recorder import Recorder
-from tasks.measure.compare_traffic import judge_answers, record_reference
+from tasks.measure.compare_traffic import answer_verdicts, record_reference
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.run import Run
 from tasks.promote import open_champions
@@ -118,7 +118,7 @@ def _figures(run: Run, rounds: Sequence[Row]) -> Row:
     # Tokens a second without logging over those with it is what logging makes of a token's time.
     latency = compare_blocks([(_requests(pair[OFF]), _requests(pair[ON])) for pair in pairs], run.recipe.seed)
     return {
-        "outputs": require_equal(judge_answers(run.cells.read("reference"), both)),
+        "outputs": require_equal(answer_verdicts(run.cells.read("reference"), both)),
         "latency_ratio": latency.model_dump(),
         "inter_token_p99_ms": {side: _p99(of_side) for side, of_side in answers.items()},
         **{name: sum(cell[name] for cell in rounds) for name in ("expected", "written", "dropped")},

@@ -34,7 +34,7 @@ from models.evaluation.latency import (
     touching,
 )
 from models.sources import Prompt
-from tasks.measure.compare_traffic import judge_answers, record_reference
+from tasks.measure.compare_traffic import answer_verdicts, record_reference
 from tasks.measure.endpoint import Endpoint, dump, forgetful
 from tasks.measure.home import copy_served
 from tasks.measure.run import Run
@@ -174,7 +174,7 @@ def figures(run: Run, rounds: Sequence[Row]) -> Row:
         "kinds": kinds,
         "p99_ratio": compare_percentiles(groups[TRAINING], groups[QUIET], 99, run.recipe.seed).model_dump(),
         "speed_ratio": training / quiet if training and quiet else None,
-        "outputs": require_equal(judge_answers(run.cells.read("reference"), answers)),
+        "outputs": require_equal(answer_verdicts(run.cells.read("reference"), answers)),
         "outcomes": [cell["outcome"] for cell in rounds],
         "trainers": [cell["trainer"] for cell in rounds if cell["trainer"]],
         "refresh_s": [last - first for cell in rounds for first, last in cell["windows"][TRAINING]],

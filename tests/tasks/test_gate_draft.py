@@ -4,7 +4,7 @@ import pytest
 
 from models.evaluation.paired import Score
 from models.types import GateParams
-from tasks.gate_draft import best_of, judge_floors
+from tasks.gate_draft import best_of, score_floors
 from tests.conftest import judge
 
 
@@ -14,14 +14,14 @@ def scores(accepted: float, *domains: str) -> list[Score]:
 
 def test_each_domain_is_held_to_its_own_best_draft():
     best = {"chat": scores(5.0, "chat", "code"), "code": scores(8.0, "chat", "code")}
-    floors = judge_floors(best, scores(8.0, "chat", "code"), GateParams(num_resamples=100), seed=0)
+    floors = score_floors(best, scores(8.0, "chat", "code"), GateParams(num_resamples=100), seed=0)
     assert {domain: floor.reference for domain, floor in floors.items()} == {"chat": 1.5, "code": 1.8}
     assert {domain: floor.tau_after for domain, floor in floors.items()} == {"chat": 1.8, "code": 1.8}
 
 
 def test_a_domain_without_conversations_here_is_not_judged():
     past = scores(5.0, "chat")
-    assert judge_floors({"chat": past, "code": past}, past, GateParams(num_resamples=100), seed=0).keys() == {"chat"}
+    assert score_floors({"chat": past, "code": past}, past, GateParams(num_resamples=100), seed=0).keys() == {"chat"}
 
 
 def test_a_past_draft_is_the_reference_only_where_it_beats_the_champion_on_the_same_conversations():

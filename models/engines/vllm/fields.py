@@ -136,21 +136,21 @@ class PlannedThroughput(ThroughputEstimate):
     """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
 
     Attributes:
-        judging_by_load: share of all tokens that is lost if one of the requests is drafted by the head alone, if 1, 2,
+        overhead_by_load: share of all tokens that is lost if one of the requests is drafted by the head alone, if 1, 2,
             4, … run.
     """
 
-    judging_by_load: tuple[float, ...] = ()
+    overhead_by_load: tuple[float, ...] = ()
 
-    def judging_of(self, num_running: int) -> float:
+    def overhead_of(self, num_running: int) -> float:
         """Return what is lost for so many requests; 0 as long as nothing tells."""
-        lost = self.judging_by_load
+        lost = self.overhead_by_load
         return lost[min(max(num_running - 1, 0).bit_length(), len(lost) - 1)] if lost else 0.0
 
     def at(self, num_running: int) -> ThroughputEstimate:
         """Return it for so many requests."""
-        told = self.model_dump(exclude={"judging", "judging_by_load"})
-        return ThroughputEstimate(**told, judging=self.judging_of(num_running))
+        told = self.model_dump(exclude={"judging", "overhead_by_load"})
+        return ThroughputEstimate(**told, judging=self.overhead_of(num_running))
 
 
 class Row(NamedTuple):

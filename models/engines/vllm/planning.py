@@ -106,7 +106,7 @@ class Planner:
         self._promised: set[str] = set()
         self._num_swaps = 0
         self._choice: Choice = "greedy"
-        self._judging = MeasurementOverhead(self._policy, setup.lengths, setup.num_draft_tokens)
+        self._overhead = MeasurementOverhead(self._policy, setup.lengths, setup.num_draft_tokens)
         self._read, self._emitted, self._num_emitted = 0.0, 0.0, 0
         unknown = Cost(measured_for=setup.measured_for, one_pass=setup.one_pass)
         self._costs: dict[Choice, Cost] = {"greedy": setup.known_cost() or unknown}
@@ -128,7 +128,7 @@ class Planner:
             why=plan.why,
             tokens_per_s=plan.tokens_per_s,
             plain_tokens_per_s=plan.plain_tokens_per_s,
-            judging_by_load=self._judging.lost,
+            overhead_by_load=self._overhead.lost,
         )
 
     def next(self, asked: Sequence[RequestState]) -> StepPlan:
@@ -159,7 +159,7 @@ class Planner:
             cost = replace(self._cost, prompt_tokens=prompt_tokens, num_read=num_read)
             plan = self._policy.plan(cost, self._acceptance, running, most, self.plan, setup.lengths)
             self.plan, num_looked_up = plan, setup.lookup.num_tokens if plan.look_up else 0
-            self._judging.step(cost, self._acceptance, running)
+            self._overhead.step(cost, self._acceptance, running)
         self.drafting = StepPlan(plan, self._passes(asked, plan), num_looked_up)
         return self.drafting
 
@@ -247,7 +247,7 @@ class Planner:
         """Begin with what was measured, and keep it unless the machine was busy with something else."""
         cost = replace(Cost.measured(times, self._setup.measured_for), one_pass=self._setup.one_pass)
         self._costs = {"greedy": cost}
-        self._judging.expire()
+        self._overhead.expire()
         if cost.doubted:
             log.warning("what steps take varied by %.0f%%: it is measured anew at the next start", 100 * cost.noise)
         else:
@@ -260,7 +260,7 @@ class Planner:
                 self._num_swaps = wish.num_swaps
                 self._promised.clear()
                 self.speeds = Speeds()
-                self._judging.expire()
+                self._overhead.expire()
                 self._acceptance.start({})
             # A request that was asked before the swap tells of the draft before.
             if wish.promised and wish.num_swaps == self._num_swaps and wish.domain not in self._promised:

@@ -194,7 +194,7 @@ def test_what_judging_costs_is_reckoned_anew_where_another_draft_was_swapped_in(
     for num_swaps, promised in ((1, 3.9), (2, 1.0)):
         planner.next(asked(AUTO._replace(num_swaps=num_swaps, promised=promised)))
         assert planner.pace is not None
-        assert (planner.pace.judging_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
+        assert (planner.pace.overhead_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
 
 
 def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() -> None:

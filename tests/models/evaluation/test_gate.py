@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.evaluation.gate import Evidence, allowed_error, decide, judge_floor
+from models.evaluation.gate import Evidence, allowed_error, decide, score_floor
 from models.evaluation.paired import Score
 from models.types import DomainEvidence, Estimate, GateParams, GateReport
 
@@ -125,7 +125,7 @@ def test_a_draft_keeps_every_floor_against_itself(sizes: tuple[int, int]) -> Non
         rng = np.random.default_rng(seed)
         for size in sizes:
             scores = noisy(conversations(size), 0.0, rng, sigma=0.5)
-            floor = judge_floor(scores, scores[::-1], strict, seed)
+            floor = score_floor(scores, scores[::-1], strict, seed)
             assert floor.change.low == floor.change.value == 0
             assert floor.refusals == ()
 
@@ -135,14 +135,14 @@ def test_the_figures_of_a_floor_are_those_worked_out_by_hand() -> None:
         Score(id="a", domain="chat", steps=30, accepted=30.0),
         Score(id="b", domain="chat", steps=10, accepted=30.0),
     ]
-    floor = judge_floor(best, [best[0].model_copy(update={"accepted": 42.0}), best[1]], PARAMS, seed=0)
+    floor = score_floor(best, [best[0].model_copy(update={"accepted": 42.0}), best[1]], PARAMS, seed=0)
     assert (floor.reference, floor.tau_after) == (2.5, 2.8)
     assert floor.change.value == pytest.approx(0.3 / 2.5)
 
 
 def test_a_loss_in_one_domain_stands_against_a_gain_in_all() -> None:
     best = conversations(100, domain="code")
-    floor = judge_floor(best, shifted(best, -0.2), PARAMS, seed=0)
+    floor = score_floor(best, shifted(best, -0.2), PARAMS, seed=0)
     report = judged([0.4], {"code": floor})
     assert report.verdict == "undecided"  # it learns on
     assert report.reasons[1].startswith('domain "code" may lose: τ -11.76% of 1.700')
@@ -154,7 +154,7 @@ def test_a_loss_in_one_domain_stands_against_a_gain_in_all() -> None:
 
 def test_a_domain_of_few_conversations_is_reported_and_blocks_nothing() -> None:
     best = conversations(99, domain="code")
-    floor = judge_floor(best, shifted(best, -0.2), PARAMS, seed=0)
+    floor = score_floor(best, shifted(best, -0.2), PARAMS, seed=0)
     assert not floor.binding
     assert floor.change.high < -0.1
     assert judged([0.4], {"code": floor}).verdict == "passed"
@@ -165,7 +165,7 @@ def short_answers(rng: np.random.Generator, keeps: float) -> DomainEvidence:
     best = rng.binomial(K, 0.25, 100)
     own = np.where(rng.random(100) < 0.5, best, rng.binomial(K, 0.25 * keeps, 100))
     scores = ([Score(id=f"{i}", domain="yes-no", steps=1, accepted=n) for i, n in enumerate(of)] for of in (best, own))
-    return judge_floor(*scores, PARAMS, seed=0)
+    return score_floor(*scores, PARAMS, seed=0)
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_answers_of_a_word_or_two_do_not_lock_the_gate_unless_they_show_a_loss()
 def test_an_idle_domain_does_not_lock_the_gate() -> None:
     # After its demonstration the loop refused every draft, because the domain that nobody asked had 14 rows of 20.
     idle = conversations(14, domain="code")
-    floor = judge_floor(idle, idle, PARAMS, seed=0)
+    floor = score_floor(idle, idle, PARAMS, seed=0)
     assert judged([0.4], {"code": floor}).verdict == judged([0.4], {}).verdict == "passed"
 
 
@@ -195,7 +195,7 @@ def test_a_floor_is_wrongly_kept_no_more_often_than_allowed_by_clusters_too() ->
             one.model_copy(update={"accepted": one.accepted + one.steps * (change - PARAMS.floor * 1.7)})
             for one, change in zip(best, common.tolist(), strict=True)
         ]
-        kept += judge_floor(best, loses, PARAMS, seed).change.low >= -PARAMS.floor
+        kept += score_floor(best, loses, PARAMS, seed).change.low >= -PARAMS.floor
     assert kept / num_trials <= 0.05 + 3 * (0.05 * 0.95 / num_trials) ** 0.5
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from infra.views.figures import draw_acceptance
 from models.evaluation.golden import Golden, save_golden
-from tasks.measure.compare_traffic import compare_acceptance, compare_outputs, judge_outputs
+from tasks.measure.compare_traffic import compare_acceptance, compare_outputs, output_verdicts
 
 
 def row(number: int, accepted: tuple[int, ...], token_ids: tuple[int, ...] = ()) -> dict[str, object]:
@@ -44,7 +44,7 @@ def test_a_verdict_belongs_to_its_prompt(tmp_path: Path) -> None:
     save_golden(tmp_path, [Golden(prompt_ids=(1,), token_ids=(2,), gaps=(1.0,))], threshold=0.01)
     references = [row(0, (1,), (5, 6, 7)), row(1, (1,), (5, 6, 7)) | {"gaps": [1.0, 1.0, 0.001]}]
     outputs = [row(0, (1,), (5, 9, 7)), row(1, (1,), (5, 6, 8))]
-    assert judge_outputs(references, outputs, tmp_path) == {"p0": "different", "p1": "near-tie"}
+    assert output_verdicts(references, outputs, tmp_path) == {"p0": "different", "p1": "near-tie"}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from models.evaluation import own_answers
 from models.learning.hidden import Sample
 from models.recipe import load_recipe
 from models.targets import stop_ids
-from tasks.stages.imported import judge_by_own
+from tasks.stages.imported import gate_by_own_answers
 from tests.models.drafts.answered import prompts
 
 RECIPE = load_recipe("tiny")
@@ -51,7 +51,7 @@ def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
     like = [one._replace(id=f"{one.id}-like", domain="code") for one in own(target, written(14))]
     parts = {"train": human[:8] + like[:8], "held_out": human[8:12] + like[8:] + served, "probe": human[12:]}
     with caplog.at_level(logging.WARNING):
-        judged, unlike = judge_by_own(RECIPE, target, parts)
+        judged, unlike = gate_by_own_answers(RECIPE, target, parts)
     assert list(unlike) == ["chat"]
     assert unlike["chat"].high < -0.2
     assert "imported answers of chat are unlike the target's" in caplog.text
@@ -66,12 +66,12 @@ def test_domains_whose_imports_are_unlike_are_judged_by_the_targets_own_answers(
     model = load_model(target.path)
     found = own_answers.mean_log_probs(model, answered)
     assert sum(found) / len(found) > own_answers.mean_log_probs(model, human[:1])[0] + 0.2
-    assert judge_by_own(RECIPE, target, parts) == (judged, unlike)
+    assert gate_by_own_answers(RECIPE, target, parts) == (judged, unlike)
 
 
 def test_rows_that_were_served_here_are_never_asked_about(target: Artifact) -> None:
     parts = {"train": written(4, "served-"), "held_out": [], "probe": []}
-    assert judge_by_own(RECIPE, target, parts) == (parts, {})
+    assert gate_by_own_answers(RECIPE, target, parts) == (parts, {})
     assert not (load_settings().artifacts / "unlike").exists()
 
 
@@ -81,5 +81,5 @@ def test_an_answer_that_would_not_have_been_logged_is_dropped_with_its_row(
 ) -> None:
     human = written(12)
     monkeypatch.setattr("infra.scrub.scrub", lambda text: "[taken out]")
-    judged, unlike = judge_by_own(RECIPE, target, {"train": human[:6], "held_out": human[6:], "probe": []})
+    judged, unlike = gate_by_own_answers(RECIPE, target, {"train": human[:6], "held_out": human[6:], "probe": []})
     assert (list(unlike), judged["held_out"]) == (["chat"], [])
