@@ -30,9 +30,9 @@ from models.types import Estimate, Frozen
 from tasks.stages import cached_step, stage_key
 from tasks.stages.imported import gate_by_own_answers
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Part, draw_per_domain, read_samples, usable, write_samples
+from tasks.stages.samples import Split, draw_per_domain, read_samples, usable, write_samples
 from tasks.stages.shares import rows_of_others
-from tasks.stages.split import Side, cluster_log, counted, drawn_by, held_out_by, stands_for
+from tasks.stages.split import TrafficSplit, cluster_log, counted, drawn_by, held_out_by, stands_for
 
 
 @task(cache_policy=NO_CACHE)
@@ -200,7 +200,7 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     tests = [row for row in traffic.rows if row.seq in of_found]
     counts = counted(tests, Counter(row.domain for row in tests), drawn_by(traffic.secret))
     fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
-    held_to: dict[Part, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
+    held_to: dict[Split, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
     parts, unlike = gate_by_own_answers(recipe, pair.target_files, held_to)
     return _write_parts(parts, fresh + probes, {probe.id for probe in probes}, unlike)
 
@@ -209,7 +209,7 @@ class _Traffic(NamedTuple):
     """The log's rows up to a window's last one, and the first draft's samples, with their clusters."""
 
     rows: list[Conversation]
-    first: dict[Side, list[Sample]]
+    first: dict[TrafficSplit, list[Sample]]
     secret: bytes
 
     @property
@@ -224,7 +224,7 @@ class _Traffic(NamedTuple):
 def _read_traffic(pair: Pair, first_samples: Artifact, last_seq: int) -> _Traffic:
     settings = load_settings()
     secret = home_secret(settings.home)
-    first: dict[Side, list[Sample]] = {
+    first: dict[TrafficSplit, list[Sample]] = {
         "train": read_samples(first_samples, "train"),
         "held_out": read_samples(first_samples, "held_out"),
     }
@@ -271,7 +271,7 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
 
 
 def _write_parts(
-    parts: Mapping[Part, Sequence[Sample]],
+    parts: Mapping[Split, Sequence[Sample]],
     traffic: Sequence[Sample],
     reserved: Collection[str],
     unlike: Mapping[str, Estimate],
@@ -306,7 +306,7 @@ def _write_parts(
     )
 
 
-def _show(parts: Mapping[Part, Sequence[Sample]]) -> None:
+def _show(parts: Mapping[Split, Sequence[Sample]]) -> None:
     counts = {part: Counter(sample.domain for sample in samples) for part, samples in parts.items()}
     domains = sorted(set().union(*counts.values()))
     rows = [{"domain": domain, **{part: count[domain] for part, count in counts.items()}} for domain in domains]

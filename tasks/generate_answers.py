@@ -26,7 +26,7 @@ from models.sources import Prompt, encoded
 from tasks.select_data import read_prompts
 from tasks.stages import cached_step
 from tasks.stages.reporting import progress
-from tasks.stages.samples import Part, append_samples, read_written, write_samples
+from tasks.stages.samples import Split, append_samples, read_written, write_samples
 
 ANSWERS = "answers.jsonl"
 
@@ -42,7 +42,7 @@ def generate_answers(recipe: Recipe, target: Artifact, prompts: Artifact) -> Art
     def make(directory: Path, work: Path) -> None:
         folder, max_len = open_artifact(prompts), recipe.engine.max_model_len
         encoder = ChatEncoder.of(AutoTokenizer.from_pretrained(open_artifact(target)))
-        names: tuple[Part, ...] = ("train", "held_out")
+        names: tuple[Split, ...] = ("train", "held_out")
         parts = {part: [one for one, _ in encoded(read_prompts(folder, part), encoder, max_len)] for part in names}
         golden_prompts = _across_domains(parts["held_out"], recipe.generate.num_golden)
         asked = {part: [prompt for prompt in parts[part] if prompt.domain in recipe.first_domains] for part in parts}

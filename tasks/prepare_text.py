@@ -19,8 +19,8 @@ from models.sources import Document, draw_parts, encoded
 from models.stages import Text
 from tasks.stages import cached_step, local_content
 
-Part = Literal["train", "held_out"]
-PARTS: tuple[Part, ...] = ("train", "held_out")
+TextSplit = Literal["train", "held_out"]
+SPLITS: tuple[TextSplit, ...] = ("train", "held_out")
 
 
 @task(cache_policy=NO_CACHE)
@@ -29,7 +29,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
 
     def make(directory: Path, _: Path) -> None:
         chosen = [choose_documents(domain, table, seed) for domain, table in text.items()]
-        for part in PARTS:
+        for part in SPLITS:
             write_documents(directory, part, [document for parts in chosen for document in parts[part]])
 
     return cached_step(
@@ -42,7 +42,7 @@ def prepare_text(text: Mapping[str, Text], seed: int) -> Artifact:
     )
 
 
-def choose_documents(domain: str, text: Text, seed: int) -> dict[Part, list[Document]]:
+def choose_documents(domain: str, text: Text, seed: int) -> dict[TextSplit, list[Document]]:
     """Return part to documents, under the recipe's name of the domain; parts share no group.
 
     Raises:
@@ -52,13 +52,13 @@ def choose_documents(domain: str, text: Text, seed: int) -> dict[Part, list[Docu
     return draw_parts(documents, text.sizes(), domain, seed)
 
 
-def write_documents(directory: Path, part: Part, documents: Iterable[Document]) -> None:
+def write_documents(directory: Path, part: TextSplit, documents: Iterable[Document]) -> None:
     """Write one part of a "text" directory."""
     lines = "".join(document.model_dump_json() + "\n" for document in documents)
     (directory / f"{part}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def read_documents(directory: Path, part: Part) -> list[Document]:
+def read_documents(directory: Path, part: TextSplit) -> list[Document]:
     """Read one part of a "text" directory."""
     lines = (directory / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()
     return [Document.model_validate_json(line) for line in lines]

@@ -24,7 +24,7 @@ MAX_DOMAINS = 64  # the others are one
 OTHERS = ""
 
 
-class Part(NamedTuple):
+class DomainShare(NamedTuple):
     """What a step had of one domain: sequences, tokens that they emitted, and of these all but each one's first."""
 
     num_sequences: int
@@ -71,7 +71,9 @@ class Speeds:
         """Know nothing yet."""
         self._sums: dict[str, _Sums] = {}
 
-    def see(self, parts: dict[str, Part], step_ms: float, undrafted_ms: float, plain_ms: float, doubt: float) -> None:
+    def see(
+        self, parts: dict[str, DomainShare], step_ms: float, undrafted_ms: float, plain_ms: float, doubt: float
+    ) -> None:
         """Take in one step.
 
         Args:

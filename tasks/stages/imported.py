@@ -23,12 +23,12 @@ from models.targets import stop_ids
 from models.types import MIN_COMPLETION, Estimate
 from tasks.stages import cached_step
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import Part, draw_per_domain, read_samples, write_samples
+from tasks.stages.samples import Split, draw_per_domain, read_samples, write_samples
 from tasks.stages.throttle import throttled
 
 FILE = "differences.json"
 Make = Callable[[Path, Path], None]
-Samples = Mapping[Part, Sequence[Sample]]
+Samples = Mapping[Split, Sequence[Sample]]
 
 
 def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tuple[Samples, dict[str, Estimate]]:
@@ -53,11 +53,11 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
         told = "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than in its own,"
         told += " at least %.2f; a draft learns from them, and is judged by the target's own answers"
         run_logger().warning(told, domain, -one.value, -one.high)
-    held_to: tuple[Part, Part] = ("held_out", "probe")
+    held_to: tuple[Split, Split] = ("held_out", "probe")
     tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
     own = {one.id: one for one in _answers(recipe, target, tests)} if tests else {}
     asked = {one.id for one in tests}
-    judged: dict[Part, list[Sample]] = {
+    judged: dict[Split, list[Sample]] = {
         part: [_with_answer(one, own) for one in parts[part] if one.id not in asked or one.id in own]
         for part in held_to
     }

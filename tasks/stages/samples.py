@@ -22,17 +22,17 @@ from models.learning.hidden import Sample
 from models.types import MIN_COMPLETION
 from tasks.stages.shares import cap_per_key
 
-Part = Literal["train", "held_out", "probe"]
+Split = Literal["train", "held_out", "probe"]
 
 
-def write_samples(directory: Path, part: Part, samples: Iterable[Sample]) -> None:
+def write_samples(directory: Path, part: Split, samples: Iterable[Sample]) -> None:
     """Write one part of a "samples" directory."""
     with (directory / f"{part}.jsonl").open("w", encoding="utf-8") as file:
         for sample in samples:
             file.write(json.dumps(sample._asdict(), allow_nan=False) + "\n")
 
 
-def read_samples(artifact: Artifact, part: Part) -> list[Sample]:
+def read_samples(artifact: Artifact, part: Split) -> list[Sample]:
     """Read one part of a "samples" artifact; ValueError if its files are not those of the reference."""
     path = open_artifact(artifact) / f"{part}.jsonl"
     if part == "probe" and not path.is_file():

@@ -22,7 +22,7 @@ from models.evaluation.clusters import Sketch, join, join_groups, sketch
 from models.learning.hidden import Sample
 from models.tokens import first_turn, turn_marks
 
-Side = Literal["train", "held_out"]
+TrafficSplit = Literal["train", "held_out"]
 BATCH_ROWS = 1000
 MOST_OF_GROUP = 4  # rows; more say little that these don't, and each has to be scored
 SCORED_FIRST = 0.5  # of a domain's rows; where new large clusters have more, the others are split like small ones
@@ -84,15 +84,15 @@ def _sketcher(target_dir: Path, secret: bytes) -> Callable[[Sequence[int]], Sket
     return lambda prompt_ids: sketch(first_turn(prompt_ids, marks), secret)
 
 
-def sides(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], Side]:
-    """Return the function from a cluster to its side in a window: HMAC-SHA256 of both under the home's secret."""
+def splits(secret: bytes, window: Window, held_out_fraction: float) -> Callable[[str], TrafficSplit]:
+    """Return the function from a cluster to its split in a window: HMAC-SHA256 of both under the home's secret."""
 
-    def side_of(cluster: str) -> Side:
+    def split_of(cluster: str) -> TrafficSplit:
         said = f"{window.first_seq} {window.last_seq} {cluster}".encode()
         digest = hmac.digest(secret, said, "sha256")
         return "held_out" if int.from_bytes(digest[:8]) / 2**64 < held_out_fraction else "train"
 
-    return side_of
+    return split_of
 
 
 def held_out_by(
@@ -107,8 +107,11 @@ def held_out_by(
         held_out_fraction: share of the clusters.
         trained: clusters that something was trained on outside of the log.
     """
-    side_of, large = sides(secret, window, held_out_fraction), unseen_and_large(rows, window, trained, drawn_by(secret))
-    return lambda cluster: cluster in large or side_of(cluster) == "held_out"
+    split_of, large = (
+        splits(secret, window, held_out_fraction),
+        unseen_and_large(rows, window, trained, drawn_by(secret)),
+    )
+    return lambda cluster: cluster in large or split_of(cluster) == "held_out"
 
 
 def drawn_by(secret: bytes) -> Callable[[str], bytes]:

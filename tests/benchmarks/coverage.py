@@ -41,7 +41,8 @@ from tasks.measure.answers import answers
 from tasks.measure.home import files_of, first_pair
 from tasks.measure.run import Run
 from tasks.select_data import choose_more
-from tasks.stages.samples import Part, read_samples, usable
+from tasks.stages.samples import Split as SampleSplit
+from tasks.stages.samples import read_samples, usable
 from tasks.stages.split import cluster_samples, counted, drawn_by, held_out_by, stands_for
 from tests.benchmarks.intervals import Scores, Split, estimate, hold, mean_gain, shares_of
 from tests.benchmarks.pupil import teach
@@ -155,7 +156,7 @@ def _told(run: Run, served: int, domains: Sequence[str]) -> list[Sample]:
     if window is None:
         return []
     samples = publish(Path(unquote(urlsplit(window.uri).path)), "samples")
-    parts: tuple[Part, ...] = ("held_out", "probe")
+    parts: tuple[SampleSplit, ...] = ("held_out", "probe")
     return [one for part in parts for one in read_samples(samples, part) if one.domain in domains]
 
 

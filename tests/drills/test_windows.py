@@ -16,7 +16,7 @@ from infra.artifacts import publish
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
 from models.recipe import load_recipe
-from tasks.stages.samples import Part, read_samples
+from tasks.stages.samples import Split, read_samples
 from tests.flows.conftest import Cli, registry_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -118,5 +118,5 @@ def test_f33_a_flood_of_a_new_domain_chosen_for_one_side_leaves_later_refreshes_
     assert len(chat) == 1
 
 
-def _domains(samples: str, part: Part) -> Counter[str]:
+def _domains(samples: str, part: Split) -> Counter[str]:
     return Counter(one.domain for one in read_samples(publish(Path(samples.removeprefix("file://")), "samples"), part))

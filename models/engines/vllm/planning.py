@@ -20,7 +20,7 @@ from models.throughput import costfile
 from models.throughput.cost import Cost, Time
 from models.throughput.curves import passes_made
 from models.throughput.running import Acceptance, Source
-from models.throughput.speeds import Part, Speeds
+from models.throughput.speeds import DomainShare, Speeds
 
 # Steps between two times that the table of costs is written: it must only be about right at the next start.
 SAVE_EVERY = 2000
@@ -58,7 +58,7 @@ class Step(NamedTuple):
     num_sequences: int
     num_rows: int
     ms: float
-    parts: dict[str, Part]
+    parts: dict[str, DomainShare]
     num_read: int = 0
     num_reading: int = 0
 

@@ -22,7 +22,7 @@ from models.engines.vllm import fields
 from models.engines.vllm.fields import DRAFTED, GAPS, ROW, Choice, DraftOptions, Row, Setup
 from models.engines.vllm.planning import Planner, RequestState, Step
 from models.evaluation.acceptance import UNDRAFTED
-from models.throughput.speeds import Part
+from models.throughput.speeds import DomainShare
 
 
 class TracingScheduler(Scheduler):
@@ -266,14 +266,14 @@ class DraftKeys:
                 del self._lacking[key]
 
 
-def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, Part]:
+def _parts(seen: Iterable[tuple[Any, int]]) -> dict[str, DomainShare]:
     """Return what a step had of each domain, by its requests and how many tokens each had before."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, DomainShare] = {}
     for request, before in seen:
         if (
             draft_options := DraftOptions.of(request.sampling_params)
         ).drafting == "auto":  # others say nothing of what is fastest
             num, tokens, spared = parts.get(draft_options.domain, (0, 0, 0))
             emitted = request.num_output_tokens - before
-            parts[draft_options.domain] = Part(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
+            parts[draft_options.domain] = DomainShare(num + 1, tokens + emitted, spared + max(emitted - 1, 0))
     return parts

@@ -16,7 +16,7 @@ from models.engines.vllm.scheduler import _parts
 from models.layers import quantized_weights
 from models.lengths import Plan, fixed, goodput
 from models.params import BaseParams
-from models.throughput.speeds import Part
+from models.throughput.speeds import DomainShare
 
 K = 3
 LOOKED_UP = 8
@@ -34,7 +34,7 @@ AUTO = DraftOptions("auto", "code", "alice")
 
 
 def step(num: int, num_rows: int, ms: float) -> Step:
-    return Step(num, num_rows, ms, {"code": Part(num, num, 0)})
+    return Step(num, num_rows, ms, {"code": DomainShare(num, num, 0)})
 
 
 def measure(planner: Planner, row_ms: float, pass_ms: float, slower: float = 1.0, sequence_ms: float = 0.0) -> None:
@@ -295,7 +295,7 @@ def test_speeds_are_told_by_domain_as_measured() -> None:
     measure(planner, row_ms=0.2, pass_ms=0.5)
     for _ in range(300):
         planner.next(asked(AUTO, AUTO._replace(domain="chat")))
-        parts = {"code": Part(1, 3, 2), "chat": Part(1, 1, 0)}
+        parts = {"code": DomainShare(1, 3, 2), "chat": DomainShare(1, 1, 0)}
         planner.took(Step(2, 8, 14.0, parts), [Row(0, 0, False, [1] * K)] * 2)
     code, chat = planner.speeds.of("code"), planner.speeds.of("chat")
     assert code is not None
@@ -305,7 +305,9 @@ def test_speeds_are_told_by_domain_as_measured() -> None:
     assert chat.plain_tokens_per_s == pytest.approx(100, rel=0.3)
     assert planner.speeds.of("math") is None
     planner.next(asked(AUTO))
-    planner.took(Step(1, 4, 3000.0, {"code": Part(1, 1, 0)}), [Row(0, 0, False, [1] * K)])  # a draft was swapped in
+    planner.took(
+        Step(1, 4, 3000.0, {"code": DomainShare(1, 1, 0)}), [Row(0, 0, False, [1] * K)]
+    )  # a draft was swapped in
     after = planner.speeds.of("code")
     assert after is not None
     assert after.tokens_per_s == pytest.approx(code.tokens_per_s, rel=0.02)
@@ -317,7 +319,7 @@ def test_what_a_draft_that_was_swapped_out_gave_is_told_no_more() -> None:
     for num_swaps, tokens in ((0, 1), (1, 3)):
         for _ in range(300):
             planner.next(asked(AUTO._replace(num_swaps=num_swaps)))
-            planner.took(Step(1, 4, 12.1, {"code": Part(1, tokens, tokens - 1)}), [Row(0, 0, False, [1] * K)])
+            planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, tokens, tokens - 1)}), [Row(0, 0, False, [1] * K)])
         speed = planner.speeds.of("code")
         assert speed is not None
         assert speed.tokens_per_s == pytest.approx(1000 * tokens / 12.1, rel=0.02)
@@ -331,7 +333,7 @@ def test_requests_that_judge_the_draft_are_no_speed_of_what_is_fastest() -> None
         return SimpleNamespace(sampling_params=params, num_output_tokens=7 + emitted)
 
     seen = [(request(*one), 7) for one in (("auto", 3), ("head", 4), ("off", 1), ("auto", 1))]
-    assert _parts(seen) == {"code": Part(2, 4, 2)}
+    assert _parts(seen) == {"code": DomainShare(2, 4, 2)}
 
 
 def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() -> None:
@@ -343,10 +345,10 @@ def test_the_reading_of_prompts_is_no_row_and_counts_with_a_draft_and_without() 
     drafted = [Row(0, 0, False, [1] * K)]
     for _ in range(40):
         planner.next([replace(one, num_read=50) for one in asked(AUTO)])
-        planner.took(Step(1, 0, 101.5, {"code": Part(1, 1, 0)}, num_read=50, num_reading=1), drafted)
+        planner.took(Step(1, 0, 101.5, {"code": DomainShare(1, 1, 0)}, num_read=50, num_reading=1), drafted)
         for _ in range(20):
             planner.next(asked(AUTO))
-            planner.took(Step(1, 4, 12.1, {"code": Part(1, 2, 1)}), drafted)
+            planner.took(Step(1, 4, 12.1, {"code": DomainShare(1, 2, 1)}), drafted)
     speed = planner.speeds.of("code")
     assert speed is not None
     assert before is not None
@@ -367,7 +369,9 @@ def test_where_it_says_that_drafting_costs_nothing_is_drafted(pass_ms: float, ch
         ms = (10 + 1.5 * (rows - 1) + pass_ms * drafting.num_passes) * np.exp(0.05 * rng.standard_normal())
         accepted = int(np.cumprod(rng.random(rows - 1) < chance).sum())
         planner.verified(draft_options, Row(0, 0, False, [1] * (rows - 1)), accepted, whole=True)
-        planner.took(Step(1, rows, ms, {"code": Part(1, 1 + accepted, accepted)}), [row] if drafting.passes else None)
+        planner.took(
+            Step(1, rows, ms, {"code": DomainShare(1, 1 + accepted, accepted)}), [row] if drafting.passes else None
+        )
         rows = 1 + drafted
         if number >= 1000 and (speed := planner.speeds.of("code")) is not None and speed.high < 1:
             told.append(drafting.plan.settled)

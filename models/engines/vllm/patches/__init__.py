@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import Any, Literal
 
 # What runs in a process: AsyncLLM, which renders requests and hands answers on, or a worker, which computes.
-Side = Literal["frontend", "worker"]
+Role = Literal["frontend", "worker"]
 
 
 @cache
-def install(*sides: Side) -> None:
-    """Make the changes of some sides, of both where none is named; before vLLM makes an engine or loads a model."""
-    for side in sides or ("frontend", "worker"):
-        for changed in _frontend() if side == "frontend" else _worker():
+def install(*roles: Role) -> None:
+    """Make the changes for some roles, for both where none is named; before vLLM makes an engine or loads a model."""
+    for role in roles or ("frontend", "worker"):
+        for changed in _frontend() if role == "frontend" else _worker():
             changed.install()
 
 
