@@ -4,8 +4,9 @@ Low priority was not enough, most likely because threads of a matrix product wai
 its core for some milliseconds holds up a whole step of the engine. Here the operations of torch look first whether
 somebody is busy, and wait until nobody is. What runs beside an answer is at most the operation that had begun.
 
-Beside a service that is never idle the work still has a share of the time: what it is owed grows while it waits, and
-is paid off in one go, because each time it goes on costs the others the same.
+Beside a service that is never idle the work still has a share of a core: what it is owed grows with the time, and is
+paid off in one go, because each time it goes on costs the others the same. It is paid in seconds of the processor: at
+low priority a second in which the work may go on is one in which it gets a tenth of a core.
 """
 
 import time
@@ -14,13 +15,13 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SHARE = 0.1  # of the time
+SHARE = 0.1  # of a core
 MOST_OWED_S = 1.0
 LOOK_S, POLL_S = 0.001, 0.003  # between two looks while it works, and while it waits
 
 
 class Due:
-    """What work that gives way is owed: it has to get a share of the time, whether others are busy or not."""
+    """What work that gives way is owed: it has to get a share of a core, whether others are busy or not."""
 
     def __init__(self, share: float, most_s: float) -> None:
         """Take the share, in (0, 1), and how many seconds are owed when they have to be paid."""
@@ -31,9 +32,12 @@ class Due:
         """Note that the work stood still."""
         self._owed_s += self._share * seconds
 
-    def worked(self, seconds: float) -> None:
-        """Note that the work went on; it can't work ahead."""
-        self._owed_s = max(0.0, self._owed_s - (1 - self._share) * seconds)
+    def worked(self, seconds: float, got_s: float) -> None:
+        """Note that the work went on for so many seconds, in which it got so many of the processor.
+
+        It can't work ahead.
+        """
+        self._owed_s = max(0.0, self._owed_s + self._share * seconds - got_s)
 
     def must_go_on(self) -> bool:
         """Return whether the work is to go on now, whoever is busy."""
@@ -54,20 +58,21 @@ class BackgroundThrottle(TorchDispatchMode):
         share: float = SHARE,
         most_owed_s: float = MOST_OWED_S,
         clock: Callable[[], float] = time.monotonic,
+        processor: Callable[[], float] = time.process_time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Take what says whether others are busy; it is asked before each operation.
 
         Args:
             busy: see above.
-            share: of the time, which the work gets in any case.
-            most_owed_s: seconds in which that is paid.
-            clock, sleep: of what the time is told by.
+            share: of a core, which the work gets in any case.
+            most_owed_s: seconds of the processor in which that is paid.
+            clock, processor, sleep: what time is told by, what the process has computed for, and what waits.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.waited_s = 0.0
-        self._busy, self._clock, self._sleep = busy, clock, sleep
-        self._due, self._at_s = Due(share, most_owed_s), clock()
+        self._busy, self._clock, self._processor, self._sleep = busy, clock, processor, sleep
+        self._due, self._at_s, self._got_s = Due(share, most_owed_s), clock(), processor()
         self._looked_s = -LOOK_S
 
     def __torch_dispatch__(
@@ -81,13 +86,15 @@ class BackgroundThrottle(TorchDispatchMode):
         """Return when the work may go on."""
         if self._clock() - self._looked_s < LOOK_S:
             return
-        self._due.worked(self._passed())
+        before_s, self._got_s = self._got_s, self._processor()
+        seconds = self._passed()
+        self._due.worked(seconds, min(seconds, self._got_s - before_s))
         while self._busy() and not self._due.must_go_on():
             self._sleep(POLL_S)
             seconds = self._passed()
             self.waited_s += seconds
             self._due.waited(seconds)
-        self._looked_s = self._at_s
+        self._looked_s, self._got_s = self._at_s, self._processor()
 
     def _passed(self) -> float:
         before, self._at_s = self._at_s, self._clock()

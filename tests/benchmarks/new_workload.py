@@ -4,7 +4,8 @@
 
 The home of `REDRAFT_HOME` must be built, and is changed: run it on a copy. `redraft up` is started unless it runs, and
 ended again. The file's chats are asked over HTTP with the domain's name and consent to be logged, a fixed number at a
-time, until the service drafts with a draft that was promoted since; at each answer it is looked what has happened. τ
+time and with rests, until the service drafts with a draft that was promoted since; at each answer it is looked what has
+happened. τ
 (of the draft alone, K tokens a step) and the speed of drafting on ÷ off, asked in turn at one stream, are measured
 before and after on prompts of the file's end, which are not logged. What was done is kept in OUTPUT and not done
 again: seconds count only while requests are sent. Prints one JSON line at the end.
@@ -90,6 +91,9 @@ class Stream:
                 block, concurrency=self.given.streams, max_tokens=self.given.tokens, on_answer=tell
             )
             asyncio.run(sending)
+            rest_s = (time.monotonic() - began_s) * (1 / self.given.busy - 1)
+            time.sleep(rest_s)
+            self.kept["seconds"] = round(self.kept["seconds"] + rest_s, 1)
             keep(self.given.output, self.kept)
         self.bar.close()
 
@@ -126,6 +130,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="smollm2-cpu")
     parser.add_argument("--output", type=Path, default=Path("new-workload.json"))
     parser.add_argument("--streams", type=int, default=2, help="requests in flight")
+    parser.add_argument("--busy", type=float, default=0.5, help="share of the time in which requests are in flight")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--fresh", type=int, default=40, help="prompts that are measured before and after")
     parser.add_argument("--most", type=int, default=2000, help="requests after which it gives up")

@@ -12,8 +12,12 @@ from models.learning.background_throttle import LOOK_S, MOST_OWED_S, POLL_S, SHA
 class Moments:
     """A clock that a sleep and each operation set forward, and a service that is busy at times."""
 
-    def __init__(self, busy_from_s: float = 0.0, busy_to_s: float = 0.0, operation_s: float = 0.01) -> None:
-        self.now_s, self.operation_s = 0.0, operation_s
+    def __init__(
+        self, busy_from_s: float = 0.0, busy_to_s: float = 0.0, operation_s: float = 0.01, core: float = 1.0
+    ) -> None:
+        """An operation takes so many seconds of the processor, and longer where it gets a part of a core only."""
+        self.now_s, self.operation_s, self.core = 0.0, operation_s, core
+        self.got_s = 0.0
         self.busy_from_s, self.busy_to_s = busy_from_s, busy_to_s
         self.slept_s = 0.0
 
@@ -27,8 +31,11 @@ class Moments:
         self.now_s += seconds
         self.slept_s += seconds
 
+    def processor(self) -> float:
+        return self.got_s
+
     def way(self) -> BackgroundThrottle:
-        return BackgroundThrottle(self.busy, clock=self.clock, sleep=self.sleep)
+        return BackgroundThrottle(self.busy, clock=self.clock, processor=self.processor, sleep=self.sleep)
 
 
 def ticking(seconds: float = 1.0) -> Callable[[], float]:
@@ -42,7 +49,8 @@ def work(moments: Moments, way: BackgroundThrottle, until_s: float) -> float:
     worked_s = 0.0
     while moments.now_s < until_s:
         way.wait()
-        moments.now_s += moments.operation_s
+        moments.now_s += moments.operation_s / moments.core
+        moments.got_s += moments.operation_s
         worked_s += moments.operation_s
     return worked_s
 
@@ -59,6 +67,12 @@ def test_it_stands_still_while_others_are_answered_and_goes_on_when_they_were() 
 def test_beside_a_service_that_is_never_idle_it_gets_its_share() -> None:
     moments = Moments(busy_to_s=1e9)
     assert work(moments, moments.way(), 200.0) == pytest.approx(SHARE * 200.0, rel=0.1)
+
+
+def test_where_its_priority_leaves_it_a_part_of_a_core_it_gets_its_share_of_the_processor() -> None:
+    for core in (0.2, SHARE):
+        moments = Moments(busy_to_s=1e9, core=core)
+        assert work(moments, moments.way(), 400.0) == pytest.approx(SHARE * 400.0, rel=0.1)
 
 
 def test_what_it_gets_between_answers_counts() -> None:
@@ -78,9 +92,9 @@ def test_what_is_owed_is_paid_off_in_one_go() -> None:
     assert not due.must_go_on()
     due.waited(0.2)
     assert due.must_go_on()
-    due.worked(MOST_OWED_S / 2)
+    due.worked(MOST_OWED_S / 2, MOST_OWED_S / 2)
     assert due.must_go_on()
-    due.worked(MOST_OWED_S)
+    due.worked(MOST_OWED_S, MOST_OWED_S)
     assert not due.must_go_on()
 
 
