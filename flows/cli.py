@@ -115,6 +115,26 @@ def import_draft(
         out.print("the champion stays; to have the gate compare this draft with it, add --promote")
 
 
+def export_draft(
+    number: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Number of the draft, see `redraft status`.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
+    target: Annotated[
+        str, typer.Option(help="What vLLM loads the target from, a directory or a hub id; by default our own copy.")
+    ] = "",
+    licence: Annotated[str, typer.Option("--license", help="For the model card, such as apache-2.0.")] = "",
+) -> None:
+    """Write a draft with its model card so that `vllm serve DIR` serves it with its target, without redraft.
+
+    Example: redraft export-draft 2 ./draft-2 --target HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    open_settings()
+    from tasks.export_draft import export_draft as write
+
+    written = write.fn(number, directory.absolute(), target, licence)
+    out.print(f"draft {number}: {written.directory}, for {written.target}", soft_wrap=True, markup=False)
+    out.print(f"serve it: vllm serve {written.directory}", soft_wrap=True, markup=False)
+
+
 def import_logs(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE…", help="JSON Lines, JSON, CSV or Parquet; also in .gz or .zst.")
@@ -307,7 +327,7 @@ def _example(function: Callable[..., None]) -> str:
 # In the order of `redraft --help`.
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Every day": (build, serve, refresh, up, down, status, logs, report, doctor),
-    "Drafts": (promote, rollback, diff, import_draft, import_logs),
+    "Drafts": (promote, rollback, diff, import_draft, export_draft, import_logs),
     "Privacy": (erase, retain),
     "Home": (backup, restore, clean),
     MEASURE: (demo, traffic, advise, compare),

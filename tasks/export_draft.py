@@ -1,0 +1,106 @@
+"""Write a registered draft so that vLLM serves it without redraft, with a model card that says where it came from."""
+
+import json
+from pathlib import Path
+
+from infra.artifacts import renamed_when_complete
+from infra.lines import ancestors
+from infra.registry import Registry, open_registry
+from infra.settings import load_settings
+from infra.versions import Version
+from models.drafting.draft_families import family_of, name_of
+from models.drafting.speculators import publish
+from models.types import Frozen
+from tasks.stages.task import task
+
+CARD = "README.md"
+
+
+class Exported(Frozen):
+    """Where a draft was written to, and the name of its target in there."""
+
+    directory: Path
+    target: str
+
+
+@task
+def export_draft(number: int, directory: Path, target: str = "", licence: str = "") -> Exported:
+    """Write draft `number` into a new directory, whole or not at all.
+
+    Args:
+        number: in the registry.
+        directory: must not exist yet.
+        target: what vLLM is to load the target from, a directory or a hub's id; by default the registry's copy of it.
+        licence: of the draft, for its card, as Hugging Face names it.
+
+    Raises:
+        ValueError: there is no such draft, its target is not in the registry, vLLM serves no drafts of its family by
+            themselves, or the directory exists.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory} exists; wanted a directory that is to be made")
+    registry, cache = open_registry(), load_settings().cache
+    version = registry.get("draft", number)
+    lineage = version.lineage
+    files = registry.download(version, cache)
+    if lineage.target_version is None:
+        raise ValueError(f"draft {number} names no target of this registry")
+    target_files = registry.download(registry.get("target", lineage.target_version), cache)
+    target = target or str(target_files)
+    architectures = json.loads((target_files / "config.json").read_text())["architectures"]
+    with renamed_when_complete(directory) as staging:
+        publish(files, staging, {"name_or_path": target, "architectures": architectures}, lineage.num_draft_tokens or 3)
+        (staging / CARD).write_text(card(registry, version, name_of(family_of(files)), target, licence))
+    return Exported(directory=directory, target=target)
+
+
+def card(registry: Registry, version: Version, family: str, target: str, licence: str) -> str:
+    """Return the model card of a draft."""
+    lineage, line = version.lineage, ancestors(registry, version)
+    fields = {"base_model": target, "tags": ["speculative-decoding", family, "redraft"]}
+    if licence:
+        fields["license"] = licence
+    windows = [
+        f"draft {one.number}: rows {window.first_seq} to {window.last_seq} of the query log, sha256 {window.sha256}"
+        for one in reversed(line)
+        if (window := one.lineage.window) is not None
+    ]
+    trained = [f"{len(line)} drafts: {', '.join(str(one.number) for one in reversed(line))}", *windows]
+    settings = {
+        "K": lineage.num_draft_tokens,
+        "seed": lineage.seed,
+        "git commit": lineage.git_commit or None,
+        "source": lineage.source or None,
+        "teachers": json.dumps(lineage.teachers) if lineage.teachers else None,
+    }
+    gate = lineage.gate or "none: the first draft of its line"
+    return "\n".join(
+        [
+            "---",
+            *(f"{name}: {json.dumps(value)}" for name, value in fields.items()),
+            "---",
+            "",
+            f"# Draft {version.number} for {lineage.target.name}",
+            "",
+            f"A draft model of family {family} for speculative decoding. `vllm serve .` in this directory serves the",
+            "target with it. The output stays the target's; only its speed depends on the draft.",
+            "",
+            f"- Target: `{target}`, sha256 {lineage.target.sha256}, tokenizer {lineage.target.tokenizer_sha256}",
+            f"- Gate: {gate}{f' ({lineage.gate_reasons})' if lineage.gate_reasons else ''}",
+            "",
+            "| domain | mean accepted length τ, tokens a step, on held-out conversations |",
+            "|---|---|",
+            *(f"| {domain} | {tau:.3f} |" for domain, tau in lineage.tau.items()),
+            "",
+            "## Training",
+            "",
+            *(f"- {one}" for one in trained),
+            *(f"- {name}: {value}" for name, value in settings.items() if value is not None),
+            "",
+            "## Limits",
+            "",
+            "τ holds for traffic like that of its domains, at the temperatures at which that was served. With another",
+            "target or tokenizer it drafts at random. It holds no rows of the log; what it drafts may reflect them.",
+            "",
+        ]
+    )

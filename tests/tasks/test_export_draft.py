@@ -1,0 +1,92 @@
+"""A draft that is exported: vLLM reads it with its target, and imported again it is the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from infra.manifest import file_sha256, write_manifest
+from infra.registry import Registry, open_registry
+from infra.settings import load_settings
+from models.drafting.draft_families import adopter_of, family_named
+from models.drafts import eagle3
+from models.targets import describe
+from tasks.export_draft import CARD, export_draft
+from tests.models.drafts.tiny import save_tiny
+from tests.tags import draft_tags
+
+
+@pytest.fixture
+def registry(
+    store: Path, tiny_target: Path, tiny_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Registry:
+    """Target 1 and drafts 1, an EAGLE-3 head, and 2, of a family that vLLM does not serve."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(store, home)
+    monkeypatch.setenv("REDRAFT_HOME", str(home))
+    registry = open_registry(load_settings())
+    target, draft, other = (tmp_path / name for name in ("target", "draft", "other"))
+    shutil.copytree(tiny_target, target)
+    shutil.copytree(tiny_draft, draft)
+    other.mkdir()
+    save_tiny(family_named("kangaroo"), tiny_target, other)
+    for directory in (target, draft, other):
+        write_manifest(directory)
+    card = describe(tiny_target)
+    own = {"target_sha256": card.sha256, "tokenizer_sha256": card.tokenizer_sha256, "vocab_size": str(card.vocab_size)}
+    registry.register("target", target, own)
+    for directory in (draft, other):
+        registry.register("draft", directory, draft_tags() | own | {"target_version": "1", "tau": '{"chat": 1.5}'})
+    return registry
+
+
+def test_it_has_what_vllm_asks_of_a_head_that_names_its_target(registry: Registry, tmp_path: Path) -> None:
+    exported = export_draft.fn(1, tmp_path / "out", target="someone/target", licence="mit")
+    assert exported.target == "someone/target"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert (config["speculators_model_type"], config["norm_before_residual"]) == ("eagle3", False)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    offsets, mask = tensors["d2t"], tensors["t2d"]
+    assert [index + int(offset) for index, offset in enumerate(offsets)] == mask.nonzero()[:, 0].tolist()
+    card = (tmp_path / "out" / CARD).read_text()
+    assert 'base_model: "someone/target"' in card
+    assert 'license: "mit"' in card
+    assert "| chat | 1.500 |" in card
+
+
+def test_imported_again_it_is_the_same_file(registry: Registry, tiny_target: Path, tmp_path: Path) -> None:
+    export_draft.fn(1, tmp_path / "out")
+    again = tmp_path / "again"
+    again.mkdir()
+    assert adopter_of(tmp_path / "out") is eagle3
+    eagle3.save(eagle3.adopt(tmp_path / "out", tiny_target), again)
+    for name in ("model.safetensors", "config.json"):
+        assert file_sha256(again / name) == file_sha256(tmp_path / "draft" / name), name
+
+
+def test_what_can_not_be_exported_is_refused_and_nothing_is_written(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="of family kangaroo"):
+        export_draft.fn(2, tmp_path / "out")
+    with pytest.raises(ValueError, match="draft 9"):
+        export_draft.fn(9, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="there exists"):
+        export_draft.fn(1, tmp_path / "there")
+
+
+@pytest.mark.engine
+def test_vllm_takes_it_with_its_target_and_nothing_else_said(registry: Registry, tmp_path: Path) -> None:
+    from vllm import AsyncEngineArgs
+
+    exported = export_draft.fn(1, tmp_path / "out")
+    config = AsyncEngineArgs(model=str(tmp_path / "out"), max_model_len=128).create_engine_config()
+    assert config.model_config.model == exported.target
+    assert config.speculative_config is not None
+    assert config.speculative_config.model == str(tmp_path / "out")
+    assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("eagle3", 3)
