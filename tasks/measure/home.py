@@ -14,6 +14,7 @@ from infra.registry import Registry, open_registry
 from infra.secret import NAME, home_secret
 from infra.settings import Settings
 from infra.versions import Kind, Pair
+from tasks.promote import MADE_BY
 
 COPIED = "copied.json"
 
@@ -58,7 +59,8 @@ def copy_served(source: Settings, home: Settings) -> Served:
     for path in home.home.glob("mlflow.db*"):
         path.unlink()
     copies = open_registry(home)
-    copied = copies.register("target", registry.download(target, fetched), target.target.to_tags())
+    made_by = {name: target.tags[name] for name in [MADE_BY] if name in target.tags}  # a recipe is known by it
+    copied = copies.register("target", registry.download(target, fetched), target.target.to_tags() | made_by)
     copies.promote("target", copied.number)
     for number, version in enumerate(line, start=1):
         parent = number - 1 if number > 1 else None

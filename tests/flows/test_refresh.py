@@ -1,5 +1,6 @@
 """Refreshes on top of a tiny build, by the command. Drills kill them (tests/drills/test_pipeline.py)."""
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ import pytest
 from infra.artifacts import staged
 from infra.consent import QueryRow
 from infra.querylog import QueryLog
+from models.recipe import load_recipe
 from tests.flows.conftest import registry_of
 from tests.tags import draft_tags
 
@@ -90,7 +92,8 @@ def test_the_rows_of_an_outdated_candidate_wait_for_the_next_champion(store, tmp
             (staging / "weights").write_text(str(tags))
         return registry.register(kind, directory, draft_tags() | tags).number
 
-    registry.promote("target", register("target"))
+    made_by = json.dumps([load_recipe("tiny").target_tables])
+    registry.promote("target", register("target", made_by=made_by))
     for parent in ("", "1"):
         registry.promote("draft", register("draft", parent=parent))
     of_window = {"window_first_seq": "1", "window_last_seq": "60", "window_sha256": window.sha256}

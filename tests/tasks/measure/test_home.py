@@ -37,15 +37,17 @@ def test_a_draft_that_returned_is_copied_with_its_line_and_without_whom_it_was_j
         registry.register(kind, tmp_path / f"{kind} {number}", draft_tags(**tags))
         registry.promote(kind, number)
 
-    register("target")
+    register("target", made_by='[{"target": {"name": "random"}}]')
     register("draft")
     register("draft", parent="1", gate="passed")
     register("draft", parent="1", gate="passed", gated_against="2", returns_for="chat")
     served = copy_served(source, home)
     assert served.originals == (1, 3)
     copies = open_registry(home)
-    champion = copies.champion("draft")
+    champion, target = copies.champion("draft"), copies.champion("target")
     assert champion is not None
+    assert target is not None
+    assert target.tags["made_by"] == '[{"target": {"name": "random"}}]'  # else no recipe is known to be its own
     assert [one.number for one in predecessors(copies, champion)] == [2, 1]
 
 
