@@ -44,8 +44,8 @@ def adopt(
             with reading_rows():
                 parts = hold_out_past(recipe, pair, first_samples(pair.draft))
                 test = start_test(recipe, pair)
-                judged = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
-                candidate = register_gated(recipe, pair, adopted, samples, judged)
+                gated = gate_draft(recipe, pair, test, adopted.draft, parts, learns=False)
+                candidate = register_gated(recipe, pair, adopted, samples, gated)
         return promote_candidate(pair, candidate), candidate
     measured = measure_draft(recipe, target, adopted.draft, samples)
     draft = register_adopted(recipe, version, target, adopted, samples, measured)

@@ -49,12 +49,12 @@ def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
     parts = hold_out(recipe, pair, window, first_samples(pair.draft))
     past = find_past(recipe, pair, window, parts)
     if past is not None:
-        judged = gate_draft(recipe, pair, start_test(recipe, pair), past.files, parts, learns=False)
-        returned = register_returned(recipe, pair, past, judged)
-        if judged.report.verdict == "passed":
+        gated = gate_draft(recipe, pair, start_test(recipe, pair), past.files, parts, learns=False)
+        returned = register_returned(recipe, pair, past, gated)
+        if gated.report.verdict == "passed":
             return returned
     start = find_challenger(recipe, pair, window)
     learnt = regenerate(recipe, pair, window, parts.samples)
     trained = train_challenger(recipe, pair, start, learnt, window)
-    judged = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
-    return register_candidate(recipe, pair, start, trained, window, parts.samples, judged)
+    gated = gate_draft(recipe, pair, start.evidence, trained.draft, parts)
+    return register_candidate(recipe, pair, start, trained, window, parts.samples, gated)

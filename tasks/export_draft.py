@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 from infra.artifacts import renamed_when_complete
 from infra.lines import ancestors
@@ -9,7 +10,7 @@ from infra.registry import Registry, open_registry
 from infra.settings import load_settings
 from infra.versions import Version
 from models.drafting.draft_families import family_of, name_of
-from models.drafting.speculators import publish
+from models.drafts import Publisher
 from models.types import Frozen
 from tasks.stages.task import task
 
@@ -43,14 +44,19 @@ def export_draft(number: int, directory: Path, target: str = "", licence: str = 
     version = registry.get("draft", number)
     lineage = version.lineage
     files = registry.download(version, cache)
+    family = family_of(files)
+    if not hasattr(family, "publish"):
+        raise ValueError(f"draft {number} is of family {name_of(family)}, whose drafts vLLM serves only with redraft")
+    publisher = cast("Publisher", family)
     if lineage.target_version is None:
         raise ValueError(f"draft {number} names no target of this registry")
     target_files = registry.download(registry.get("target", lineage.target_version), cache)
     target = target or str(target_files)
     architectures = json.loads((target_files / "config.json").read_text())["architectures"]
+    verifier = {"name_or_path": target, "architectures": architectures}
     with renamed_when_complete(directory) as staging:
-        publish(files, staging, {"name_or_path": target, "architectures": architectures}, lineage.num_draft_tokens or 3)
-        (staging / CARD).write_text(card(registry, version, name_of(family_of(files)), target, licence))
+        publisher.publish(files, staging, verifier, lineage.num_draft_tokens or 3)
+        (staging / CARD).write_text(card(registry, version, name_of(publisher), target, licence))
     return Exported(directory=directory, target=target)
 
 

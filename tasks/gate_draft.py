@@ -90,9 +90,9 @@ def gate_draft(
         parts: what it is held to.
         learns: whether it goes on learning where nothing is shown.
     """
-    judged = Scorer(recipe, pair).judge(before, candidate, parts, learns)
-    _show(judged)
-    return judged
+    gated = Scorer(recipe, pair).judge(before, candidate, parts, learns)
+    _show(gated)
+    return gated
 
 
 class Scorer:
@@ -256,8 +256,8 @@ def score_floors(
     return floors
 
 
-def _show(judged: GateResult) -> None:
-    report, evidence, gain = judged.report, judged.evidence, judged.test.gain
+def _show(gated: GateResult) -> None:
+    report, evidence, gain = gated.report, gated.evidence, gated.test.gain
     rows = [
         {
             "domain": domain,
@@ -273,8 +273,8 @@ def _show(judged: GateResult) -> None:
     found = f"gain {gain.value:+.3f} tokens a step, at least {gain.low:+.3f}"
     counted = f"{evidence.num_clusters} clusters held out in {evidence.num_windows} windows"
     table("gate", rows, "; ".join([str(report.verdict), found, counted, *report.reasons]))
-    if judged.test.left_out:
-        run_logger().info("no conversation to judge: %s", ", ".join(judged.test.left_out))
+    if gated.test.left_out:
+        run_logger().info("no conversation to judge: %s", ", ".join(gated.test.left_out))
 
 
 def _rounded(tau: float | None) -> float | str:

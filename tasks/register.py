@@ -65,7 +65,7 @@ def register_adopted(
 
 
 @task(cache_policy=NO_CACHE)
-def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, judged: GateResult) -> Version:
+def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifact, gated: GateResult) -> Version:
     """Register a draft that was trained elsewhere, with the gate's verdict on it and the champion.
 
     It has no parent, but it is of the champion's line, because it was one of that champion's challengers.
@@ -78,18 +78,18 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
         pair.target,
         card,
         samples,
-        judged.measured,
+        gated.measured,
         champion.lineage.line,
-        judged=judged,
+        gated=gated,
         adopted=adopted,
         gated_against=champion.number,
     )
-    report = judged.origin(champion.number)
-    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
+    report = gated.origin(champion.number)
+    return _register(registry, "draft", adopted.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
 
 
 @task(cache_policy=NO_CACHE)
-def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: GateResult) -> Version:
+def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult) -> Version:
     """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
 
     It is a version of its own, because the old one's tags tell of its own time: whom it was judged against then, and
@@ -105,24 +105,24 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, judged: GateResult
             "flow_run": flow_run_id(),
             "gated_against": champion.number,
             "returns_for": past.domain,
-            "gate": judged.report.verdict,
-            "gate_reasons": "; ".join(judged.report.reasons),
-            "gate_test": judged.test.test_index,
-            "tau": _rounded(judged.measured.tau),
-            "probe_tau": round(judged.measured.probe_tau, 4),
-            "probe_sets": judged.probe_sets,
+            "gate": gated.report.verdict,
+            "gate_reasons": "; ".join(gated.report.reasons),
+            "gate_test": gated.test.test_index,
+            "tau": _rounded(gated.measured.tau),
+            "probe_tau": round(gated.measured.probe_tau, 4),
+            "probe_sets": gated.probe_sets,
         }
     )
-    report = judged.origin(champion.number, returns=past.version.number)
-    metrics = _verdict_metrics(judged)
-    version = _register(registry, "draft", past.files, lineage.to_tags(), metrics, report, judged)
-    run_logger().info("draft %d, %s: %s", version.number, judged.report.verdict, lineage.returns)
+    report = gated.origin(champion.number, returns=past.version.number)
+    metrics = _verdict_metrics(gated)
+    version = _register(registry, "draft", past.files, lineage.to_tags(), metrics, report, gated)
+    run_logger().info("draft %d, %s: %s", version.number, gated.report.verdict, lineage.returns)
     return version
 
 
 @task(cache_policy=NO_CACHE)
 def register_candidate(
-    recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, judged: GateResult
+    recipe: Recipe, pair: Pair, start: Start, trained: Trained, window: Window, samples: Artifact, gated: GateResult
 ) -> Version:
     """Register what a refresh trained, with the gate's verdict; a refused one too: it was one of the challengers.
 
@@ -137,9 +137,9 @@ def register_candidate(
         pair.target,
         card,
         first_samples(parent),
-        judged.measured,
+        gated.measured,
         parent.lineage.line,
-        judged=judged,
+        gated=gated,
         parent=parent.number,
         window=TrainedWindow(
             first_seq=window.first_seq, last_seq=window.last_seq, sha256=window.sha256, uri=samples.uri
@@ -148,8 +148,8 @@ def register_candidate(
         state=trained.state,
         teachers=teachers_in(recipe.refresh_distill()),
     )
-    report = judged.origin(parent.number, window, lineage.continues)
-    version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(judged), report, judged)
+    report = gated.origin(parent.number, window, lineage.continues)
+    version = _register(registry, "draft", trained.draft, lineage.to_tags(), _verdict_metrics(gated), report, gated)
     _record_curve(registry, version)
     before = None if parent.previous is None else registry.get("draft", parent.previous)
     forget_states({one.lineage.state_uri for one in (version, parent, before) if one is not None})
@@ -202,7 +202,7 @@ def _lineage(
     measured: Measured,
     line: str,
     *,
-    judged: GateResult | None = None,
+    gated: GateResult | None = None,
     adopted: Adopted | None = None,
     parent: int | None = None,
     window: TrainedWindow | None = None,
@@ -221,16 +221,16 @@ def _lineage(
         quantization=recipe.quantize.method.name if recipe.quantize else "",
         git_commit=git_commit(),
         flow_run=flow_run_id(),
-        gate=None if judged is None else judged.report.verdict,
-        gate_reasons="" if judged is None else "; ".join(judged.report.reasons),
-        gate_test=0 if judged is None else judged.test.test_index,
+        gate=None if gated is None else gated.report.verdict,
+        gate_reasons="" if gated is None else "; ".join(gated.report.reasons),
+        gate_test=0 if gated is None else gated.test.test_index,
         gated_against=gated_against,
         line=line,
         tau=_rounded(measured.tau),
         probe_tau=round(measured.probe_tau, 4),
-        probe_sets={} if judged is None else judged.probe_sets,
-        judged_on="" if judged is None else judged.judged_on,
-        unlike={} if judged is None else _rounded(judged.unlike),
+        probe_sets={} if gated is None else gated.probe_sets,
+        judged_on="" if gated is None else gated.judged_on,
+        unlike={} if gated is None else _rounded(gated.unlike),
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,
         source_sha256="" if adopted is None else adopted.source_sha256,
@@ -250,11 +250,11 @@ def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
     return {domain: round(found.value, 4) for domain, found in tau.items()}
 
 
-def _verdict_metrics(judged: GateResult) -> dict[str, float]:
-    domains = judged.report.domains.items()
-    return judged.measured.metrics() | {
-        "gate/gain": judged.test.gain.value,
-        "gate/gain_low": judged.test.gain.low,
+def _verdict_metrics(gated: GateResult) -> dict[str, float]:
+    domains = gated.report.domains.items()
+    return gated.measured.metrics() | {
+        "gate/gain": gated.test.gain.value,
+        "gate/gain_low": gated.test.gain.low,
         **{f"parent_tau/{domain}": one.tau_before for domain, one in domains if one.tau_before is not None},
     }
 
@@ -266,13 +266,13 @@ def _register(
     tags: Mapping[str, str],
     metrics: Mapping[str, float],
     report: GateReport | None = None,
-    judged: GateResult | None = None,
+    gated: GateResult | None = None,
 ) -> Version:
     with tempfile.TemporaryDirectory() as folder:
         files = [] if report is None else write_files(report, Path(folder))
-        if judged is not None:
+        if gated is not None:
             files.append(Path(folder) / EVIDENCE)
-            files[-1].write_text(judged.evidence.model_dump_json(), encoding="utf-8")
+            files[-1].write_text(gated.evidence.model_dump_json(), encoding="utf-8")
         description = "" if report is None else headline(report)
         version = registry.register(kind, open_artifact(artifact), tags, metrics, files, description)
     run_logger().info("registered %s %d", kind, version.number)

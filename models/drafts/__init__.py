@@ -345,6 +345,20 @@ class Searcher(Family, Protocol):
         """
 
 
+class Publisher(Family, Protocol):
+    """A family whose drafts vLLM serves without redraft, in a layout of their own."""
+
+    def publish(self, directory: Path, into: Path, target: Mapping[str, Any], num_draft_tokens: int) -> None:
+        """Write a draft so that `vllm serve INTO` serves it with its target.
+
+        Args:
+            directory: of the draft, as it is saved here.
+            into: an empty directory.
+            target: `name_or_path`, a directory or a hub's id, and `architectures`.
+            num_draft_tokens: K, that vLLM drafts in each step unless it is told another.
+        """
+
+
 class Adopter(Family, Protocol):
     """A family of which others publish drafts."""
 

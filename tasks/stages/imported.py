@@ -57,11 +57,11 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
     tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
     own = {one.id: one for one in _answers(recipe, target, tests)} if tests else {}
     asked = {one.id for one in tests}
-    judged: dict[Split, list[Sample]] = {
+    gated: dict[Split, list[Sample]] = {
         part: [_with_answer(one, own) for one in parts[part] if one.id not in asked or one.id in own]
         for part in held_to
     }
-    return {**parts, **judged}, unlike
+    return {**parts, **gated}, unlike
 
 
 def _with_answer(sample: Sample, own: Mapping[str, Sample]) -> Sample:

@@ -23,6 +23,7 @@ from models.drafting.eagle3_heads import (
     tapping,
 )
 from models.drafts import EngineWeights
+from models.drafts.eagle3.export import publish as publish
 from models.drafts.eagle3.layouts import is_published, read_published, with_offsets
 from models.targets import describe
 from models.tokens import differing_tokens

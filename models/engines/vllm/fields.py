@@ -136,7 +136,7 @@ class PlannedThroughput(ThroughputEstimate):
     """What the last plan for served requests expected, at any load; see `models.lengths.Plan`.
 
     Attributes:
-        overhead_by_load: share of all tokens that is lost if one of the requests is drafted by the head alone, if 1, 2,
+        overhead_by_load: share of all tokens that is lost if one of the requests is drafted head-only, if 1, 2,
             4, … run.
     """
 
