@@ -1,5 +1,6 @@
 """A refresh that is wanted while another runs, and while the orchestrator is down, comes once it can."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ from infra.querylog import QueryLog
 from infra.settings import load_settings
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Due, Fell, Retry
+from models.recipe import load_recipe
+from tasks.promote import MADE_BY
 from tests.flows.conftest import registry_of
 from tests.infra.rows import row
 from tests.tags import draft_tags
@@ -32,11 +35,12 @@ class Home:
         shutil.copy(store, folder / "mlflow.db")
         self.folder, self.log, self.registry = folder, QueryLog(folder / "queries.db"), registry_of(folder)
         self.trigger = TriggerFile(self.log.path)
-        for kind in ("target", "draft"):
-            self.registry.promote(kind, self.register(kind))
         self.recipe = folder / "drill.toml"
         text = 'name = "tiny"\n' + RECIPE.read_text() + "\n[schedule]\nrefresh_interval_s = 86400\nretry_s = 1.0\n"
         self.recipe.write_text(text)
+        made_by = {MADE_BY: json.dumps([load_recipe(self.recipe).target_tables])}
+        self.registry.promote("target", self.register("target", **made_by))
+        self.registry.promote("draft", self.register("draft"))
 
     def register(self, kind: str, **tags: str) -> int:
         tags = {"tau": '{"code": 1.9}'} | tags  # else the domain would want a refresh whatever was promoted
