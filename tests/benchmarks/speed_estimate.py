@@ -104,7 +104,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                     "told_after": round(
                         engine.llm.speeds[domain].tokens_per_s / engine.llm.speeds[domain].plain_tokens_per_s, 3
                     ),
-                    "speed": [round(one, 3) for one in told],
+                    "speed": {name: round(value, 3) for name, value in told},
                     "on_off": [round(one, 3) for one in (ratio.value, ratio.low, ratio.high)],
                     "plan": None if pace is None else [pace.num_draft_tokens, pace.why],
                 }
