@@ -8,5 +8,5 @@ from tasks.clean_home import clean_home
 
 @flow(name="clean")
 def clean(recipe: Recipe) -> int:
-    """Let go of what is beyond the recipe's limits, and return how much that was, in bytes."""
+    """Remove what is beyond the recipe's limits, and return how much that was, in bytes."""
     return sum(item.num_bytes for item, _ in clean_home(recipe.keep, recipe.refresh.pool))

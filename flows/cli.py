@@ -311,7 +311,7 @@ def _show_draft(outcome: str, version: "Version") -> None:
     if version.lineage.source_reading:
         out.print(f"its files don't say what it reads; measured best: {version.lineage.source_reading}", markup=False)
     for domain, nats in version.lineage.unlike.items():
-        out.print(f"imported answers of {domain} are unlike the target's ({nats:+.2f} nats a token): judged by its own")
+        out.print(f"imported answers of {domain} are unlike the target's ({nats:+.2f} nats a token): gated by its own")
     if version.lineage.returns:
         out.print(version.lineage.returns, markup=False)
     if outcome in ("refused", "undecided"):

@@ -63,7 +63,7 @@ def _show(settings: "Settings", certificate: "Certificate") -> None:
         out.print("found no such row: nothing was erased, and there is no certificate", soft_wrap=True)
         return
     done = (
-        f"erased {certificate.rows} rows, {sum(certificate.probes.values())} of them in probe sets; "
+        f"erased {certificate.rows} rows, {sum(certificate.regression_rows.values())} of them in regression sets; "
         f"{len(certificate.snapshots)} snapshots written again, {len(certificate.removed)} caches and work folders "
         f"removed, {len(certificate.redacted)} other files overwritten"
     )

@@ -22,7 +22,7 @@ from tasks.trigger.acknowledge import RefreshOutcome, acknowledged
 def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     """Let a past champion return for what it was good at or, if none does, the champion's challenger learn.
 
-    Returns what came of it, and the draft. A challenger that is "undecided" is gone on with in the next window; one
+    Returns what came of it, and the draft. A challenger that is "undecided" resumes in the next window; one
     that is "refused" was shown worse, and the next challenger starts from the champion.
 
     Each step leaves something that the next run finds, and the cursor moves last, so it may be killed anywhere. A
@@ -36,7 +36,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     if window is None:
         return "nothing to do", None
     with hold_window(window):
-        candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _judge(recipe, pair, window)
+        candidate = find_candidate(pair, window) or find_returned(recipe, pair) or _gate(recipe, pair, window)
         outcome = promote_candidate(pair, candidate, recipe.gate.promote == "approve")
         if outcome == "outdated" or candidate.lineage.returns:
             leave_window(window)
@@ -45,7 +45,7 @@ def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
     return outcome, candidate
 
 
-def _judge(recipe: Recipe, pair: Pair, window: Window) -> Version:
+def _gate(recipe: Recipe, pair: Pair, window: Window) -> Version:
     parts = hold_out(recipe, pair, window, first_samples(pair.draft))
     past = find_past(recipe, pair, window, parts)
     if past is not None:

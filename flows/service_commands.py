@@ -1,4 +1,4 @@
-"""The commands that start, stop and watch the service, and send it traffic; `flows.cli` adds them."""
+"""The commands that start, stop and inspect the service, and send it traffic; `flows.cli` adds them."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def traffic(
 
 
 def up(recipe: RecipeName = DEFAULT_RECIPE) -> None:
-    """Start Prefect, MLflow, the service, flows and watch in the background. Crashed processes are restarted.
+    """Start all processes, the service and the flows among them, in the background. Crashed ones are restarted.
 
     Example: redraft up --recipe tiny
     """

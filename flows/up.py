@@ -1,5 +1,5 @@
 """All that runs all the time, as supervised processes on free ports: Prefect, MLflow, the service, the runner of flows,
-and the watch over promoted drafts.
+and the post-promotion test.
 
     python -m flows.up --recipe FILE
 
@@ -33,7 +33,7 @@ from infra.settings import Settings, load_settings
 from infra.supervisor import STATE, Program, Supervisor, UpState, read_state
 from models.recipe import load_recipe
 
-PREFECT, MLFLOW, SERVICE, RUNNER, WATCH = "prefect", "mlflow", "service", "runner", "watch"
+PREFECT, MLFLOW, SERVICE, RUNNER, POST_PROMOTION = "prefect", "mlflow", "service", "runner", "post-promotion"
 SUPERVISOR = "supervisor"
 # Whatever the service binds, these are for people on this machine who know the home's secret.
 GUARDED = (sys.executable, "-m", "infra.auth_middleware", "--port")
@@ -158,7 +158,7 @@ def _programs(recipe: str, settings: Settings) -> list[Program]:
         )
     )
     # What may train comes once requests are answered: it would hold up their start.
-    for name, module in ((RUNNER, "flows.deployments"), (WATCH, "flows.watch")):
+    for name, module in ((RUNNER, "flows.deployments"), (POST_PROMOTION, "flows.post_promotion")):
         argv = [sys.executable, "-m", module, "--recipe", recipe]
         programs.append(Program(name, argv, env=orchestrated, after=(PREFECT, SERVICE)))
     return programs

@@ -32,6 +32,7 @@ from infra.home import COPIES, FORMAT, FORMAT_FILE, open_home
 from infra.keys import keys_path
 from infra.lineage import SNAPSHOT_TAGS
 from infra.logfile import SCHEMA_VERSION, TORN, copy_database
+from infra.post_promotion import POST_PROMOTION
 from infra.querylog import QueryLog
 from infra.registry import open_registry
 from infra.secret import NAME as SPLIT_KEY
@@ -41,7 +42,7 @@ from models.types import Frozen
 
 CONTENTS = "backup.json"
 ARTIFACTS = "artifacts"
-FOLDERS = ("watch", FOLDER)
+FOLDERS = (POST_PROMOTION, FOLDER)
 NOT_KEPT = ("work",)
 BUSY_S, PAGES, PAUSE_S = 30.0, 1024, 0.01
 # Table, column and condition of what names a file, by database.
@@ -137,7 +138,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
     Args:
         settings: of the home.
         file: a backup.
-        wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+        wait_s: how long to wait for a refresh, an adoption or a post-promotion test that is reading rows.
 
     Returns:
         What the backup says of itself, and the folder of copies of the databases that were there; None if none were.
@@ -159,7 +160,7 @@ def restore(settings: Settings, file: Path, wait_s: float) -> tuple[Contents, Pa
             copy_databases(settings, copies, torn)
         log = QueryLog(settings.querylog)
         with log.unread(wait_s), open_registry(settings).alone():
-            if "queries-trigger.db" not in torn and TriggerFile(settings.querylog).snapshot().running:
+            if "queries-trigger.db" not in torn and TriggerFile(settings.querylog).state().running:
                 raise TimeoutError("a refresh runs; wait for its end, or stop it")
             erased = _certificates(settings) + ([] if "queries.db" in torn else _erasures(log))
             log.close()

@@ -1,6 +1,6 @@
 """Whether the service of a home is answering: it holds a lock meanwhile, so that work beside it can give way.
 
-The lock is of the kind that belongs to an open file (Linux, `F_OFD_SETLK`): the kernel lets go of it with the process,
+The lock is of the kind that belongs to an open file (Linux, `F_OFD_SETLK`): the kernel releases it with the process,
 however that ends, and who only looks takes nothing, so that nobody ever waits for it.
 """
 
@@ -36,7 +36,7 @@ class Busy:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Let go of the lock, and of the file."""
+        """Release the lock, and close the file."""
         os.close(self._file)
 
 

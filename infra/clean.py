@@ -1,10 +1,10 @@
-"""What a home may let go of, by count, age and bytes: old drafts, results of finished steps, caches, copies, logs,
+"""What a home may remove, by count, age and bytes: old drafts, results of finished steps, caches, copies, logs,
 Prefect's history and Ray's sessions.
 
-A version's entry in the registry stays, with its lineage and why it was judged so; its files go, and tag `cleaned` says
-when. Never touched is what serves or may serve again: the champions, the drafts that a rollback or the watch goes back
-to, the best ones that a floor holds others to, the pool of past champions, the champion's challengers; nor what these
-were trained on and judged by, nor anything younger than a day.
+A version's entry in the registry stays, with its lineage and its gate's reasons; its files go, and tag `cleaned` says
+when. Never touched is what serves or may serve again: the champions, the drafts that a rollback goes back to, the best
+ones that a floor holds others to, the pool of past champions, the champion's challengers; nor what these were trained
+on and gated by, nor anything younger than a day.
 """
 
 import os
@@ -25,6 +25,7 @@ from infra.lineage import SNAPSHOT_TAGS
 from infra.lines import best_versions, past_champions, predecessors
 from infra.locks import lock_folder
 from infra.manifest import MANIFEST_NAME, Manifest
+from infra.post_promotion import PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.serving import compiled_folder, ray_folder
@@ -32,7 +33,6 @@ from infra.settings import Settings
 from infra.store import translated
 from infra.triggerfile import TriggerFile
 from infra.versions import CLEANED, Version, cached, is_usable
-from infra.watches import Watches
 from infra.windows import Window
 
 DAY_S = 24 * 3600.0
@@ -90,7 +90,7 @@ class Item(NamedTuple):
 
 
 def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
-    """Let go of what is beyond the limits, and return it, each with why.
+    """Remove what is beyond the limits, and return it, each with why.
 
     Args:
         settings: of the home.
@@ -99,12 +99,12 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
         dry_run: whether nothing is to be removed.
 
     Raises:
-        TimeoutError: a refresh, an adoption or the watch is at work.
+        TimeoutError: a refresh, an adoption or a post-promotion test is at work.
         ConnectionError: the registry can't be asked what serves.
     """
     log, registry = QueryLog(settings.querylog), open_registry(settings)
     with log.unread(wait_s=0), registry.alone():
-        if TriggerFile(settings.querylog).snapshot().running:
+        if TriggerFile(settings.querylog).state().running:
             raise TimeoutError("a refresh runs; clean after it")
         going = list(_going(settings, registry, limits, pool))
         for item, _ in going if not dry_run else ():
@@ -115,7 +115,7 @@ def clean_up(settings: Settings, limits: Limits, pool: int, dry_run: bool = Fals
 
 
 def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Version], pool: int) -> set[int]:
-    """Return the drafts whose files are never let go of."""
+    """Return the drafts whose files are never removed."""
     champion = registry.champion("draft")
     if champion is None:
         return {version.number for version in versions}
@@ -124,14 +124,15 @@ def kept_drafts(settings: Settings, registry: Registry, versions: Sequence[Versi
         if (previous := registry.previous_good(last)) is not None:
             kept.add(previous.number)
             last = previous
-    watches = [*Watches(settings).unfinished(), Watches(settings).of_draft(champion.number)]
-    kept |= {number for watch in watches if watch is not None for number in (watch.draft, watch.previous)}
+    kept_tests = PostPromotionTests(settings)
+    tests = [*kept_tests.unfinished(), kept_tests.of_draft(champion.number)]
+    kept |= {number for test in tests if test is not None for number in (test.draft, test.previous)}
     line = [one for one in predecessors(registry, champion) if is_usable(one)]
     kept |= {one.number for one in best_versions(line).values()}
     k = champion.lineage.num_draft_tokens or 0
     for domain in {name for version in versions for name in version.lineage.tau}:
         kept |= {one.number for one in past_champions(versions, champion, domain, k, LATER)[:pool]}
-    challengers = [one for one in versions if one.lineage.judged_against == champion.number]
+    challengers = [one for one in versions if one.lineage.gate_champion == champion.number]
     kept |= {one.number for one in challengers if one.lineage.gate == "passed"}
     kept |= {one.number for one in [one for one in challengers if one.lineage.gate == "undecided"][:1]}
     return kept

@@ -29,7 +29,7 @@ BY_SUBJECT = """seq IN (
     SELECT seq FROM rows WHERE subject IN (SELECT value FROM json_each(?1)) UNION
     SELECT seq FROM rows WHERE json_extract(body, '$.aliases') IS NOT NULL AND EXISTS (
         SELECT 1 FROM json_each(body, '$.aliases') WHERE value IN (SELECT value FROM json_each(?1))))"""
-Role = Literal["train", "replay", "held_out", "probe"]
+Role = Literal["train", "replay", "held_out", "regression"]
 
 
 class Rewritten(Frozen):
@@ -58,7 +58,7 @@ class Certificate(Frozen):
         began_ms, ended_ms: Unix time; None until it is complete.
         rows: how many, of any consent.
         sketches: how many of them had been sketched.
-        probes: domain to how many of them were in its probe set.
+        regression_rows: domain to how many of them were in its regression set.
         windows: that they had been claimed in, open, committed or set aside, as far as known.
         snapshots: those rewritten.
         drafts: version to what it saw of the rows, role to number; weights can't unlearn.
@@ -74,7 +74,7 @@ class Certificate(Frozen):
     ended_ms: int | None = None
     rows: int = 0
     sketches: int = 0
-    probes: dict[str, int] = Field(default_factory=dict)
+    regression_rows: dict[str, int] = Field(default_factory=dict)
     windows: tuple[Window, ...] = ()
     snapshots: tuple[Rewritten, ...] = ()
     drafts: dict[int, dict[str, int]] = Field(default_factory=dict)
@@ -176,8 +176,8 @@ def _counted(db: sqlite3.Connection, certificate: Certificate) -> Certificate:
     number = (certificate.number,)
     rows = db.execute(f"SELECT count(*) FROM {mine}", number).fetchone()[0]
     sketches = db.execute(f"SELECT count(*) FROM sketches WHERE seq IN {mine}", number).fetchone()[0]
-    members = "SELECT domain, count(*) FROM probes JOIN rows USING (seq)"
-    probes = db.execute(f"{members} WHERE seq IN {mine} GROUP BY domain", number).fetchall()
+    members = "SELECT domain, count(*) FROM regression_sets JOIN rows USING (seq)"
+    held = db.execute(f"{members} WHERE seq IN {mine} GROUP BY domain", number).fetchall()
     windows = db.execute(
         """WITH windows AS (SELECT * FROM committed UNION ALL
         SELECT first_seq, last_seq, num_rows, sha256, owner FROM set_aside UNION ALL
@@ -187,4 +187,4 @@ def _counted(db: sqlite3.Connection, certificate: Certificate) -> Certificate:
         number,
     ).fetchall()
     named = tuple(Window(**dict(zip(Window.model_fields, columns, strict=True))) for columns in windows)
-    return certificate.with_(rows=rows, sketches=sketches, probes=dict(probes), windows=named)
+    return certificate.with_(rows=rows, sketches=sketches, regression_rows=dict(held), windows=named)

@@ -22,7 +22,7 @@ from pydantic import Field
 from models.types import Frozen
 
 ACCEPTANCE_FELL = "redraft.acceptance.fell"
-DRAFT_TAKEN_BACK = "redraft.draft.taken_back"
+DRAFT_ROLLED_BACK = "redraft.draft.rolled_back"
 APPROVAL_WANTED = "redraft.approval.wanted"
 PAIR_BROKE = "redraft.pair.broke"
 TARGET_DIFFERS = "redraft.target.differs"

@@ -62,7 +62,7 @@ def days(file: Path) -> list[Day]:
 
 
 def forget(file: Path, day: str) -> None:
-    """Let go of what ended on a day, at once or not at all."""
+    """Remove what ended on a day, at once or not at all."""
     with closing(_connect(file)) as db:
         db.executescript(_VIEWS)
         db.execute("BEGIN IMMEDIATE")
@@ -74,7 +74,7 @@ def forget(file: Path, day: str) -> None:
 
 
 def compact(file: Path) -> None:
-    """Give back to the disk what days left free that were let go of."""
+    """Give back to the disk what days left free that were removed."""
     with closing(_connect(file)) as db:
         db.execute("VACUUM")
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

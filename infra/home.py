@@ -15,7 +15,7 @@ from infra.settings import Settings
 
 FORMAT_FILE = "home.json"
 COPIES = "backups"  # folder of the databases that a restore replaced
-FORMAT = 6  # raise it with every change to what a home holds that an earlier or a later version can't read
+FORMAT = 7  # raise it with every change to what a home holds that an earlier or a later version can't read
 OTHERS = 0o077
 
 

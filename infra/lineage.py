@@ -1,4 +1,4 @@
-"""What a draft was made from and how it was judged: the tags of its version, as one value.
+"""What a draft was made from and how it was gated: the tags of its version, as one value.
 
 MLflow keeps tags as strings, and anybody may change them, so they are read and written here and nowhere else. An empty
 tag says "does not apply". What only some drafts have has a default.
@@ -14,7 +14,7 @@ from models.types import Frozen, GateVerdict
 
 NESTED = ("target", "window")
 # Tags that hold the address of a directory.
-SNAPSHOT_TAGS = ("window_uri", "judged_on", "samples_uri", "state_uri")
+SNAPSHOT_TAGS = ("window_uri", "gate_data", "samples_uri", "state_uri")
 
 
 def _none_if_blank(value: object) -> object:
@@ -103,25 +103,25 @@ class Lineage(_Tags):
         target_version: the target's number in the registry.
         parent: the champion that it was trained from, None if from nothing or elsewhere; of a past draft that returns,
             the version that has the same weights.
-        continues: the snapshot that it went on from, which the gate had left undecided against the same champion; None
+        continues: the checkpoint that it resumed, which the gate had left undecided against the same champion; None
             where it started from the champion itself.
         window: what it was trained on beyond its first samples.
         sampling: how the target answered the first samples.
         quantization: method that stored the target in fewer bits.
         git_commit: the code that made it, "" outside a checkout.
         flow_run: Prefect's.
-        gate: None if it was never judged.
+        gate: None if it was never gated.
         gate_reasons: why it was not passed.
         gate_test: which challenger of its champion it is; the first draft of a line is none, 0.
-        gated_against: the champion that a draft from elsewhere, or one that returns, was judged against.
+        gated_against: the champion that a draft from elsewhere, or one that returns, was gated against.
         returns_for: the domain that a past draft was tried again for, "" for all other drafts.
         line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
-        probe_tau: the same on the target's golden prompts; the service measures it again.
-        probe_sets: domain to the version of the probe set that it was held to.
-        judged_on: the conversations that its gate judged it by; beside the log it is known which rows these are.
+        golden_tau: the same on the target's golden prompts; the service measures it again.
+        regression_sets: domain to the version of the regression set that it was held to.
+        gate_data: the conversations that it was gated by; beside the log it is known which rows these are.
         unlike: domain to by how many nats a token its imported answers are likelier to the target than its own, where
-            they are shown to be unlike these: then the gate judged it by the target's own answers.
+            they are shown to be unlike these: then it is gated by the target's own answers.
         num_draft_tokens: K that it was trained and measured for.
         source, source_sha256: the directory that a draft from elsewhere was read from.
         source_reading: what its files leave open and was measured, with τ of each reading; "" where they don't.
@@ -148,9 +148,9 @@ class Lineage(_Tags):
     returns_for: str = ""
     line: str = ""
     tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
-    probe_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
-    probe_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
-    judged_on: str = ""
+    golden_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
+    regression_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
+    gate_data: str = ""
     unlike: Annotated[dict[str, float], BeforeValidator(_figures)] = Field(default_factory=dict)
     num_draft_tokens: Annotated[int | None, Field(ge=1), BeforeValidator(_none_if_blank)] = None
     source: str = ""
@@ -166,8 +166,8 @@ class Lineage(_Tags):
     seed: Number = None
 
     @property
-    def judged_against(self) -> int | None:
-        """The champion that it was judged against, None if it never was."""
+    def gate_champion(self) -> int | None:
+        """The champion that it was gated against, None if it never was."""
         return None if self.gate is None else self.gated_against or self.parent
 
     @property

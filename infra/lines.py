@@ -1,11 +1,11 @@
 """A draft's line of parents, and the challengers of a champion, as the lineage of versions tells them.
 
 A line starts with a draft that was trained from nothing. A draft's `parent` is the champion that it was trained from;
-the registry's own `previous` is the champion that it replaced. A challenger is one or more snapshots, one a window, of
-which each `continues` the one before; all challengers of a champion share one error budget.
+the registry's own `previous` is the champion that it replaced. A challenger is one or more checkpoints, one a window,
+each of which `continues` the one before; all challengers of a champion share one error budget.
 
 A past champion that is tried again is a version of its own: its parent is the one whose weights it has, and it was
-judged against the champion of the day. So a line tells what a draft was trained on, and `predecessors` whom it had to
+gated against the champion of the day. So a line tells what a draft was trained on, and `predecessors` whom it had to
 beat.
 """
 
@@ -25,11 +25,11 @@ def ancestors(registry: Registry, version: Version) -> list[Version]:
 
 
 def predecessors(registry: Registry, version: Version) -> list[Version]:
-    """Return a draft, the champions that it was trained from or judged against, and theirs, newest first."""
+    """Return a draft, the champions that it was trained from or gated against, and theirs, newest first."""
     found, waiting = {version.number: version}, [version]
     while waiting:
         lineage = waiting.pop().lineage
-        for number in (lineage.parent, lineage.judged_against):
+        for number in (lineage.parent, lineage.gate_champion):
             if number is not None and number not in found:
                 found[number] = registry.get("draft", number)
                 waiting.append(found[number])
@@ -41,16 +41,16 @@ def past_champions(
 ) -> list[Version]:
     """Return the drafts that served before the champion and may serve again, the best in a domain first.
 
-    One was replaced by another draft; who was taken back by a person does not count. It is of the same target and K,
+    One was replaced by another draft; who was rolled back by a person does not count. It is of the same target and K,
     its files were never found bad, in whichever version, and are not the champion's. None that was trained on rows of
-    the window counts: all the window's rows came after its training, so that it is judged by what it never saw.
+    the window counts: all the window's rows came after its training, so that it is gated by what it never saw.
 
     Args:
         versions: newest first.
         champion: which serves.
         domain: by whose τ they are ordered, each at the gate of its own time; unknown ones come last, newest first.
         num_draft_tokens: K.
-        window: whose rows they are to be judged by.
+        window: whose rows they are to be gated by.
     """
     replaced = {one.previous for one in versions}
     seen = ((one, one.lineage.window) for one in versions)
@@ -65,7 +65,7 @@ def past_champions(
 
 def tried_again(versions: Sequence[Version], champion: int, domain: str) -> Version | None:
     """Return the past draft that was held against a champion, by its number, to return for a domain, if one was."""
-    found = (one for one in versions if one.lineage.judged_against == champion)
+    found = (one for one in versions if one.lineage.gate_champion == champion)
     return next((one for one in found if one.lineage.returns_for == domain), None)
 
 
@@ -80,15 +80,15 @@ def best_versions(line: Sequence[Version]) -> dict[str, Version]:
 
 
 def challenger_to_go_on(versions: Sequence[Version], champion: int, first_seq: int) -> Version | None:
-    """Return the snapshot that the training on the next rows goes on from, None where it starts from the champion.
+    """Return the checkpoint that the training on the next rows resumes, None where it starts from the champion.
 
     It is the champion's last challenger, if its gate was left undecided. One that was shown worse or quarantined is
-    not gone on with; nor is one that passed and does not serve, because somebody took it back.
+    not resumed; nor is one that passed and does not serve, because somebody took it back.
 
     Args:
         versions: newest first.
         champion: the champion's number.
-        first_seq: first of the rows. A snapshot of the same ones, of which some were erased since, does not count.
+        first_seq: first of the rows. A checkpoint of the same ones, of which some were erased since, does not count.
     """
     found = ((one, one.lineage.window) for one in versions if one.lineage.parent == champion)
     last = next((one for one, seen in found if seen and seen.last_seq < first_seq), None)
@@ -97,8 +97,8 @@ def challenger_to_go_on(versions: Sequence[Version], champion: int, first_seq: i
 
 def next_challenger(versions: Sequence[Version], champion: int) -> int:
     """Return which challenger of a champion the next new one is, from 1; refused ones and those from elsewhere too."""
-    judged = (one.lineage.gate_test for one in versions if one.lineage.judged_against == champion)
-    return 1 + max(judged, default=0)
+    numbers = (one.lineage.gate_test for one in versions if one.lineage.gate_champion == champion)
+    return 1 + max(numbers, default=0)
 
 
 def trained_on(versions: Sequence[Version], window: Window) -> list[Version]:

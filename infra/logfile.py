@@ -15,7 +15,7 @@ from infra.locks import lock_file
 
 BUSY_TIMEOUT_S = 5.0
 ENDED = "the process ended before it said why"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 OTHER_FORMAT = "use the version that made it, or begin a new home: set REDRAFT_HOME to a new folder, run: redraft build"
 TORN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 SCHEMA = f"""
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS set_aside (
 CREATE TABLE IF NOT EXISTS sketches (
     seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE, secret TEXT NOT NULL, turn BLOB NOT NULL,
     grams BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS probes (seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE);
+CREATE TABLE IF NOT EXISTS regression_sets (seq INTEGER PRIMARY KEY REFERENCES rows ON DELETE CASCADE);
 CREATE TABLE IF NOT EXISTS reads (
     seq INTEGER NOT NULL, snapshot TEXT NOT NULL, role TEXT NOT NULL, PRIMARY KEY (seq, snapshot, role)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS erasures (
@@ -137,7 +137,7 @@ class LogFile:
         """
         with lock_file(self._readers(), wait_s=wait_s) as is_held:
             if not is_held:
-                raise TimeoutError(f"{self.path}: a refresh, an adoption or the watch is at its rows")
+                raise TimeoutError(f"{self.path}: a refresh, an adoption or a post-promotion test is at its rows")
             yield
 
     def _readers(self) -> Path:

@@ -5,9 +5,10 @@ from pathlib import Path
 from pydantic import Field
 
 from infra.home import FORMAT_FILE
-from infra.probes import ProbeSet
+from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import LogStats, QueryLog
 from infra.registry import open_registry
+from infra.regression_sets import RegressionSet
 from infra.service_process import last_status
 from infra.settings import Settings
 from infra.status import RunningService
@@ -15,7 +16,6 @@ from infra.supervisor import ProcessRecord, read_state
 from infra.triggerfile import TriggerFile
 from infra.versions import Version
 from infra.waiting import Queue, Waiting, waiting_for
-from infra.watches import Watch, Watches
 from models.types import Frozen
 
 QUARANTINED = "quarantined"
@@ -54,8 +54,8 @@ class Overview(Frozen):
         service: what the service says of itself; None if none answers.
         programs: that `redraft up` runs.
         waiting: what the loop waits for.
-        probe_sets: domain to its set of logged conversations.
-        watch: of the champion against the draft before it; None without one.
+        regression_sets: domain to its set of logged conversations.
+        post_promotion_test: of the champion against the draft before it; None without one.
     """
 
     drafts: tuple[DraftOverview, ...]
@@ -64,8 +64,8 @@ class Overview(Frozen):
     service: RunningService | None
     programs: tuple[ProcessRecord, ...]
     waiting: Waiting
-    probe_sets: dict[str, ProbeSet] = Field(default_factory=dict)
-    watch: Watch | None = None
+    regression_sets: dict[str, RegressionSet] = Field(default_factory=dict)
+    post_promotion_test: PostPromotionTest | None = None
 
 
 def overview(settings: Settings) -> Overview:
@@ -88,10 +88,10 @@ def overview(settings: Settings) -> Overview:
         service=service,
         programs=() if state is None else state.programs,
         waiting=waiting_for(
-            champion, versions, queue, TriggerFile(settings.querylog).snapshot(), _made_ms(settings.home)
+            champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)
         ),
-        probe_sets=log.probe_sets.by_domain(),
-        watch=None if champion is None else Watches(settings).of_draft(champion.number),
+        regression_sets=log.regression_sets.by_domain(),
+        post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )
 
 

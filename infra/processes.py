@@ -139,9 +139,9 @@ def answers(url: str, timeout_s: float = 2.0) -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port of `host` that nothing listens on now; another process may take it at any time."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
+    with socket.socket() as tried:
+        tried.bind((host, 0))
+        port: int = tried.getsockname()[1]
         return port
 
 

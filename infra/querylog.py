@@ -14,7 +14,7 @@ from pathlib import Path
 from infra.consent import Consent, QueryRow, require_loggable
 from infra.erasures import Erasures
 from infra.logfile import LogFile, count, counter
-from infra.probes import ProbeSets, Sketches
+from infra.regression_sets import RegressionSets, Sketches
 from infra.windows import Attempt, SetAside, Windows, attempt_at, windows_set_aside
 from models.types import Frozen
 
@@ -46,14 +46,14 @@ class QueryLog(LogFile):
     Attributes:
         windows: stretches of rows that are claimed and trained on.
         erasures: what was erased, and which snapshots rows were read into.
-        probe_sets: rows that nothing is trained on.
+        regression_sets: rows that nothing is trained on.
         sketches: of the rows, by which they are clustered.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.windows, self.erasures = Windows(self), Erasures(self)
-        self.probe_sets, self.sketches = ProbeSets(self), Sketches(self)
+        self.regression_sets, self.sketches = RegressionSets(self), Sketches(self)
 
     def append(self, rows: Sequence[QueryRow], dropped: int = 0) -> int:
         """Write rows in one transaction; a row whose id is there already is left out and counted.
@@ -105,12 +105,12 @@ class QueryLog(LogFile):
         """Return up to `per_domain` rows with full consent of each domain before `before_seq`, by seq.
 
         The rows with the smallest hashes of seed and id are taken: the same seed gives the same rows, and new rows
-        only displace some of them. Members of probe sets are not among them, since they are never trained on, nor rows
-        of windows that were set aside: what no run got through once would stop each later one.
+        only displace some of them. Members of regression sets are not among them, since they are never trained on, nor
+        rows of windows that were set aside: what no run got through once would stop each later one.
         """
         hashed: dict[str, list[tuple[bytes, int]]] = {}
         query = "SELECT domain, id, seq FROM rows WHERE consent = 'full' AND seq < ?"
-        query += " AND seq NOT IN (SELECT seq FROM probes)"
+        query += " AND seq NOT IN (SELECT seq FROM regression_sets)"
         query += " AND NOT EXISTS (SELECT 1 FROM set_aside WHERE seq BETWEEN first_seq AND last_seq)"
         for domain, row_id, seq in self.connection().execute(query, (before_seq,)):
             key = hashlib.sha256(f"{seed} {row_id}".encode()).digest()

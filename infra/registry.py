@@ -34,7 +34,7 @@ CHAMPION = "champion"
 
 
 class Outdated(ValueError):
-    """The champion that a version was judged against is no longer the one to beat."""
+    """The champion that a version was gated against is no longer the one to beat."""
 
 
 class Registry:
@@ -166,7 +166,7 @@ class Registry:
         except NotFound:  # somebody deleted the run
             return None
 
-    def promote(self, kind: Kind, number: int, forced: str = "", judged_against: int | None = None) -> None:
+    def promote(self, kind: Kind, number: int, forced: str = "", expected_champion: int | None = None) -> None:
         """Make a version the champion and remember the former one in its tag `previous`.
 
         Promoting the champion changes nothing.
@@ -175,12 +175,12 @@ class Registry:
             kind: "target" or "draft".
             number: of the version.
             forced: why it is promoted against its gate; kept as a tag.
-            judged_against: the champion that it was found better than, which must still be the champion, and good; None
-                replaces whichever there is.
+            expected_champion: the one that it was found better than, which must still be the champion, and good;
+                None replaces whichever there is.
 
         Raises:
             ValueError: there is no such version, or it is quarantined.
-            Outdated: another version than `judged_against` is the champion, or that one was quarantined.
+            Outdated: another version than `expected_champion` is the champion, or that one was quarantined.
         """
         with self.alone():
             version = self.get(kind, number)
@@ -194,8 +194,8 @@ class Registry:
                 champion = None
             if champion is not None and champion.number == number:
                 return
-            if judged_against is not None:
-                self.require_champion(kind, judged_against)
+            if expected_champion is not None:
+                self.require_champion(kind, expected_champion)
             with translated(f"promoting {kind} {number}"):
                 if forced:
                     self.store.client.set_model_version_tag(kind, str(number), "forced", forced)
@@ -204,17 +204,17 @@ class Registry:
                 self.store.client.set_registered_model_alias(kind, CHAMPION, str(number))
 
     def require_champion(self, kind: Kind, number: int) -> None:
-        """Raise Outdated unless a version that something was judged against is the champion still, and good."""
+        """Raise Outdated unless a version that something was gated against is the champion still, and good."""
         try:
             champion = self.champion(kind)
         except ForeignVersion:
             champion = None
-        judged = f"it was judged against {kind} {number}"
+        gated = f"it was gated against {kind} {number}"
         if champion is None or champion.number != number:
             now = "there is none" if champion is None else f"that is {champion.number}"
-            raise Outdated(f"{judged}, which is no longer the champion: {now}")
+            raise Outdated(f"{gated}, which is no longer the champion: {now}")
         if is_quarantined(champion):
-            raise Outdated(f"{judged}, which is quarantined: {champion.quarantined}")
+            raise Outdated(f"{gated}, which is quarantined: {champion.quarantined}")
 
     def revert(self, kind: Kind, number: int, reason: str) -> Version | None:
         """Quarantine a version and, if it is still the champion, go back to the last good one before it.
@@ -354,12 +354,12 @@ def open_registry(settings: Settings | None = None) -> Registry:
 def _replaced_by(version: Version) -> int | None:
     """Return the champion that a version replaced, None if there was none.
 
-    No tag says so where somebody moved the alias in MLflow: then it is the one that the version was judged against.
+    No tag says so where somebody moved the alias in MLflow: then it is the one that the version was gated against.
     """
     if version.was_champion or version.kind != "draft":
         return version.previous
     with suppress(ForeignVersion):  # whose tags somebody damaged
-        return version.lineage.judged_against
+        return version.lineage.gate_champion
     return None
 
 

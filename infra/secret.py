@@ -1,7 +1,7 @@
 """The home's secrets: 32 random bytes each, in a file that its owner alone may read, made once.
 
 `split.key` is what clients must not know, so that they can't compute where their prompts fall. Whoever removes it draws
-new sides: hashes under the old one are made anew, and what stands in probe sets stays there. Names of groups are kept
+new splits: hashes under the old one are made anew, and regression sets keep their members. Names of groups are kept
 nowhere, so that a group's rows from before and after are two groups then.
 """
 

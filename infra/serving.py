@@ -29,7 +29,7 @@ def config_path(settings: Settings) -> Path:
 
 @contextmanager
 def serving(home: Path, url: str) -> Iterator[None]:
-    """Hold a home for as long as the block serves it at an address; kill -9 lets go of it too.
+    """Hold a home for as long as the block serves it at an address; kill -9 releases it too.
 
     Raises:
         ValueError: it is served already, at the address that the message names.

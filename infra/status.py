@@ -74,7 +74,7 @@ class ServiceStatus(Frozen):
     champion: int | None = Field(description="draft that the registry named last; null without one")
     draft_version: int | None = Field(description="draft in the engine; null without one")
     speculating: bool = Field(description="whether the draft is used")
-    pace: ThroughputEstimate | None = Field(description="how steps are drafted; null before one was planned")
+    throughput: ThroughputEstimate | None = Field(description="how steps are drafted; null before one was planned")
     speed: dict[str, Speed] = Field(description="how fast requests are decoded, by domain, against no speculation")
     mode: str = Field(description="whether the engine is compiled or eager, and why")
     unplanned: str | None = Field(

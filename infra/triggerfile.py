@@ -23,7 +23,7 @@ LOOK_S = 2.0  # whoever looks holds the lock for milliseconds
 NOTE_S = 15.0
 # Outcome of a run that did not start, or was ended, because memory ran short: it is asked for again when there is room.
 WAITS_FOR_MEMORY: Literal["waits for memory"] = "waits for memory"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS domains (domain TEXT PRIMARY KEY, state TEXT NOT NULL);
@@ -104,7 +104,7 @@ class RunRequest(Frozen):
         return f"redraft-{self.log}-{self.number}"
 
 
-class Snapshot(Frozen):
+class TriggerState(Frozen):
     """All that the file says; domains that are ok are left out."""
 
     domains: dict[str, State]
@@ -149,11 +149,11 @@ class TriggerFile:
         """Take the query log's file, and a clock in Unix milliseconds."""
         self.path, self.clock = trigger_path(querylog), clock
 
-    def snapshot(self) -> Snapshot:
+    def state(self) -> TriggerState:
         """Return all that is known."""
         with self._open() as db:
             domains, last_run, look, need = _domains(db), _fact(db, LastRun), _fact(db, LastLook), _fact(db, Need)
-        return Snapshot(domains=domains, running=self._is_held(), last_run=last_run, last_look=look, need=need)
+        return TriggerState(domains=domains, running=self._is_held(), last_run=last_run, last_look=look, need=need)
 
     def tell(self, events: Mapping[str, Event]) -> dict[str, State]:
         """Let something happen to domains; returns those whose state changed.

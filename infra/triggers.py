@@ -4,7 +4,7 @@
 
 Acceptance that fell is a state and no message: it stays until a draft was promoted or acceptance is back, whoever is
 down meanwhile. So is acceptance that was never there to lose, of a domain that is "low": no draft has learnt it, or
-none well. It stays until a draft promises enough of it; one that was promoted and does not counts as a run in vain.
+none well. It stays until a draft promises enough of it; one that was promoted and does not counts as a failed run.
 `infra.triggerfile` keeps both. Times are of the wall clock, since they must outlive processes; a clock that is set back
 makes a wait begin anew, so no wait is ever longer than `Retry.most_s`.
 """
@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from models.types import Frozen
 
-Result = Literal["promoted", "progress", "outdated", "put off", "in vain"]
+Result = Literal["promoted", "progress", "outdated", "deferred", "failed"]
 Why = Literal["fell", "low"]
 
 
@@ -31,7 +31,7 @@ class Retry(Frozen):
     most_s: float = Field(gt=0)
 
     def after(self, attempts: int) -> float:
-        """Return the seconds to wait after so many runs in vain, from 1."""
+        """Return the seconds to wait after so many failed runs, from 1."""
         return min(self.most_s, self.first_s * 2.0 ** min(attempts - 1, 62))
 
 
@@ -102,7 +102,7 @@ class Fell(Frozen):
     """A domain is below what its draft promised, or "low"; told at every look, not once.
 
     Attributes:
-        attempts: in vain, of other low domains: no name that a client makes up starts anew.
+        attempts: failed ones, of other low domains: no name that a client makes up starts anew.
     """
 
     draft: int
@@ -135,7 +135,7 @@ class Ended(Frozen):
 
     Attributes:
         result: "promoted"; "progress" if it learned and goes on with the next rows; "outdated" if the champion was
-            replaced meanwhile; "put off" if it did nothing or was stopped; "in vain" if it was refused or failed, or a
+            replaced meanwhile; "deferred" if it did nothing or was stopped; "failed" if it was refused or failed, or a
             person must approve of its draft.
     """
 
@@ -191,12 +191,12 @@ def _ended(fall: Fall, event: Ended) -> State:
             return Ok()
         case "progress" | "outdated":
             return Fallen(fall=fall.model_copy(update={"wait_s": 0.0}))
-        case "put off":
+        case "deferred":
             if fall.remaining_s(event.now_ms) >= event.retry.first_s:
                 return Fallen(fall=fall)
             wait = {"wait_from_ms": event.now_ms, "wait_s": event.retry.first_s}
             return Fallen(fall=fall.model_copy(update=wait))
-        case "in vain" | "promoted":  # a low domain is low no more once the new draft's promise says so
+        case "failed" | "promoted":  # a low domain is low no more once the new draft's promise says so
             return Fallen(fall=_waiting(fall, fall.attempts + 1, event.now_ms, event.retry))
 
 

@@ -77,7 +77,7 @@ class Version(Frozen):
 
     @property
     def cleaned(self) -> str:
-        """When its files were let go of, "" while they are there (infra/clean.py)."""
+        """When its files were removed, "" while they are there (infra/clean.py)."""
         return self.tags.get(CLEANED, "")
 
     def require_lineage(self) -> None:

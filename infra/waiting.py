@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from infra.consent import OTHER_DOMAINS, Consent
-from infra.triggerfile import LastLook, Snapshot, duration, now_ms, since
+from infra.triggerfile import LastLook, TriggerState, duration, now_ms, since
 from infra.triggers import Due, Fall, Fallen, Running
 from infra.versions import Version, is_usable
 from models.types import Frozen
@@ -66,7 +66,7 @@ def waiting_for(
     champion: Version | None,
     drafts: Sequence[Version],
     queue: Queue,
-    trigger: Snapshot,
+    trigger: TriggerState,
     made_ms: int,
     at_ms: int | None = None,
 ) -> Waiting:
@@ -111,8 +111,8 @@ def wants_approval(champion: Version, drafts: Sequence[Version]) -> Version | No
     """Return the newest draft that passed its gate against the champion and was never promoted."""
     for draft in drafts:
         lineage = draft.lineage
-        judged_here = lineage.gate == "passed" and (lineage.gated_against or lineage.parent) == champion.number
-        if judged_here and not draft.was_champion and is_usable(draft):
+        passed_here = lineage.gate == "passed" and (lineage.gated_against or lineage.parent) == champion.number
+        if passed_here and not draft.was_champion and is_usable(draft):
             return draft
     return None
 
@@ -134,7 +134,7 @@ def _of_domain(domain: str, state: Fallen | Due, queue: Queue, look: LastLook, a
     if look.within_share is not None:
         return _because("rows", _of_others(look.within_share, look, at_ms), domain, fall)
     left_s = fall.remaining_s(at_ms)
-    tries = f"{fall.attempts} refresh{'es' * (fall.attempts != 1)} in vain"
+    tries = f"{fall.attempts} failed refresh{'es' * (fall.attempts != 1)}"
     return _because("time", f"time: the next refresh in {duration(left_s)}, after {tries}", domain, fall)
 
 
@@ -142,7 +142,7 @@ def _because(what: What, words: str, domain: str, fall: Fall, since_ms: int | No
     return Waiting(what=what, words=f"{words} ({fall.told(domain)})", since_ms=since_ms or fall.since_ms)
 
 
-def _of_schedule(queue: Queue, look: LastLook, trigger: Snapshot, at_ms: int) -> Waiting:
+def _of_schedule(queue: Queue, look: LastLook, trigger: TriggerState, at_ms: int) -> Waiting:
     run = trigger.last_run
     if queue.full() < look.min_rows:
         what, words = _lacking(queue.full(), queue.kept_back(), look.min_rows, "")

@@ -5,7 +5,7 @@ to an owner: name it after one run, since the same name gets the same window bac
 
 A window is tried three times. Each claim of it counts as an attempt when it is made, so that kill -9 counts too; when
 the third has failed it is set aside with its error, the cursor moves past it, and later windows train. Its rows stay in
-the log and are used no more, neither by `replay` nor in probe sets, since any of them may be what stopped it.
+the log and are used no more, neither by `replay` nor in regression sets, since any of them may be what stopped it.
 
 A claim ends with its process, which is seen at once where process ids can tell. They can't for another container of
 the same machine, nor for a process that stands still: there the lease decides. It runs on the monotonic clock, and a
@@ -154,7 +154,7 @@ class Windows:
             thread.join()
 
     def fail(self, window: Window, error: str) -> bool:
-        """Record why an attempt failed, and let go of the window: the next run gets it, or the rows after it.
+        """Record why an attempt failed, and release the window: the next run gets it, or the rows after it.
 
         Of a window that is no longer this owner's nothing is recorded.
 
@@ -182,7 +182,7 @@ class Windows:
             return False
 
     def withdraw(self, window: Window) -> None:
-        """Let go of a window without counting the attempt: the next run gets it.
+        """Release a window without counting the attempt: the next run gets it.
 
         Nothing is done about a window that is no longer this owner's.
         """
@@ -293,7 +293,7 @@ def _close_claim(db: sqlite3.Connection, cursor: int | None = None) -> None:
 def _set_aside(db: sqlite3.Connection, window: Window) -> None:
     values = (*window.model_dump().values(), int(time.time() * 1000))
     db.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?, ?)", values)
-    db.execute("DELETE FROM probes WHERE seq BETWEEN ? AND ?", (window.first_seq, window.last_seq))
+    db.execute("DELETE FROM regression_sets WHERE seq BETWEEN ? AND ?", (window.first_seq, window.last_seq))
     _close_claim(db, cursor=window.last_seq)
 
 

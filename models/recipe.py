@@ -87,7 +87,7 @@ class Regeneration(Frozen):
     Attributes:
         max_tokens: of an answer, what was served included.
         temperature: at which prompts are answered anew, beside what was served. Left out, answers that a request's
-            limit cut off are gone on with, at the temperature that they were served at, and are learnt in their place.
+            limit cut off are continued, at the temperature that they were served at, and are learnt in their place.
         per_domain: prompts of each domain, of the window's.
         max_minutes: it ends then, its waiting for the service included; what was said until then is learnt.
     """
@@ -105,7 +105,7 @@ class Refresh(Frozen):
         min_rows: with fewer rows waiting there is nothing to do.
         max_rows: the most rows of one refresh; the others wait for the next.
         held_out_fraction: share of a window's conversations that is held out of its training, to judge by, and trained
-            on by the next refresh; what probe sets take comes off first.
+            on by the next refresh; what regression sets take comes off first.
         replay_per_domain: older rows of each domain that are trained again, so that it is not forgotten.
         pool: past champions that are scored on the rows of a domain whose acceptance fell, before anything is trained:
             the best there first, then the newest. 0 looks at none.

@@ -1,6 +1,6 @@
 """Values that several rooms pass around, each defined once: no I/O, and nothing but pydantic is imported.
 
-What is judged, estimated or measured in `models` is kept, sent and shown by `infra` as it is.
+What is gated, estimated or measured in `models` is kept, sent and shown by `infra` as it is.
 """
 
 from typing import Literal
@@ -82,7 +82,7 @@ class GateTest(Frozen):
     Attributes:
         parent: the champion that the challenger was compared with; also the one that it was trained from, if it was
             trained here.
-        continues: the snapshot that it went on from; None if from the champion, or if it was trained elsewhere.
+        continues: the checkpoint that it resumed; None if from the champion, or if it was trained elsewhere.
         returns: the past draft that it is; None if it is not one.
         rows: first and last of the query log that it was trained on last; None for a draft from elsewhere, and for one
             that returns.
@@ -93,7 +93,7 @@ class GateTest(Frozen):
         num_windows, num_conversations, num_clusters: that the gain is from.
         test_index: which challenger of its champion this was, from 1.
         params: what it was held to.
-        left_out: domains without a conversation to judge.
+        left_out: domains without a conversation to score.
     """
 
     parent: int | None = None
@@ -115,7 +115,7 @@ class GateReport(Frozen):
     """What became of a draft at its gate, and all that it rests on.
 
     Attributes:
-        verdict, test: None for a draft that started a line, which no gate judged.
+        verdict, test: None for a draft that started a line, which no gate tested.
         reasons: why it did not pass, or how far it has come.
         num_draft_tokens: K.
         domains: what was found in each.
@@ -158,8 +158,8 @@ class ThroughputEstimate(Frozen):
     why: str = Field(description="why: `pays`, `loses`, `explores`, `unmeasured` or `fixed`")
     tokens_per_s: float = Field(description="expected of all running requests together; 0 as long as nothing tells")
     plain_tokens_per_s: float = Field(description="the same without any draft")
-    judging: float = Field(
-        0.0, description="share of them that is lost while one of the running requests is drafted to judge the draft"
+    measurement_overhead: float = Field(
+        0.0, description="share of them that is lost while a request is drafted head-only, to measure acceptance"
     )
 
 

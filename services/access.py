@@ -41,7 +41,7 @@ REQUEST_HEADERS = {
     "a key names beyond its first 16 counts for `other`.",
     "X-Redraft-Group": "What the request belongs with, such as a chat, a file or a ticket: 1 to 128 printable ASCII "
     "characters without a space. Requests of one key with one group are never split between what drafts learn from and "
-    "what they are judged by; a group of more than 20 rows and a quarter of its domain counts as none. Only a keyed "
+    "what they are measured by; a group of more than 20 rows and a quarter of its domain counts as none. Only a keyed "
     "hash is kept, of requests whose text may be logged.",
     "X-Redraft-Log": "What may be logged: `none`, `metadata` (figures only) or `full`. The strictest of this header, "
     "OpenAI's `store` and the key's policy wins; a malformed value means `none`; without any it is `metadata`.",
@@ -49,7 +49,7 @@ REQUEST_HEADERS = {
     "`speculative_thinking`, where the recipe has a small model. `usage.redraft` of such an answer says that it is not "
     "`lossless`, and who wrote how much. Nothing of it is logged.",
     "X-Redraft-Speculation": "`on`, as the service finds it fastest, which is the default; `off`; or `head`: by the "
-    "draft alone, as many tokens as it was judged at, to measure a draft; the service judges no draft by it.",
+    "draft alone, as many tokens as it was gated at, to measure a draft; the service counts no acceptance by it.",
 }
 RESPONSE_HEADERS = {
     "X-Redraft-Request": "Id of the request, as in the service's log.",

@@ -121,7 +121,7 @@ class DraftHistory(Frozen):
 
 
 class Postponed(NamedTuple):
-    """A draft that could not be judged.
+    """A draft that could not be tested.
 
     Attributes:
         num_attempts: how many failed.

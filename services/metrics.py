@@ -60,19 +60,19 @@ class StatusCollector(Collector):
         )
         yield GaugeMetricFamily("redraft_in_flight", "Requests being answered.", value=status.in_flight)
         yield GaugeMetricFamily("redraft_speculating", "1 while the draft is used.", value=float(status.speculating))
-        if status.pace is not None:
-            pace = GaugeMetricFamily(
+        if status.throughput is not None:
+            throughput = GaugeMetricFamily(
                 "redraft_expected_tokens_per_second",
                 "Expected of all running requests, as they are drafted and without any draft.",
                 labels=["drafting"],
             )
-            pace.add_metric(["planned"], status.pace.tokens_per_s)
-            pace.add_metric(["none"], status.pace.plain_tokens_per_s)
-            yield pace
+            throughput.add_metric(["planned"], status.throughput.tokens_per_s)
+            throughput.add_metric(["none"], status.throughput.plain_tokens_per_s)
+            yield throughput
             drafted = GaugeMetricFamily(
                 "redraft_draft_tokens", "Tokens that the draft drafts in a step, by why so many.", labels=["why"]
             )
-            drafted.add_metric([status.pace.why], status.pace.num_draft_tokens)
+            drafted.add_metric([status.throughput.why], status.throughput.num_draft_tokens)
             yield drafted
         speed = GaugeMetricFamily(
             "redraft_request_tokens_per_second",

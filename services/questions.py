@@ -191,7 +191,7 @@ def _no_constant(name: str) -> NoReturn:
 class Domains:
     """Which domains a key may name: so many since the start, and what it names beyond them is `other`'s.
 
-    Names come from clients, and each is a series of the metrics, a share of every refresh and a probe set of its own.
+    Names come from clients, and each is a series of the metrics, a share of every refresh and a regression set.
     One bound for all would let one key's made-up names hide the domains of others.
     """
 

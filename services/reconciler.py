@@ -293,7 +293,7 @@ class Reconciler:
 
 
 class TargetDiffers(RuntimeError):
-    """The target alone gives another output than its reference too, so that no draft can be judged by it."""
+    """The target alone gives another output than its reference too, so that no draft can be tested by it."""
 
 
 class GoldenPrompts:
@@ -315,11 +315,11 @@ class GoldenPrompts:
             ValueError: the draft failed; says in what.
             TargetDiffers: the target failed, with or without the draft.
         """
-        promised = draft.version.lineage.probe_tau
+        promised = draft.version.lineage.golden_tau
         if promised is None:
-            raise ValueError("tag probe_tau is empty, wanted the mean accepted length on the golden prompts")
+            raise ValueError("tag golden_tau is empty, wanted the mean accepted length on the golden prompts")
         error = await self._engine.check_draft(draft.directory)
-        asked, name = self._goldens[: settings.num_prompts], f"probe-{draft.version.number}"
+        asked, name = self._goldens[: settings.num_prompts], f"golden-{draft.version.number}"
         completions = await self._answer(asked, name, FIRST)
         verdicts = self._verdicts(asked, completions)
         if "different" in verdicts:
@@ -327,7 +327,7 @@ class GoldenPrompts:
                 raise ValueError(f"golden prompt {own} gave another output than the target alone")
             num_parting = verdicts.count("different")
             raise TargetDiffers(f"the target alone parts from its reference too, on {num_parting} golden prompts")
-        traces = [completion.trace("probe") for completion in completions]
+        traces = [completion.trace("golden") for completion in completions]
         if not any(any(trace.drafted) for trace in traces):
             raise ValueError(f"nothing was drafted on {len(traces)} golden prompts")
         tau, wanted = mean_accepted_length(traces), 1 + (promised - 1) * (1 - settings.tolerance)
@@ -354,7 +354,7 @@ class GoldenPrompts:
         Returns:
             What was found, in a word and in a line.
         """
-        asked, name = self._goldens[: len(reference)], f"probe-{number}-canary"
+        asked, name = self._goldens[: len(reference)], f"golden-{number}-canary"
         lost = None
         for _ in range(NUM_LOOKS):
             completions: list[Completion] = []

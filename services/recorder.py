@@ -6,7 +6,7 @@ requests for several choices (`n`) neither: the engine's tap follows one sequenc
 
 Acceptance is that of requests which the draft was drawn to draft alone (services/acceptance_sampler.py), and is kept by
 the draft that a request began with: another draft's says nothing of this one, and a stream that outlasts a swap counts
-for its own. A request that asks to be drafted so does not count, or a client could choose what a draft is judged by,
+for its own. A request that asks to be drafted so does not count, or a client could choose what a draft is measured by,
 nor does one whose answer a grammar constrained.
 
 Where scrubbing changed something, the drafted ids and the counts per step no longer belong to the tokens and are
@@ -126,7 +126,7 @@ class Recorder:
         self._running[origin.request_id] = origin
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request that was answered, refused or left; a left one may still report what it got."""
+        """Drop a request that was answered, refused or left; a left one may still report what it got."""
         origin = self._running.pop(request_id, None)
         if origin is not None and self._finished.pop(request_id, None) is None:
             self._left[request_id] = origin

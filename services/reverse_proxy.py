@@ -164,8 +164,8 @@ class ReverseProxy:
             self._process.send_signal(number)
 
     def _listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(self._address) == 0
+        with socket.socket() as tried:
+            return tried.connect_ex(self._address) == 0
 
 
 def _write(config: ServiceConfig, folder: Path, socket: Path) -> Path:

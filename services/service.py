@@ -124,7 +124,7 @@ class Service:
 
     def begin(self) -> None:
         """Start what runs beside the requests: the loop that follows the registry, and all that looks now and then."""
-        self.background.start("drift detector", self._watch())
+        self.background.start("drift detector", self._detect_drift())
         self.background.start("erasures", self._follow_erasures())
         if self._capture is not None:
             self.background.start("capture", self._capture.run())
@@ -159,7 +159,7 @@ class Service:
             champion=state.champion,
             draft_version=state.serving.version.number if state.serving else None,
             speculating=self.engine.speculating,
-            pace=self._pace(),
+            throughput=self._throughput(),
             speed=dict(sorted(self.engine.llm.speeds.items())),
             mode=str(self.engine.mode),
             unplanned=self.engine.unplanned or None,
@@ -224,13 +224,13 @@ class Service:
             capture="" if self._capture is None else self._capture.name_for(generation_id, origin),
         )
 
-    def _pace(self) -> ThroughputEstimate | None:
-        """Return how steps are drafted, with what judging costs at the present load."""
-        return None if (pace := self.engine.llm.pace) is None else pace.at(self.admission.in_flight)
+    def _throughput(self) -> ThroughputEstimate | None:
+        """Return how steps are drafted, with what measuring acceptance costs at the present load."""
+        return None if (throughput := self.engine.llm.throughput) is None else throughput.at(self.admission.in_flight)
 
     def _draws(self, domain: str) -> bool:
         num = self.admission.in_flight
-        lost = 0.0 if (pace := self.engine.llm.pace) is None else pace.overhead_of(num) * num
+        lost = 0.0 if (throughput := self.engine.llm.throughput) is None else throughput.overhead_of(num) * num
         return self._alone.draws(self.engine.draft_version, domain, domain in self._doubted, lost)
 
     def _tell(self, event: str, text: str) -> None:
@@ -263,26 +263,26 @@ class Service:
                 seen = last
             await asyncio.sleep(ERASURES_S)
 
-    async def _watch(self) -> None:
+    async def _detect_drift(self) -> None:
         """Keep for the trigger which domains fell short of what the champion was promoted for, and which did not.
 
         It is told anew at every look, so nothing is lost if the file can't be written now.
         """
         params, trigger = self.config.serve.drift_detector, TriggerFile(self.config.settings.querylog)
-        judge, judged, last = drift_detector.DriftDetector({}, params), "", -1
+        detector, served, last = drift_detector.DriftDetector({}, params), "", -1
         while True:
             await asyncio.sleep(params.period_s)
             state = self.reconciler.state if self.reconciler is not None else None
             if state is None or state.serving is None or state.serving.version.number != state.champion:
                 continue  # of a draft that is being replaced nothing needs to be told
             version = state.serving.version
-            if judged != label(version):
-                judge, judged = drift_detector.DriftDetector(version.lineage.tau, params), label(version)
+            if served != label(version):
+                detector, served = drift_detector.DriftDetector(version.lineage.tau, params), label(version)
             if tallies := self.recorder.recent(str(version.number), last):
-                judge.take(tallies)
+                detector.take(tallies)
                 last = tallies[-1].number
-            self._doubted = judge.doubted()
-            events = {domain: _event(version.number, standing) for domain, standing in judge.standings().items()}
+            self._doubted = detector.doubted()
+            events = {domain: _event(version.number, standing) for domain, standing in detector.standings().items()}
             try:
                 changed = await asyncio.to_thread(trigger.tell, events)
             except (sqlite3.Error, OSError, ValueError) as error:

@@ -19,7 +19,7 @@ services/reconciler.py executes the actions, each of which may bring the next ev
 
 A champion that there is no memory to load beside the served draft is postponed before the engine is touched.
 
-A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be judged,
+A draft that *failed* showed a fault of its own and is refused for good. One that is *undecided* could not be tested,
 because the engine failed, was too busy to answer the golden prompts in time, or answers them otherwise without a draft
 too: it is postponed, and tried again after a wait that doubles each time. The draft that a replica booted with goes on
 serving meanwhile, and another champion is followed at once. A draft that the engine did not start with waits in the
@@ -327,7 +327,7 @@ def failed(state: DraftState, policy: ReconcilerPolicy, version: Version, reason
 
 @_in(*TRIALS)
 def undecided(state: DraftState, policy: ReconcilerPolicy, reason: str, now_s: float) -> Step:
-    """The draft on trial could not be judged; the trial may have ended with speculation off."""
+    """The draft on trial could not be tested; the trial may have ended with speculation off."""
     if state.phase is Phase.TRYING:
         return _give_up_for_now(state, policy, reason, now_s)
     if state.phase is Phase.PROVING and state.fault is not None:
@@ -403,7 +403,7 @@ def reported(state: DraftState, policy: ReconcilerPolicy, name: str) -> Step:
 
 
 def _postpone(state: DraftState, policy: ReconcilerPolicy, version: Version, reason: str, now_s: float) -> Step:
-    """Note that a version could not be loaded or judged."""
+    """Note that a version could not be loaded or tested."""
     before = state.postponed.get(label(version))
     num_attempts = 1 if before is None else before.num_attempts + 1
     postponed = Postponed.after(num_attempts, reason, policy, now_s)

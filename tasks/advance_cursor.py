@@ -15,7 +15,7 @@ from tasks.stages.reporting import run_logger
 
 @task(cache_policy=NO_CACHE)
 def advance_cursor(window: Window) -> None:
-    """Move the query log's cursor past a claimed window, and let go of hidden states captured of rows before it."""
+    """Move the query log's cursor past a claimed window, and remove hidden states captured of rows before it."""
     log = QueryLog(load_settings().querylog)
     log.windows.commit(window)
     CapturedFiles(log.path).forget(log.ids(window.last_seq))

@@ -17,8 +17,8 @@ from infra.artifacts import Artifact
 from infra.consent import QueryRow
 from infra.identity import process_identity
 from infra.manifest import canonical_json
-from infra.probes import SIZE, Conversation, plan
 from infra.querylog import QueryLog
+from infra.regression_sets import SIZE, Conversation, plan
 from infra.secret import home_secret
 from infra.settings import load_settings
 from infra.triggerfile import now_ms, since
@@ -93,7 +93,7 @@ def reading_rows() -> Iterator[None]:
 
 @task(cache_policy=NO_CACHE)
 def leave_window(window: Window) -> None:
-    """Let go of a window that nothing was trained on for the champion of now; the next run gets it again."""
+    """Release a window that nothing was trained on for the champion of now; the next run gets it again."""
     QueryLog(load_settings().querylog).windows.withdraw(window)
 
 
@@ -105,9 +105,9 @@ class Parts(Frozen):
     """What a draft is trained on and held to.
 
     Attributes:
-        samples: of kind "samples", with probes.
+        samples: of kind "samples", with regression sets.
         shares: domain to its share of the traffic, what its keys' shares leave of it.
-        fresh: ids of the probe conversations that came with this traffic, which no draft has been judged by.
+        fresh: ids of the conversations of regression sets that came with this traffic, by which no draft was gated.
         unlike: domain to how much less likely its imported answers are to the target than its own, in nats a token;
             where that is shown, drafts are held to the target's own answers (`tasks.stages.imported`).
     """
@@ -122,10 +122,10 @@ class Parts(Frozen):
 def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact) -> Parts:
     """Write what a refresh trains on and is held to.
 
-    Training: one side of the window, what the window before held out and, so that nothing is forgotten, older rows of
-    each domain and some of the first draft's samples. Held out: the window's other side. Probes: each domain's set, to
-    which the window gives some of its rows before anything is trained on them. What judges stands for as many requests
-    as its cluster has in the window, see `counted`. Answers that a grammar constrained are learnt and never judge: of
+    Training: one split of the window, what the window before held out and, so that nothing is forgotten, older rows of
+    each domain and some of the first draft's samples. Held out: the window's other split. Regression: a domain's set,
+    to which the window gives some rows before anything is trained on them. What scores stands for as many requests as
+    its cluster has in the window, see `counted`. Answers that a grammar constrained are learnt and never score: of
     what the target would have said they tell too little.
     """
     refresh, settings = recipe.refresh, load_settings()
@@ -142,10 +142,10 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 
     seqs = {row.id: row.seq for row in fresh if row.seq is not None}
     usable_seqs = {seqs[sample.id] for sample in samples if sample.id in seqs and sample.id not in structured}
-    sets, draw = log.probe_sets, drawn_by(traffic.secret)
+    sets, draw = log.regression_sets, drawn_by(traffic.secret)
     sets.apply(plan(traffic.rows, set(sets.members()), window.first_seq, usable_seqs, trained, draw))
     members = sets.members()
-    probes, reserved = _probes(pair, log, members, traffic)
+    regression, reserved = _regression_sets(pair, log, members, traffic)
 
     is_held_out = held_out_by(traffic.secret, traffic.rows, window, refresh.held_out_fraction, trained)
     of_window = {row.seq: row for row in traffic.within(window) if row.seq in usable_seqs}
@@ -169,7 +169,7 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
                 for one in samples
                 if seqs.get(one.id) in counts and one.cluster not in reserved
             ],
-            "probe": [one._replace(weight=reserved_here.get(seqs.get(one.id, 0), 1.0)) for one in probes],
+            "regression": [one._replace(weight=reserved_here.get(seqs.get(one.id, 0), 1.0)) for one in regression],
         },
     )
     return _write_parts(
@@ -183,16 +183,16 @@ def hold_out(recipe: Recipe, pair: Pair, window: Window, first_samples: Artifact
 
 @task(cache_policy=NO_CACHE)
 def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
-    """Write what a draft from elsewhere is held to: the probe sets, and the rows that the champion's line hasn't seen.
+    """Write what a draft from elsewhere is held to: the regression sets, and rows new to the champion's line.
 
-    It is judged by all of them in one look, so that the probes are fresh to it; each stands for itself alone, because
-    what it was drawn from is past. The training part is empty.
+    It is gated by all of them in one look, so that the sets are fresh to it; each stands for itself alone, because what
+    it was drawn from is past. The training part is empty.
     """
     log = QueryLog(load_settings().querylog)
     cursor = log.windows.cursor()
     rows = [row for row in log.rows(cursor + 1, cursor + recipe.refresh.max_rows) if not row.structured]
     traffic = _read_traffic(pair, first_samples, cursor + recipe.refresh.max_rows)
-    probes, reserved = _probes(pair, log, log.probe_sets.members(), traffic)
+    regression, reserved = _regression_sets(pair, log, log.regression_sets.members(), traffic)
     seen = reserved | {row.cluster for row in traffic.rows if row.seq <= cursor}
     seen |= traffic.trained
     found = {sample.id: sample for sample in _samples(recipe, pair, rows, traffic) if sample.cluster not in seen}
@@ -200,9 +200,9 @@ def hold_out_past(recipe: Recipe, pair: Pair, first_samples: Artifact) -> Parts:
     tests = [row for row in traffic.rows if row.seq in of_found]
     counts = counted(tests, Counter(row.domain for row in tests), drawn_by(traffic.secret))
     fresh = [found[row.id]._replace(weight=counts[row.seq]) for row in rows if row.seq in counts]
-    held_to: dict[Split, list[Sample]] = {"train": [], "held_out": fresh, "probe": probes}
+    held_to: dict[Split, list[Sample]] = {"train": [], "held_out": fresh, "regression": regression}
     parts, unlike = gate_by_own_answers(recipe, pair.target_files, held_to)
-    return _write_parts(parts, fresh + probes, {probe.id for probe in probes}, unlike)
+    return _write_parts(parts, fresh + regression, {one.id for one in regression}, unlike)
 
 
 class _Traffic(NamedTuple):
@@ -251,7 +251,9 @@ def _named(samples: Sequence[Sample], rows: Sequence[QueryRow], traffic: _Traffi
     return [sample._replace(cluster=cluster_of[seqs[sample.id]]) for sample in samples]
 
 
-def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic) -> tuple[list[Sample], set[str]]:
+def _regression_sets(
+    pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
+) -> tuple[list[Sample], set[str]]:
     """Return what drafts are held to in each domain, and the clusters that are therefore never trained on.
 
     The first draft's held-out conversations fill up the sets that traffic has not filled, as far as no row is alike.
@@ -262,12 +264,12 @@ def _probes(pair: Pair, log: QueryLog, members: Sequence[int], traffic: _Traffic
     samples = _named(usable(rows, pair.target.number, 1.0, len(rows))[0], rows, traffic) if rows else []
     known = {row.cluster for row in traffic.rows} | traffic.trained
     filling = [sample for sample in traffic.first["held_out"] if sample.cluster not in known]
-    probes: list[Sample] = []
+    regression: list[Sample] = []
     for domain in sorted({sample.domain for sample in samples + filling}):
         of_traffic = [sample for sample in samples if sample.domain == domain]
         of_first = [sample for sample in filling if sample.domain == domain]
-        probes += of_traffic + draw_per_domain(of_first, max(0, SIZE - len(of_traffic)), seed=0)
-    return probes, {row.cluster for row in inside.values()}
+        regression += of_traffic + draw_per_domain(of_first, max(0, SIZE - len(of_traffic)), seed=0)
+    return regression, {row.cluster for row in inside.values()}
 
 
 def _write_parts(
@@ -292,7 +294,7 @@ def _write_parts(
             "train": [id for id in ids["train"] if id in of_window],
             "replay": [id for id in ids["train"] if id not in of_window],
             "held_out": ids["held_out"],
-            "probe": ids["probe"],
+            "regression": ids["regression"],
         },
     )
     artifact = cached_step(stage="window", kind="samples", params=params, inputs={}, code=code, make=make)

@@ -1,4 +1,4 @@
-"""Complete erasures; let go of old drafts, results of finished steps, caches, work, copies and logs."""
+"""Complete erasures; remove old drafts, results of finished steps, caches, work, copies and logs."""
 
 from contextlib import suppress
 
@@ -12,7 +12,7 @@ from tasks.stages.task import task
 
 @task
 def clean_home(keep: Keep, pool: int, dry_run: bool = False) -> list[tuple[Item, str]]:
-    """Let go of what is beyond the limits, or only find it; see `infra.clean`. Erasures that were killed come first."""
+    """Remove what is beyond the limits, or only find it; see `infra.clean`. Erasures that were killed come first."""
     settings = load_settings()
     with suppress(TimeoutError, ConnectionError):  # the next night completes them
         if not dry_run:

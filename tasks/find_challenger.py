@@ -1,4 +1,4 @@
-"""Find out what the training on a window goes on from."""
+"""Find out what the training on a window starts from."""
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -21,11 +21,11 @@ class Start(Frozen):
     """Where a challenger's next run starts.
 
     Attributes:
-        version: the snapshot that it goes on from, or the champion.
+        version: the checkpoint that it resumes, or the champion.
         files: its weights.
         state: the end of the run that made it; None where that is not there, and the optimizer starts afresh.
         evidence: what is known of the challenger so far.
-        going_on: whether it is a snapshot, not the champion.
+        going_on: whether it is a checkpoint, not the champion.
     """
 
     version: Version
@@ -43,15 +43,17 @@ def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
     challenger's.
     """
     registry, champion = open_registry(), pair.draft
-    snapshot, evidence = known_of_challenger(registry, champion.number, window.first_seq, recipe.num_draft_tokens)
+    checkpoint, evidence = known_of_challenger(registry, champion.number, window.first_seq, recipe.num_draft_tokens)
     start = Start(
-        version=snapshot or champion,
-        files=publish(registry.download(snapshot, load_settings().cache), "draft") if snapshot else pair.draft_files,
-        state=_state(snapshot or champion),
+        version=checkpoint or champion,
+        files=publish(registry.download(checkpoint, load_settings().cache), "draft")
+        if checkpoint
+        else pair.draft_files,
+        state=_state(checkpoint or champion),
         evidence=evidence,
-        going_on=snapshot is not None,
+        going_on=checkpoint is not None,
     )
-    how = "starts" if snapshot is None else f"goes on from draft {snapshot.number}"
+    how = "starts" if checkpoint is None else f"goes on from draft {checkpoint.number}"
     run_logger().info("challenger %d of draft %d %s", evidence.challenger, champion.number, how)
     return start
 
@@ -59,26 +61,26 @@ def find_challenger(recipe: Recipe, pair: Pair, window: Window) -> Start:
 def known_of_challenger(
     registry: Registry, champion: int, first_seq: int, num_draft_tokens: int
 ) -> tuple[Version | None, Evidence]:
-    """Return the snapshot that the training on the next rows goes on from, if any, and what is known of the challenger.
+    """Return the checkpoint that the training on the next rows resumes, if any, and what is known of the challenger.
 
     Args:
         registry: with the drafts.
         champion: number of the one that is challenged.
         first_seq: first of the rows.
-        num_draft_tokens: K that it is judged at.
+        num_draft_tokens: K that it is gated at.
     """
     versions = registry.versions("draft")
-    snapshot = challenger_to_go_on(versions, champion, first_seq)
-    kept = None if snapshot is None else registry.attached(snapshot, EVIDENCE)
+    checkpoint = challenger_to_go_on(versions, champion, first_seq)
+    kept = None if checkpoint is None else registry.attached(checkpoint, EVIDENCE)
     evidence = None if kept is None else Evidence.model_validate_json(kept)
     if evidence is None or evidence.test.bound != num_draft_tokens:
         evidence = Evidence.start(num_draft_tokens, next_challenger(versions, champion))
-    return snapshot, evidence
+    return checkpoint, evidence
 
 
 @task(cache_policy=NO_CACHE)
 def start_test(recipe: Recipe, pair: Pair) -> Evidence:
-    """Return what is known of a draft that was not judged against the champion before: nothing."""
+    """Return what is known of a draft that was not gated against the champion before: nothing."""
     versions = open_registry().versions("draft")
     return Evidence.start(recipe.num_draft_tokens, next_challenger(versions, pair.draft.number))
 

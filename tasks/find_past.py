@@ -1,8 +1,8 @@
 """Look whether a past champion should serve again: the traffic that it was good at may have come back.
 
 That is asked for a domain whose acceptance fell, and only then: while nobody saw a fall, a try would only use up error
-that the champion's challengers share. Each champion is challenged by one past draft a domain. The gate judges it as it
-judges any challenger, and nothing is trained if it passes. If it does not, its rows are trained on as ever.
+that the champion's challengers share. Each champion is challenged by one past draft a domain. The gate tests it as it
+tests any challenger, and nothing is trained if it passes. If it does not, its rows are trained on as ever.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from prefect.cache_policies import NO_CACHE
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.consent import OTHER_DOMAINS
 from infra.lines import past_champions, tried_again
-from infra.probes import FEWEST
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
+from infra.regression_sets import FEWEST
 from infra.settings import load_settings
 from infra.versions import Pair, Version, is_quarantined
 from infra.windows import Window
@@ -71,7 +71,7 @@ def find_past(recipe: Recipe, pair: Pair, window: Window, parts: Parts) -> Past 
     """Return the past champion that does best in a domain that fell, None if none is shown to beat the champion there.
 
     They are compared on the window's rows of the domain, one of each cluster. What the window holds out is not among
-    them: the gate judges by it, and must not find what it was chosen by.
+    them: the gate uses it, and must not find what it was chosen by.
 
     Args:
         recipe: how many past champions are looked at.

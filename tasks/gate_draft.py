@@ -1,4 +1,4 @@
-"""Hold a draft against the champion on what a window held out, and against each domain's best on its probe set."""
+"""Hold a draft against the champion on what a window held out, and against each domain's best on its regression set."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from pydantic import Field
 from infra.artifacts import Artifact, open_artifact, publish
 from infra.lines import best_versions, predecessors
 from infra.manifest import canonical_json
-from infra.probes import judged_as
 from infra.registry import open_registry
+from infra.regression_sets import scored_as
 from infra.settings import load_settings
 from infra.versions import Pair, is_usable
 from infra.windows import Window
@@ -28,11 +28,11 @@ from models.learning.hidden import Sample
 from models.recipe import Recipe
 from models.types import DomainEvidence, Estimate, Frozen, GateParams, GateReport, GateTest
 from tasks.claim_window import Parts
-from tasks.measure_draft import Measured, measure_probe, summarise, tau_of
+from tasks.measure_draft import Measured, measure_golden, summarise, tau_of
 from tasks.stages import cached_step
 from tasks.stages.captures import captures_of, tell
 from tasks.stages.reporting import run_logger, table
-from tasks.stages.samples import probe_versions, read_samples
+from tasks.stages.samples import read_samples, regression_set_versions
 from tasks.stages.throttle import throttled
 
 CHAMPION, CANDIDATE = "champion", "candidate"
@@ -45,17 +45,17 @@ class GateResult(Frozen):
     Attributes:
         report: verdict, reasons and figures, without where the draft came from; see `origin`.
         evidence: for the challenger's next window.
-        measured: its τ on each domain's probe set and, where that is small, on what the window held out as well.
-        probe_sets: domain to the version of the probe set that it was held to.
-        judged_on: address of the conversations that it was judged by.
+        measured: its τ on each domain's regression set and, where that is small, on what the window held out as well.
+        regression_sets: domain to the version of the regression set that it was held to.
+        gate_data: address of the conversations that it was gated by.
         unlike: see `Parts`.
     """
 
     report: GateReport
     evidence: Evidence
     measured: Measured
-    probe_sets: dict[str, str] = Field(default_factory=dict)
-    judged_on: str = ""
+    regression_sets: dict[str, str] = Field(default_factory=dict)
+    gate_data: str = ""
     unlike: dict[str, Estimate] = Field(default_factory=dict)
 
     @property
@@ -77,7 +77,7 @@ class GateResult(Frozen):
 def gate_draft(
     recipe: Recipe, pair: Pair, before: Evidence, candidate: Artifact, parts: Parts, learns: bool = True
 ) -> GateResult:
-    """Judge a draft by what was held out and by what each domain pays.
+    """Gate a draft by what was held out and by what each domain pays.
 
     The best draft of a domain is scored again, because its old figure belongs to other conversations: held against
     that, traffic that got harder would look like a loss.
@@ -86,11 +86,11 @@ def gate_draft(
         recipe: with the gate's settings.
         pair: the champions.
         before: what the windows before this one said of the challenger.
-        candidate: its snapshot, a draft from elsewhere or a past one.
+        candidate: its checkpoint, a draft from elsewhere or a past one.
         parts: what it is held to.
         learns: whether it goes on learning where nothing is shown.
     """
-    gated = Scorer(recipe, pair).judge(before, candidate, parts, learns)
+    gated = Scorer(recipe, pair).gate(before, candidate, parts, learns)
     _show(gated)
     return gated
 
@@ -102,19 +102,19 @@ class Scorer:
         self.recipe, self.pair = recipe, pair
         self.target_dir = open_artifact(pair.target_files)
 
-    def judge(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
+    def gate(self, before: Evidence, candidate: Artifact, parts: Parts, learns: bool) -> GateResult:
         """Return the verdict, with what it rests on."""
         params, seed = self.recipe.gate, self.recipe.seed
         drafts = {CHAMPION: self.pair.draft_files, CANDIDATE: candidate}
         past = best_past(self.pair)
-        held_out, probe = (read_samples(parts.samples, part) for part in ("held_out", "probe"))
+        held_out, regression = (read_samples(parts.samples, part) for part in ("held_out", "regression"))
         window = self.scores(drafts, held_out)
-        probes = self.scores(drafts | {one.sha256: one for one in past.values()}, probe)
+        of_sets = self.scores(drafts | {one.sha256: one for one in past.values()}, regression)
         fresh = set(parts.fresh)  # held out as well, and never looked at before
-        champion, candidates = (window[name] + [one for one in probes[name] if one.id in fresh] for name in drafts)
+        champion, candidates = (window[name] + [one for one in of_sets[name] if one.id in fresh] for name in drafts)
         evidence = before.after(champion, candidates, parts.shares) if champion else before
-        groups = judged_as(one.domain for one in probe)
-        grouped = {name: [_renamed(one, groups) for one in found] for name, found in probes.items()}
+        groups = scored_as(one.domain for one in regression)
+        grouped = {name: [_renamed(one, groups) for one in found] for name, found in of_sets.items()}
         of_past = [(groups.get(domain), grouped[files.sha256]) for domain, files in past.items()]
         best = {
             group: best_of(group, [grouped[CHAMPION], *(found for name, found in of_past if name == group)])
@@ -122,20 +122,20 @@ class Scorer:
         }
         floors = score_floors(best, grouped[CANDIDATE], params, seed)
         large = {domain for domain, group in groups.items() if group == domain}
-        parent, measured = (self.measure(probes[name], window[name], large) for name in drafts)
+        parent, measured = (self.measure(of_sets[name], window[name], large) for name in drafts)
         left_out = tuple(sorted(self.pair.draft.lineage.tau.keys() - measured.tau.keys()))
         return GateResult(
             report=with_tau(decide(evidence, floors, params, learns), parent, measured, left_out),
             evidence=evidence,
-            measured=measured.model_copy(update={"probe_tau": self.probe_tau(candidate)}),
-            probe_sets=probe_versions(probe),
-            judged_on=parts.samples.uri,
+            measured=measured.model_copy(update={"golden_tau": self.golden_tau(candidate)}),
+            regression_sets=regression_set_versions(regression),
+            gate_data=parts.samples.uri,
             unlike=parts.unlike,
         )
 
-    def measure(self, probes: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
-        """Sum up a draft's scores: those on the probe sets and, of domains whose set is not large, of the window."""
-        return summarise([*probes, *(one for one in window if one.domain not in large)], 1.0, self.recipe.seed)
+    def measure(self, of_sets: Sequence[Score], window: Sequence[Score], large: Collection[str]) -> Measured:
+        """Sum up a draft's scores on the regression sets and, of domains whose set is not large, of the window."""
+        return summarise([*of_sets, *(one for one in window if one.domain not in large)], 1.0, self.recipe.seed)
 
     def scores(self, drafts: Mapping[str, Artifact], samples: Sequence[Sample]) -> dict[str, list[Score]]:
         """Return each draft's scores."""
@@ -147,12 +147,12 @@ class Scorer:
         shutil.rmtree(work, ignore_errors=True)  # it holds hidden states, which are large and count as text
         return found
 
-    def probe_tau(self, draft: Artifact) -> float:
+    def golden_tau(self, draft: Artifact) -> float:
         """Return τ on the golden prompts."""
-        return float(self._produce("probe_tau", draft, self._golden))
+        return float(self._produce("golden_tau", draft, self._golden))
 
     def _golden(self, opened: Draft, work: Path) -> float:
-        return measure_probe(opened, self.target_dir, self.recipe.num_draft_tokens, work, self.recipe.engine.rules)
+        return measure_golden(opened, self.target_dir, self.recipe.num_draft_tokens, work, self.recipe.engine.rules)
 
     def _scores(self, draft: Artifact, samples: Sequence[Sample], sha256: str, work: Path) -> list[Score]:
         def scored(opened: Draft, _: Path) -> list[object]:
@@ -180,7 +180,7 @@ class Scorer:
                 "samples": samples,
             },
             inputs={"target": self.pair.target_files, "draft": draft},
-            code=(make, measure_probe, score, family_of(open_artifact(draft))),
+            code=(make, measure_golden, score, family_of(open_artifact(draft))),
             make=throttled(make),
         )
         return json.loads((open_artifact(made) / FILE).read_text())
@@ -189,7 +189,7 @@ class Scorer:
 def best_past(pair: Pair) -> dict[str, Artifact]:
     """Return domain to the draft before the champion that was best there, where that is not the champion.
 
-    Those found bad don't count, nor do drafts that the champion neither comes from nor was judged against.
+    Those found bad don't count, nor do drafts that the champion neither comes from nor was gated against.
     """
     registry = open_registry()
     best = best_versions([one for one in predecessors(registry, pair.draft) if is_usable(one)])
@@ -206,8 +206,8 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
     Args:
         report: of the test and the floors.
         champion: its τ by domain.
-        challenger: that of the draft that was judged.
-        left_out: domains without a conversation to judge.
+        challenger: that of the draft that was gated.
+        left_out: domains without a conversation to score.
     """
     assert report.test is not None
     domains = {}
@@ -243,7 +243,7 @@ def score_floors(
 
     Args:
         best: domain to the scores of its best past draft, of other domains too. A domain that it has no score of is
-            not judged.
+            not gated.
         challenger: its scores of the same conversations.
         params: what it is held to.
         seed: of the resampling.
@@ -274,7 +274,7 @@ def _show(gated: GateResult) -> None:
     counted = f"{evidence.num_clusters} clusters held out in {evidence.num_windows} windows"
     table("gate", rows, "; ".join([str(report.verdict), found, counted, *report.reasons]))
     if gated.test.left_out:
-        run_logger().info("no conversation to judge: %s", ", ".join(gated.test.left_out))
+        run_logger().info("no conversation to score: %s", ", ".join(gated.test.left_out))
 
 
 def _rounded(tau: float | None) -> float | str:

@@ -33,17 +33,17 @@ class Measured(Frozen):
 
     Attributes:
         tau: domain to τ with a 95% interval that resamples conversations.
-        probe_tau: τ on the golden prompts, which a service measures again after it loaded the draft.
+        golden_tau: τ on the golden prompts, which a service measures again after it loaded the draft.
         num_conversations: domain to how many were scored.
     """
 
     tau: dict[str, Estimate]
-    probe_tau: float
+    golden_tau: float
     num_conversations: dict[str, int]
 
     def metrics(self) -> dict[str, float]:
         """Return the figures for MLflow."""
-        return {f"tau/{domain}": tau.value for domain, tau in self.tau.items()} | {"probe_tau": self.probe_tau}
+        return {f"tau/{domain}": tau.value for domain, tau in self.tau.items()} | {"golden_tau": self.golden_tau}
 
     def rows(self) -> list[dict[str, object]]:
         """Return the figures as a table."""
@@ -70,8 +70,8 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
         device = load_settings().device
         rules = recipe.engine.rules
         scores = score(opened, target_dir, held_out, recipe.num_draft_tokens, work / "held_out", device, rules)
-        probe_tau = measure_probe(opened, target_dir, recipe.num_draft_tokens, work / "golden", rules)
-        (directory / MEASURED).write_text(summarise(scores, probe_tau, recipe.seed).model_dump_json())
+        golden_tau = measure_golden(opened, target_dir, recipe.num_draft_tokens, work / "golden", rules)
+        (directory / MEASURED).write_text(summarise(scores, golden_tau, recipe.seed).model_dump_json())
 
     artifact = cached_step(
         stage="measured",
@@ -90,11 +90,11 @@ def measure_draft(recipe: Recipe, target: Artifact, draft: Artifact, samples: Ar
     return measured
 
 
-def measure_probe(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD) -> float:
+def measure_golden(draft: Draft, target_dir: Path, num_draft_tokens: int, work: Path, rules: Rules = STANDARD) -> float:
     """Return τ on the target's golden prompts."""
     golden, _ = load_golden(target_dir)
     samples = [
-        Sample(f"golden-{index}", "probe", list(one.prompt_ids), list(one.token_ids))
+        Sample(f"golden-{index}", "golden", list(one.prompt_ids), list(one.token_ids))
         for index, one in enumerate(golden)
     ]
     return tau_of(score(draft, target_dir, samples, num_draft_tokens, work, load_settings().device, rules))
@@ -111,13 +111,13 @@ def tau_of(scores: Sequence[Score]) -> float:
     return 1 + sum(score.accepted for score in scores) / sum(score.steps for score in scores)
 
 
-def summarise(scores: Sequence[Score], probe_tau: float, seed: int) -> Measured:
+def summarise(scores: Sequence[Score], golden_tau: float, seed: int) -> Measured:
     """Sum scores up by domain."""
     domains = sorted({score.domain for score in scores})
     of = {domain: [score for score in scores if score.domain == domain] for domain in domains}
     return Measured(
         tau={domain: _estimate(of[domain], seed) for domain in domains},
-        probe_tau=probe_tau,
+        golden_tau=golden_tau,
         num_conversations={domain: len(of[domain]) for domain in domains},
     )
 

@@ -143,7 +143,7 @@ def promote_candidate(pair: Pair, candidate: Version, approve: bool = False) -> 
             registry.require_champion("draft", pair.draft.number)
             _ask_for_approval(candidate, pair.draft)
             return "waits for approval"
-        registry.promote("draft", candidate.number, judged_against=pair.draft.number)
+        registry.promote("draft", candidate.number, expected_champion=pair.draft.number)
     except Outdated as error:
         run_logger().info("draft %d is not promoted: %s", candidate.number, error)
         return "outdated"
@@ -185,9 +185,9 @@ def promote_version(number: int, forced: str = "") -> Version:
             f"draft {number} was trained from draft {parent.number}, which is quarantined: {parent.quarantined}; "
             "to promote it anyway, give a reason: --force REASON"
         )
-    judged_against = None if forced or version.was_champion else lineage.gated_against or lineage.parent
+    expected_champion = None if forced or version.was_champion else lineage.gated_against or lineage.parent
     try:
-        registry.promote("draft", number, forced, judged_against)
+        registry.promote("draft", number, forced, expected_champion)
     except Outdated as error:
         told = f"draft {number} passed its gate, but {error}; to promote it anyway, give a reason: --force REASON"
         raise ValueError(told) from error

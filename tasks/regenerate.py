@@ -1,6 +1,6 @@
 """Let the target answer logged prompts again while nobody asks it: more of what a request's limit cut off, or anew.
 
-What is said so is learnt by the challenger, and by nobody else: the gate judges by what was served. Only prompts of the
+What is said so is learnt by the challenger, and by nobody else: the gate scores what was served. Only prompts of the
 window's training side are asked, which have full consent; an answer that the scrubber would change is thrown away. It
 is named by its row, so that an erasure finds it: the row's own name where it takes the served answer's place, and that
 with a word behind it where it stands beside it.
@@ -94,7 +94,7 @@ def choose(learnt: Sequence[Sample], rows: Mapping[str, QueryRow], again: Regene
     Args:
         learnt: what a challenger learns.
         rows: of the window, by id.
-        again: how; where answers are gone on with, those that were cut before so many tokens.
+        again: how; where answers are continued, those that were cut before so many tokens.
         seed: of the draw.
     """
 

@@ -60,7 +60,7 @@ def register_draft(
 def register_adopted(
     recipe: Recipe, target: Version, target_files: Artifact, adopted: Adopted, samples: Artifact, measured: Measured
 ) -> Version:
-    """Return the version of a draft that was trained elsewhere and not yet judged; it starts a line."""
+    """Return the version of a draft that was trained elsewhere and not yet gated; it starts a line."""
     return _register_first(recipe, target, target_files, adopted.draft, samples, measured, adopted)
 
 
@@ -92,7 +92,7 @@ def register_gated(recipe: Recipe, pair: Pair, adopted: Adopted, samples: Artifa
 def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult) -> Version:
     """Register a past champion once more, with the gate's verdict on its return; a refused one was a challenger too.
 
-    It is a version of its own, because the old one's tags tell of its own time: whom it was judged against then, and
+    It is a version of its own, because the old one's tags tell of its own time: whom it was gated against then, and
     whom it replaced, which is the way back from there. A quarantine of this one is not the old one's, but keeps its
     files out of the pool.
     """
@@ -109,8 +109,8 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
             "gate_reasons": "; ".join(gated.report.reasons),
             "gate_test": gated.test.test_index,
             "tau": _rounded(gated.measured.tau),
-            "probe_tau": round(gated.measured.probe_tau, 4),
-            "probe_sets": gated.probe_sets,
+            "golden_tau": round(gated.measured.golden_tau, 4),
+            "regression_sets": gated.regression_sets,
         }
     )
     report = gated.origin(champion.number, returns=past.version.number)
@@ -227,9 +227,9 @@ def _lineage(
         gated_against=gated_against,
         line=line,
         tau=_rounded(measured.tau),
-        probe_tau=round(measured.probe_tau, 4),
-        probe_sets={} if gated is None else gated.probe_sets,
-        judged_on="" if gated is None else gated.judged_on,
+        golden_tau=round(measured.golden_tau, 4),
+        regression_sets={} if gated is None else gated.regression_sets,
+        gate_data="" if gated is None else gated.gate_data,
         unlike={} if gated is None else _rounded(gated.unlike),
         num_draft_tokens=recipe.num_draft_tokens,
         source="" if adopted is None else adopted.source,

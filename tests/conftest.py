@@ -39,7 +39,7 @@ if _WORKER := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"):
 DEAR = (
     ("tests/flows/",),
     ("tests/services/",),
-    tuple(f"tests/drills/test_{name}.py" for name in ("pipeline", "up", "watch", "windows")),
+    tuple(f"tests/drills/test_{name}.py" for name in ("pipeline", "post_promotion", "up", "windows")),
 )
 ALONE = ("tests/flows/test_full_chain.py",)  # builds another recipe
 LONG = (
@@ -188,7 +188,7 @@ def judge(
     before, after = scores(dict.fromkeys(gains, 0.0)), scores(gains)
     floors = score_floors(dict.fromkeys(gains, before), after, params, seed=0)
     evidence = Evidence.start(2, challenger).after(before, after)
-    champion, measured = summarise(before, 1.0, seed=0), summarise(after, probe_tau=1.5, seed=0)
+    champion, measured = summarise(before, 1.0, seed=0), summarise(after, golden_tau=1.5, seed=0)
     report = with_tau(decide(evidence, floors, params, learns), champion, measured, left_out)
     return GateResult(report=report, evidence=evidence, measured=measured)
 

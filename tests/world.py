@@ -25,7 +25,7 @@ from models.drafting.draft_families import family_named, open_draft
 from models.engines import Sampling
 from models.evaluation.golden import Golden, save_golden
 from models.targets import describe
-from tasks.measure_draft import measure_probe
+from tasks.measure_draft import measure_golden
 from tests.conftest import make_draft
 from tests.models.drafts.tiny import save_tiny
 from tests.tags import draft_tags
@@ -136,8 +136,8 @@ class World(Served):
     def register(self, seed: int, **changed: str) -> int:
         """Register a draft, with an honest promise unless `changed` says otherwise."""
         directory = self.make(seed)
-        probe_tau = measure_probe(open_draft(directory, self.target), self.target, 3, self.home / "probe")
-        return self.register_files(directory, **{"probe_tau": str(probe_tau)} | changed)
+        golden_tau = measure_golden(open_draft(directory, self.target), self.target, 3, self.home / "golden")
+        return self.register_files(directory, **{"golden_tau": str(golden_tau)} | changed)
 
     def register_files(self, directory: Path, **changed: str) -> int:
         """Register whatever a directory holds as a draft for the target."""
@@ -146,7 +146,7 @@ class World(Served):
             "target_sha256": card.sha256,
             "tokenizer_sha256": card.tokenizer_sha256,
             "vocab_size": str(card.vocab_size),
-            "probe_tau": "1.0",
+            "golden_tau": "1.0",
         }
         return self.registry.register("draft", directory, tags | changed).number
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from infra.consent import subject_of
 from infra.erase.job import Job
-from infra.erase.leftovers import remove_captured, remove_scores, remove_work, sweep_watch
+from infra.erase.leftovers import remove_captured, remove_scores, remove_work, sweep_post_promotion
 from infra.erase.residue import forget_text, redact_residue
 from infra.erase.snapshots import name_drafts, rewrite_snapshots
 from infra.erasures import DONE, Certificate
@@ -38,7 +38,7 @@ STORES: Mapping[str, Callable[[Job], None]] = {
     "drafts": name_drafts,
     "scores": remove_scores,
     "work folders": remove_work,
-    "the watch": sweep_watch,
+    "the post-promotion test": sweep_post_promotion,
     "captured states": remove_captured,
     "everything else": redact_residue,
 }
@@ -51,7 +51,7 @@ def erase_subject(settings: Settings, subject: str, wait_s: float = WAIT_S) -> C
         settings: of the home.
         subject: the hash in the log, or the name that a client gave as `user` or `safety_identifier` or that a row was
             imported with, which is hashed under each API key.
-        wait_s: how long to wait for a refresh, an adoption or a look of the watch that is reading rows.
+        wait_s: how long to wait for a refresh, an adoption or a post-promotion test that is reading rows.
 
     Returns:
         The certificate; where no row was found its `rows` is 0, and no file is written. If an erasure of the same

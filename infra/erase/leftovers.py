@@ -8,7 +8,7 @@ from infra.captured import CapturedFiles
 from infra.erase.job import Job
 from infra.files import files_under
 from infra.locks import lock_folder
-from infra.watches import Watches
+from infra.post_promotion import PostPromotionTests
 
 STATES = "states.bin"
 UNLOGGED_S = 60.0  # a row is logged within a second of its states
@@ -40,9 +40,9 @@ def remove_captured(job: Job) -> None:
         job.keep(removed=tuple(dict.fromkeys((*job.certificate.removed, files.folder.name))))
 
 
-def sweep_watch(job: Job) -> None:
-    """Remove what a look of the watch that died left."""
-    Watches(job.settings).sweep()
+def sweep_post_promotion(job: Job) -> None:
+    """Remove what a killed post-promotion test left."""
+    PostPromotionTests(job.settings).sweep()
 
 
 def _is_of(file: Path, names: list[bytes]) -> bool:

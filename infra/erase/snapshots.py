@@ -1,4 +1,4 @@
-"""Snapshots that rows were read into, and the drafts that were trained on them or judged by them.
+"""Snapshots that rows were read into, and the drafts that were trained on them or gated by them.
 
 A snapshot's name is the key of what it was made from, so what is left of one gets a name of its own: under the old name
 a later run would take it for the whole. Its digest before stays in the certificate.
@@ -19,8 +19,8 @@ from infra.registry import open_registry
 from infra.store import translated
 from infra.versions import Version
 
-PARTS = ("train", "held_out", "probe")
-TAGS = {"window_uri": "window_sha256", "judged_on": "", "samples_uri": "samples_sha256"}
+PARTS = ("train", "held_out", "regression")
+TAGS = {"window_uri": "window_sha256", "gate_data": "", "samples_uri": "samples_sha256"}
 KIND = "samples"
 
 
@@ -47,7 +47,7 @@ def name_drafts(job: Job) -> None:
         versions = registry.versions("draft")
         for version in versions:
             seen = Counter[str]()
-            for uri in {version.lineage.judged_on, version.lineage.window.uri if version.lineage.window else ""} - {""}:
+            for uri in {version.lineage.gate_data, version.lineage.window.uri if version.lineage.window else ""} - {""}:
                 seen += of_snapshot.get(snapshot_name(uri), Counter())
             if seen:
                 drafts[version.number] = seen
@@ -130,7 +130,7 @@ def _point(job: Job, rewritten: Rewritten) -> None:
 
 
 def _descendants(versions: Sequence[Version], drafts: dict[int, dict[str, int]]) -> list[int]:
-    saw = {number for number, roles in drafts.items() if roles.keys() - {"probe", "held_out"}}
+    saw = {number for number, roles in drafts.items() if roles.keys() - {"regression", "held_out"}}
     found: list[int] = []
     for version in sorted(versions, key=lambda one: one.number):
         if {version.lineage.parent, version.lineage.continues} & saw and version.number not in saw:

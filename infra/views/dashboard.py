@@ -52,8 +52,8 @@ def told_of(status: ServiceStatus) -> list[tuple[str, str]]:
 
 
 def _cards(status: ServiceStatus) -> list[Card]:
-    pace = status.pace
-    drafts = "nothing planned yet" if pace is None else f"{pace.num_draft_tokens} tokens a step: {pace.why}"
+    plan = status.throughput
+    drafts = "nothing planned yet" if plan is None else f"{plan.num_draft_tokens} tokens a step: {plan.why}"
     return [
         Card("Draft", _draft(status), f"{status.phase}, the registry names {status.champion or 'none'}"),
         Card("Speculation", "on" if status.speculating else "off", drafts if status.speculating else _why_off(status)),

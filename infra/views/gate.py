@@ -1,6 +1,6 @@
 """Why a draft passed its gate or did not, for people and for programs.
 
-Each draft's run in MLflow keeps a page (gate.md), the same as data (gate.json) and, where a gate judged, a figure
+Each draft's run in MLflow keeps a page (gate.md), the same as data (gate.json) and, where a gate tested, a figure
 (gate.svg). They are written from one object, so that they can't disagree.
 """
 
@@ -49,7 +49,7 @@ def explain(report: GateReport) -> str:
     test = report.test
     if test is None:
         return (
-            "This draft was not trained from another one. There was no champion to compare it with, so no gate judged "
+            "This draft was not trained from another one. There was no champion to compare it with, so no gate tested "
             "it. The figures are its own, on conversations it was not trained on."
         )
     shown = "a gain is shown" if test.gain.low > 0 else "a loss is shown" if test.gain.high < 0 else "no gain is shown"
@@ -116,7 +116,7 @@ def markdown(report: GateReport) -> str:
     if (test := report.test) is not None:
         lines.append(_origin(test))
         if test.left_out:
-            lines.append(f"Without a conversation to judge: {', '.join(test.left_out)}.")
+            lines.append(f"Without a conversation to score: {', '.join(test.left_out)}.")
         lines += ["", "## What was required", ""]
         lines += [f"- {name}: {value}" for name, value in thresholds(test).items()]
         lines.append("")

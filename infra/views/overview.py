@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.overview import QUARANTINED, Overview
-from infra.probes import SIZE
+from infra.post_promotion import RUNNING, PostPromotionTest
 from infra.querylog import LogStats
+from infra.regression_sets import SIZE
 from infra.status import RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms, since
-from infra.watches import WATCHING, Watch
 from infra.windows import MAX_ATTEMPTS
 
 
@@ -29,8 +29,8 @@ def show_overview(seen: Overview, out: Console) -> None:
     for draft in seen.drafts:
         if draft.verdict == QUARANTINED:
             out.print(f"draft {draft.version} is quarantined: {draft.reasons}", markup=False)
-    if seen.watch is not None:
-        out.print(f"watch: {_watched(seen.watch)}", markup=False)
+    if seen.post_promotion_test is not None:
+        out.print(f"post-promotion test: {_progress(seen.post_promotion_test)}", markup=False)
     by_domain = counts(seen.log.per_domain)
     out.print(
         f"query log: {seen.log.total} rows{f' ({by_domain})' if by_domain else ''}, "
@@ -38,11 +38,11 @@ def show_overview(seen: Overview, out: Console) -> None:
     )
     _show_windows(seen.log, out)
     at_ms = now_ms()
-    if small := {domain: found for domain, found in seen.probe_sets.items() if found.size < SIZE}:
+    if small := {domain: found for domain, found in seen.regression_sets.items() if found.size < SIZE}:
         sets = ", ".join(
             f"{domain}: {found.size} for {since(found.newest_ms, at_ms)}" for domain, found in small.items()
         )
-        told = f"probe sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {sets}"
+        told = f"regression sets that wait for conversations, of {SIZE} each, and stop no draft meanwhile: {sets}"
         out.print(told, soft_wrap=True, markup=False)
     out.print(f"waits for {seen.waiting.line(at_ms)}", soft_wrap=True, markup=False)
     _show_service(seen.service, out)
@@ -82,11 +82,11 @@ def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{name}: {number:,}" for name, number in numbers.items())
 
 
-def _watched(watch: Watch) -> str:
-    if watch.blind:
-        return watch.told()
-    how_far = f", {len(watch.compared)} of {watch.num_wanted} requests" if watch.outcome == WATCHING else ""
-    return f"draft {watch.draft} {watch.outcome}{how_far}: {watch.told()}"
+def _progress(test: PostPromotionTest) -> str:
+    if test.blind:
+        return test.told()
+    how_far = f", {len(test.compared)} of {test.num_wanted} requests" if test.outcome == RUNNING else ""
+    return f"draft {test.draft} {test.outcome}{how_far}: {test.told()}"
 
 
 def _how(program: ProcessRecord) -> str:
@@ -103,9 +103,9 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     out.print(f"  engine {service.mode}", markup=False)
     if service.unplanned is not None:
         out.print(f"  steps are not planned: {service.unplanned}", markup=False)
-    if service.speculating and (pace := service.pace) is not None and pace.plain_tokens_per_s:
-        gain = pace.tokens_per_s / pace.plain_tokens_per_s
-        out.print(f"  drafts {pace.num_draft_tokens} tokens a step ({pace.why}): {gain:.2f}× the tokens without drafts")
+    if service.speculating and (plan := service.throughput) is not None and plan.plain_tokens_per_s:
+        gain = plan.tokens_per_s / plan.plain_tokens_per_s
+        out.print(f"  drafts {plan.num_draft_tokens} tokens a step ({plan.why}): {gain:.2f}× the tokens without drafts")
     for domain, speed in service.speed.items():
         out.print(f"  {domain}: {speed.told()}", markup=False)
     answered = counts(service.requests)

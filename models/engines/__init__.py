@@ -83,7 +83,7 @@ class Sampling(Frozen):
         priority: whose turn is first where an engine is full; the lower comes first.
         piece: tokens of the prompt that are read in one step beside other requests, so that these wait less; 0 leaves
             it to the engine.
-        drafting: "head" is what acceptance is judged by, "auto" what is served; an engine without plans does the same.
+        drafting: "head" is what acceptance is measured by, "auto" what is served; engines without plans do the same.
     """
 
     max_tokens: int = 128

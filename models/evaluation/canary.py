@@ -30,7 +30,7 @@ class Params(Frozen):
         max_in_flight: requests being answered above which a look waits, for one more period at most.
         timeout_s: seconds that a look may take; after that it says nothing.
         fall: share of the gain over 1.0 whose loss counts as a fall, on the canary prompts and on traffic.
-        num_requests: the last requests that traffic is judged by; with fewer it is not judged.
+        num_requests: the last requests that traffic is measured by; with fewer it is not.
     """
 
     period_s: Positive = 600.0

@@ -15,9 +15,9 @@ that a fall is told as soon after a year as after a day.
 Only requests that a draft drafted alone say how it does, and these are few (services/acceptance_sampler.py): the first
 ones of each draft and domain, then a fixed share, and four times that while there is doubt, until a fall is told. All
 their steps draft K tokens, whatever is planned for others, so that a / s is the sum over places 1 to K of how often all
-tokens up to there were accepted: what the gate promised, at its K. Places are not judged one by one. What a draft is
+tokens up to there were accepted: what the gate promised, at its K. Positions are not tested one by one. What a draft is
 worth is their sum, so a fall at the later ones is told as soon as one at all that costs as much
-(`tests.benchmarks.falls` plants both), and K judges would tell falls that cost little, and K times as many that are
+(`tests.benchmarks.falls` plants both), and K tests would tell falls that cost little, and K times as many that are
 none. Nor are logged rows scored for it: of a domain whose people agree to no log there are none, counts need no
 consent, and scoring takes the processor that answers.
 """
@@ -121,7 +121,7 @@ def share_alone(number: Floats, doubted: NDArray[np.bool_]) -> Floats:
 
 
 def doubt(before: Doubt, steps: Floats, accepted: Floats, gain: Floats, params: Params) -> Doubt:
-    """Return what is known after one more request; it is judged by the spread of those before it.
+    """Return what is known after one more request; it is tested by the spread of those before it.
 
     Args:
         before: what was known.
@@ -151,7 +151,7 @@ def has_fallen(found: Doubt, params: Params) -> NDArray[np.bool_]:
 
 
 def is_doubted(found: Doubt, params: Params) -> NDArray[np.bool_]:
-    """Return whether more requests should be judged: there may have been a fall, and it is not told yet."""
+    """Return whether more requests should be tested: there may have been a fall, and it is not told yet."""
     doubted: NDArray[np.bool_] = (found.evidence >= DOUBT * _told(params)) & ~has_fallen(found, params)
     return doubted
 
@@ -161,7 +161,7 @@ def _told(params: Params) -> float:
 
 
 class DriftDetector:
-    """Judges the domains that one draft serves, request by request."""
+    """Tests the domains that one draft serves, request by request."""
 
     def __init__(self, promised: Mapping[str, float], params: Params) -> None:
         """Take domain to τ at the gate, and the thresholds."""
@@ -187,7 +187,7 @@ class DriftDetector:
         return seen
 
     def doubted(self) -> frozenset[str]:
-        """Return the domains of which more requests should be judged; see `is_doubted`."""
+        """Return the domains of which more requests should be tested; see `is_doubted`."""
         return frozenset(domain for domain, found in self._doubts.items() if is_doubted(found, self._params))
 
 

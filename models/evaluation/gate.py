@@ -130,7 +130,7 @@ def decide(
 
     Args:
         evidence: of all its windows, this one included. Where nothing was held out it shows nothing.
-        floors: domain to what this snapshot pays there.
+        floors: domain to what this checkpoint gains there.
         params: what the challenger is held to.
         learns: whether it may go on learning.
     """

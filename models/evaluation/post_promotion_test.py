@@ -26,8 +26,8 @@ class Params(Frozen):
     """Table [post_promotion_test]: what a draft is held to after it was promoted.
 
     Attributes:
-        alpha: chance that a draft which is no worse is ever taken back.
-        num_requests: compared without a loss, the draft is settled and no longer watched.
+        alpha: chance that a draft which is no worse is ever rolled back.
+        num_requests: compared without a loss, the draft passes.
         per_look: the most requests that are compared at a time.
         period_s: seconds between looks.
         max_wait_s: seconds after which fewer than `per_look` new requests are compared too.

@@ -64,7 +64,7 @@ def copy_served(source: Settings, home: Settings) -> Served:
     copies.promote("target", copied.number)
     for number, version in enumerate(line, start=1):
         parent = number - 1 if number > 1 else None
-        # Whom it was judged against may not be among the copies.
+        # Whom it was gated against may not be among the copies.
         numbers = {"parent": parent, "gated_against": None, "target_version": copied.number}
         lineage = version.lineage.model_copy(update=numbers)
         copies.register("draft", registry.download(version, fetched), lineage.to_tags())
@@ -93,7 +93,7 @@ def first_pair(home: Settings) -> Pair:
 
 
 def copy_log(source: Settings, home: Settings) -> None:
-    """Copy the query log as it stands, with its cursor, its probe sets and the secret that sides are drawn by, once.
+    """Copy the query log as it stands, with its cursor, its regression sets and the secret that draws splits, once.
 
     Raises:
         ValueError: nothing was logged.

@@ -296,8 +296,8 @@ def register_random(registry: Registry, number: int, target_dir: Path, folder: P
         seed: of the noise.
 
     Returns:
-        its number; its probe promises nothing, so that a service takes it, and its domains what they promised of the
-        other, as where the traffic has changed.
+        its number; no τ is promised on golden prompts, so that a service takes it, and its domains promise what the
+        other's did, as where the traffic has changed.
 
     Raises:
         ValueError: drafts of the family have no weights.
@@ -316,5 +316,5 @@ def register_random(registry: Registry, number: int, target_dir: Path, folder: P
     folder.mkdir(parents=True)
     family.save(draft, folder)
     write_manifest(folder)
-    lineage = version.lineage.model_copy(update={"parent": number, "probe_tau": 1.0})
+    lineage = version.lineage.model_copy(update={"parent": number, "golden_tau": 1.0})
     return registry.register("draft", folder, lineage.to_tags()).number

@@ -221,7 +221,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
             for side in dict.fromkeys(row["side"] for row in rows)
         }
         references = of.pop(REFERENCE)
-        sides = {side: _Side(answers, _judge(side, references, answers, target_dir)) for side, answers in of.items()}
+        sides = {side: _Side(answers, _verdicts(side, references, answers, target_dir)) for side, answers in of.items()}
         figures[domain] = {side: one.figures(sides[PLAIN], sides[PAIR], run.recipe.seed) for side, one in sides.items()}
         grids.append(_grid(domain, figures[domain]))
         failures += [
@@ -255,7 +255,7 @@ def _report(run: Run, served: Served, rows: Sequence[Row]) -> Report:
     )
 
 
-def _judge(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
+def _verdicts(side: str, references: Sequence[Row], answers: Sequence[Row], target_dir: Path) -> dict[str, str]:
     if side in SIDES:
         return {row["prompt_id"]: UNHELD for row in answers}
     return output_verdicts(references, answers, target_dir)
@@ -279,9 +279,9 @@ def unequal(of: Mapping[str, Sequence[Row]]) -> list[str]:
 class _Side:
     """One side's answers to one domain's prompts."""
 
-    def __init__(self, rows: Sequence[Row], judged: Mapping[str, str]) -> None:
-        self.verdicts = Counter(judged.values())
-        self.rows = [row for row in rows if judged[row["prompt_id"]] != "different"]
+    def __init__(self, rows: Sequence[Row], verdicts: Mapping[str, str]) -> None:
+        self.verdicts = Counter(verdicts.values())
+        self.rows = [row for row in rows if verdicts[row["prompt_id"]] != "different"]
         found = {row["prompt_id"]: _decoded(row) for row in self.rows}
         self.decoded: dict[str, Decoded] = {prompt: one for prompt, one in found.items() if one is not None}
         self.requests = {row["prompt_id"]: Decoded(row["num_tokens"], _last_s(row)) for row in self.rows}

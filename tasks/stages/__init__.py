@@ -51,7 +51,7 @@ def cached_step(
         code: functions that compute it, and modules, besides the methods that `params` name; the module that each
             function stands in counts as a whole.
         make: fills an empty directory, its first argument. The second one is a directory that lasts until the stage is
-            complete, so that a killed run is gone on with.
+            complete, so that a killed run is resumed.
     """
     key = stage_key(stage, params, inputs, code)
     artifacts = load_settings().artifacts

@@ -30,7 +30,7 @@ class Start(NamedTuple):
     Attributes:
         model: the target in float32, on the settings' device.
         train: domain to token ids.
-        work: lasts until the stage is complete, so that a killed run is gone on with.
+        work: lasts until the stage is complete, so that a killed run is resumed.
         on_progress: shows how far training is.
     """
 

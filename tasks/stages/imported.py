@@ -1,4 +1,4 @@
-"""Imported answers that are not like the target's: found before anything learns from them, and never judged by."""
+"""Imported answers that are not like the target's: found before anything learns from them, and never gated by."""
 
 import hashlib
 import json
@@ -51,9 +51,9 @@ def gate_by_own_answers(recipe: Recipe, target: Artifact, parts: Samples) -> tup
         return parts, {}
     for domain, one in unlike.items():
         told = "imported answers of %s are unlike the target's: to it a token is %.2f nats less likely than in its own,"
-        told += " at least %.2f; a draft learns from them, and is judged by the target's own answers"
+        told += " at least %.2f; a draft learns from them, and is gated by the target's own answers"
         run_logger().warning(told, domain, -one.value, -one.high)
-    held_to: tuple[Split, Split] = ("held_out", "probe")
+    held_to: tuple[Split, Split] = ("held_out", "regression")
     tests = [one for part in held_to for one in parts[part] if one.id.startswith(ELSEWHERE) and one.domain in unlike]
     own = {one.id: one for one in _answers(recipe, target, tests)} if tests else {}
     asked = {one.id for one in tests}

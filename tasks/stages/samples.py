@@ -4,7 +4,7 @@ Whoever floods the service must not write the next draft alone: an answer given 
 at most its share of what is kept (`tasks.stages.shares`).
 
 A directory of kind "samples" holds `train.jsonl`, `held_out.jsonl` and, where traffic was split (`tasks.stages.split`),
-`probe.jsonl`: what drafts are held to and never trained on.
+`regression.jsonl`: what drafts are held to and never trained on.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from models.learning.hidden import Sample
 from models.types import MIN_COMPLETION
 from tasks.stages.shares import cap_per_key
 
-Split = Literal["train", "held_out", "probe"]
+Split = Literal["train", "held_out", "regression"]
 
 
 def write_samples(directory: Path, part: Split, samples: Iterable[Sample]) -> None:
@@ -35,7 +35,7 @@ def write_samples(directory: Path, part: Split, samples: Iterable[Sample]) -> No
 def read_samples(artifact: Artifact, part: Split) -> list[Sample]:
     """Read one part of a "samples" artifact; ValueError if its files are not those of the reference."""
     path = open_artifact(artifact) / f"{part}.jsonl"
-    if part == "probe" and not path.is_file():
+    if part == "regression" and not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
         return [Sample(**json.loads(line)) for line in file]
@@ -117,10 +117,10 @@ def _hashed(id: str, seed: int = 0) -> bytes:
     return hashlib.sha256(f"{seed} {id}".encode()).digest()
 
 
-def probe_versions(probes: Iterable[Sample]) -> dict[str, str]:
-    """Return domain to the version of its probe set: a hash of its members' names and answers."""
+def regression_set_versions(samples: Iterable[Sample]) -> dict[str, str]:
+    """Return domain to the version of its regression set: a hash of its members' names and answers."""
     members: dict[str, list[str]] = {}
-    for one in probes:
+    for one in samples:
         members.setdefault(one.domain, []).append(json.dumps([one.id, one.prompt_ids, one.completion_ids]))
     return {
         domain: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]

@@ -3,7 +3,7 @@
 The unit is a cluster (`models.evaluation.clusters`): what resembles each other, and what a client says belongs
 together. In each window a cluster is put on a side by a keyed hash, so that no client can choose it; a large one is
 held out in the first window that has it. What was held out in one window is trained on in the next. What is alike to a
-member of a probe set (`infra.probes`) is on neither side.
+member of a regression set (`infra.regression_sets`) is on neither side.
 """
 
 import hmac
@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from transformers import AutoTokenizer
 
-from infra.probes import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
 from infra.querylog import QueryLog
+from infra.regression_sets import MAX_CLUSTER_SHARE, MIN_CLUSTER, Conversation
 from infra.windows import Window
 from models.evaluation.clusters import Sketch, join, join_groups, sketch
 from models.learning.hidden import Sample
@@ -124,7 +124,7 @@ def unseen_and_large(
 ) -> set[str]:
     """Return the clusters that are scored before they train: those above 5% of a domain in their first window.
 
-    They are too large to be probes, so that nothing else would ever say how a draft does on what it has not seen of
+    They are too large for a regression set, so that nothing else would say how a draft does on what it has not seen of
     them. A domain that has little else would give its first window nothing to train on: of its large clusters only as
     many wait, in the order of the draw, as reach half of its rows; the others are split like small ones.
 
@@ -176,6 +176,6 @@ def counted(
 def stands_for(num_rows: int, of_domain: int) -> float:
     """Return how many requests a cluster of `num_rows` of a domain's rows stands for: at most 5% of the domain's.
 
-    One group, or one text that is sent again and again, thus never says what the gain is; see `infra.probes`.
+    One group, or one text that is sent again and again, thus never says what the gain is; see `infra.regression_sets`.
     """
     return min(num_rows, max(MIN_CLUSTER, MAX_CLUSTER_SHARE * of_domain))

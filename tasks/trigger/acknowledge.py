@@ -24,10 +24,10 @@ RESULTS: dict[RefreshOutcome, Result] = {
     "already trained": "promoted",
     "undecided": "progress",
     "outdated": "outdated",
-    "nothing to do": "put off",
-    WAITS_FOR_MEMORY: "put off",
-    "refused": "in vain",
-    "waits for approval": "in vain",
+    "nothing to do": "deferred",
+    WAITS_FOR_MEMORY: "deferred",
+    "refused": "failed",
+    "waits for approval": "failed",
 }
 # What a refresh took before counts for less with each further one.
 FADES = 0.9
@@ -49,23 +49,23 @@ def acknowledged(refresh: Refresh) -> Refresh:
         with ExitStack() as held:
             try:
                 end = held.enter_context(trigger.run(retry))
-                seen = trigger.snapshot()
+                seen = trigger.state()
             except (sqlite3.Error, OSError, ValueError) as error:
                 run_logger().warning("the trigger's state can't be written: %s", error)
                 return gives_way(refresh)(recipe)
-            dog = Watchdog(lambda: is_served(settings.home), lambda why: _tell(end, "put off", WAITS_FOR_MEMORY))
+            dog = Watchdog(lambda: is_served(settings.home), lambda why: _tell(end, "deferred", WAITS_FOR_MEMORY))
             try:
                 if short := short_of_memory(recipe, seen, starts=True):
                     run_logger().warning("the refresh waits for memory: %s", short)
-                    _tell(end, "put off", WAITS_FOR_MEMORY)
+                    _tell(end, "deferred", WAITS_FOR_MEMORY)
                     return WAITS_FOR_MEMORY, None
                 with dog.watching():
                     outcome, version = refresh(recipe)
             except Exception:
-                _tell(end, "in vain", "failed")
+                _tell(end, "failed", "failed")
                 raise
             except BaseException:
-                _tell(end, "put off", "stopped")
+                _tell(end, "deferred", "stopped")
                 raise
             _tell(end, RESULTS[outcome], outcome)
             if version is not None and outcome != "already trained":
@@ -80,7 +80,7 @@ def acknowledged(refresh: Refresh) -> Refresh:
 def fallen_domains() -> tuple[str, ...]:
     """Return the domains whose acceptance fell and is not back, which the refresh at hand is wanted for, if any."""
     try:
-        domains = TriggerFile(load_settings().querylog).snapshot().domains.items()
+        domains = TriggerFile(load_settings().querylog).state().domains.items()
         return tuple(name for name, state in domains if not isinstance(state, Ok) and state.fall.why == "fell")
     except (sqlite3.Error, OSError) as error:
         run_logger().warning("the trigger's state can't be read: %s", error)

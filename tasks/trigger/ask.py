@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from infra.consent import OTHER_DOMAINS
 from infra.querylog import QueryLog
 from infra.registry import open_registry
-from infra.triggerfile import LastLook, RunRequest, Snapshot, TriggerFile
+from infra.triggerfile import LastLook, RunRequest, TriggerFile, TriggerState
 from infra.triggers import Due, Event, Fall, Fallen, Fell, Looked, Ok, Recovered
 from infra.versions import Version
 from infra.waiting import Queue
@@ -91,9 +91,9 @@ class RefreshTrigger:
         self._trigger.find_lost()
         others = self._others()
         self._find_low()
-        before = self._trigger.snapshot()
-        wanted = self._judge(before, others is not None)
-        seen = self._trigger.snapshot()
+        before = self._trigger.state()
+        wanted = self._decide(before, others is not None)
+        seen = self._trigger.state()
         short, error = "", ""
         if not seen.running and (seen.waits_for_memory or _is_due(seen)):
             short = short_of_memory(self._recipe, seen)
@@ -118,7 +118,7 @@ class RefreshTrigger:
         or another one is due or waits because a refresh did not help it. They go on with its attempts, and it is
         remembered for as long as it may have to wait at most.
         """
-        seen = self._trigger.snapshot()
+        seen = self._trigger.state()
         states = seen.domains
         low = {
             name: one.fall for name, one in states.items() if isinstance(one, Fallen | Due) and one.fall.why == "low"
@@ -159,7 +159,7 @@ class RefreshTrigger:
             attempts=attempts,
         )
 
-    def _judge(self, seen: Snapshot, waits: bool) -> dict[str, int]:
+    def _decide(self, seen: TriggerState, waits: bool) -> dict[str, int]:
         """Let fallen and low domains become due, and return how many rows of its own each of them wants."""
         queue, refresh = Queue(rows=self._log.waiting()[0] if seen.domains else {}), self._recipe.refresh
         groups = self._log.waiting_groups() if seen.domains else {}
@@ -193,7 +193,7 @@ class RefreshTrigger:
         )
         return math.ceil(tests * rows_a_test(of_domain))
 
-    def _learn(self, seen: Snapshot) -> None:
+    def _learn(self, seen: TriggerState) -> None:
         """Ask how far the challenger is, where a run or a person may have changed that."""
         drafts = frozenset(state.fall.draft for state in seen.domains.values() if not isinstance(state, Ok))
         if (changed := (seen.last_run, drafts)) != self._known_at:
@@ -218,13 +218,15 @@ class RefreshTrigger:
         # A clock that is set ends the pause, in either direction.
         return self._paused_ms is not None and 0 <= self._trigger.clock() - self._paused_ms < PAUSE_S * 1000
 
-    def _has_waited(self, seen: Snapshot) -> bool:
+    def _has_waited(self, seen: TriggerState) -> bool:
         """Return whether a run that went for want of memory is long enough ago to try again."""
         ended_ms = None if seen.last_run is None else seen.last_run.ended_ms
         waited_ms = self._trigger.clock() - (ended_ms or 0)
         return not 0 <= waited_ms < self._recipe.schedule.retry_s * 1000
 
-    def _note(self, before: Snapshot, wanted: dict[str, int], short: str, error: str, others: ForOthers | None) -> None:
+    def _note(
+        self, before: TriggerState, wanted: dict[str, int], short: str, error: str, others: ForOthers | None
+    ) -> None:
         at_ms, last, schedule = self._trigger.clock(), before.last_look, self._recipe.schedule
         since_ms = last.error_since_ms if last is not None and last.error else at_ms
         if error and since_ms == at_ms:
@@ -305,5 +307,5 @@ def prefect_server(deployment: str) -> Orchestrator:
     return ask
 
 
-def _is_due(seen: Snapshot) -> bool:
+def _is_due(seen: TriggerState) -> bool:
     return any(isinstance(state, Due) for state in seen.domains.values())

@@ -5,7 +5,7 @@ from pathlib import Path
 from infra.memory import GIB, own_gib, read_memory
 from infra.registry import open_registry
 from infra.settings import load_settings
-from infra.triggerfile import Snapshot
+from infra.triggerfile import TriggerState
 from infra.versions import cached
 from models.recipe import Recipe
 
@@ -16,7 +16,7 @@ LIBRARIES_GIB = 1.0
 TARGET_FACTOR, DRAFT_FACTOR = 1.0, 10.0
 
 
-def short_of_memory(recipe: Recipe, seen: Snapshot, starts: bool = False) -> str:
+def short_of_memory(recipe: Recipe, seen: TriggerState, starts: bool = False) -> str:
     """Return why no refresh can start at the moment, "" if there is room.
 
     Args:

@@ -6,8 +6,8 @@ Requests are answered that were never logged. Nothing is trained while logs are 
 the line's first one became on requests of other groups, so that what is logged and what is not are both new to it.
 
 - *Splits of the home's own log*: its rows, each time with a secret of another home, which clusters them, reserves
-  probes and holds out as a refresh on all of them would. The gate tells its interval of what was held out. The truth is
-  the gain on what was never logged.
+  regression sets and holds out as a refresh on all of them would. The gate tells its interval of what was held out. The
+  truth is the gain on what was never logged.
 - *Logs drawn anew*: what one log happens to hold is the same for all splits of it. So half of what was never logged is
   drawn to be a log, with its own secret, and the truth is the gain on the other half.
 
@@ -26,9 +26,9 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from infra.artifacts import open_artifact, publish
-from infra.probes import plan
 from infra.querylog import QueryLog
 from infra.registry import open_registry
+from infra.regression_sets import plan
 from infra.versions import Pair
 from infra.windows import Window
 from models.drafting.draft_families import open_draft
@@ -156,7 +156,7 @@ def _told(run: Run, served: int, domains: Sequence[str]) -> list[Sample]:
     if window is None:
         return []
     samples = publish(Path(unquote(urlsplit(window.uri).path)), "samples")
-    parts: tuple[SampleSplit, ...] = ("held_out", "probe")
+    parts: tuple[SampleSplit, ...] = ("held_out", "regression")
     return [one for part in parts for one in read_samples(samples, part) if one.domain in domains]
 
 
@@ -217,11 +217,11 @@ def judged_by(samples: Sequence[Sample], name: str, held_out_fraction: float, ta
     window = Window(first_seq=1, last_seq=len(rows), num_rows=len(rows), sha256="", owner=OWNER)
     draw, of_domain = drawn_by(secret), Counter(row.domain for row in rows)
     of_cluster = Counter((row.domain, row.cluster) for row in rows)
-    probes = [rows[seq - 1] for seq in plan(rows, (), 1, range(1, len(rows) + 1), (), draw).reserved]
-    kept = {row.cluster for row in probes}
+    regression = [rows[seq - 1] for seq in plan(rows, (), 1, range(1, len(rows) + 1), (), draw).reserved]
+    kept = {row.cluster for row in regression}
     is_held_out = held_out_by(secret, rows, window, held_out_fraction, ())
     tests = [row for row in rows if is_held_out(row.cluster) and row.cluster not in kept]
-    judged = {row.seq: stands_for(of_cluster[row.domain, row.cluster], of_domain[row.domain]) for row in probes}
+    judged = {row.seq: stands_for(of_cluster[row.domain, row.cluster], of_domain[row.domain]) for row in regression}
     judged |= counted(tests, of_domain, draw)
     return Split(
         [one.id for one in samples],

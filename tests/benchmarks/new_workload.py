@@ -102,7 +102,7 @@ class Stream:
         if time.monotonic() - self.looked_s < 1:
             return
         self.looked_s = time.monotonic()
-        seen = self.trigger.snapshot().domains.get(self.given.domain)
+        seen = self.trigger.state().domains.get(self.given.domain)
         happened = [name for name, states in STATES.items() if isinstance(seen, states)]
         champion = self.registry.champion("draft")
         if champion is not None and champion.number != self.kept["draft"]:

@@ -86,7 +86,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                 for _ in range(2):
                     await engine.llm.reset_prefix_cache()
                     await ask(engine, of_domain, on, streams, given.tokens)
-                told, pace = engine.llm.speeds[domain], engine.llm.pace
+                told, throughput = engine.llm.speeds[domain], engine.llm.throughput
                 blocks = []
                 for number in tqdm(range(given.rounds), f"{streams} streams, {domain}", mininterval=5):
                     pair = {}
@@ -106,7 +106,7 @@ async def measure(given: argparse.Namespace, streams: int) -> list[dict[str, Any
                     ),
                     "speed": {name: round(value, 3) for name, value in told},
                     "on_off": [round(one, 3) for one in (ratio.value, ratio.low, ratio.high)],
-                    "plan": None if pace is None else [pace.num_draft_tokens, pace.why],
+                    "plan": None if throughput is None else [throughput.num_draft_tokens, throughput.why],
                 }
                 row["error"] = round(row["told"] / ratio.value - 1, 3)
                 rows.append(row)

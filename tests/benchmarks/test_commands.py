@@ -15,7 +15,7 @@ from infra.registry import Registry
 from infra.versions import OWN_TAGS
 from tasks.measure.drift import WAYS
 from tasks.measure.stock import BY_BATCH_SIZE
-from tests.benchmarks import falls, gate, takeback
+from tests.benchmarks import falls, gate, rollback_delay
 from tests.flows.conftest import Cli
 
 TIMEOUT_S = 1200  # each starts the service several times
@@ -167,7 +167,7 @@ def test_the_demonstration_is_timed_from_nothing_and_once_more(cli_in, tmp_path)
 
 def test_what_is_simulated_needs_no_home(capsys, monkeypatch):
     found = {}
-    for script in (gate, falls, takeback):
+    for script in (gate, falls, rollback_delay):
         options = ["--runs", "4", *(["--windows", "4"] if script is gate else [])]
         monkeypatch.setattr("sys.argv", [script.__name__, *options])
         script.main()

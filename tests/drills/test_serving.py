@@ -172,7 +172,7 @@ def test_f15_a_draft_that_promises_what_it_does_not_hold_is_taken_back_and_chang
     scene: Scene, world: World
 ) -> None:
     with scene.load() as load:
-        bold = world.register(9, probe_tau="3.9")
+        bold = world.register(9, golden_tau="3.9")
         world.registry.promote("draft", bold)
         status = world.wait_for(
             "refusal", lambda status: any(name.startswith(f"{bold}-") for name in status["refused"])
@@ -256,7 +256,7 @@ def test_f20_without_the_orchestrator_serving_goes_on_and_what_asks_for_a_refres
     assert events["sent"] == 0
     assert "refused" in events["last_error"]
     assert load.ended_well(), load.outcomes
-    fallen = TriggerFile(world.querylog).snapshot().domains["drift"]
+    fallen = TriggerFile(world.querylog).state().domains["drift"]
     assert isinstance(fallen, Fallen)
     assert (fallen.fall.draft, fallen.fall.promised) == (hopeful, 3.9)
 

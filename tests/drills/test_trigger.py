@@ -69,14 +69,14 @@ class Home:
         return found.number
 
     def is_due(self) -> bool:
-        return isinstance(self.trigger.snapshot().domains.get("code"), Due)
+        return isinstance(self.trigger.state().domains.get("code"), Due)
 
     def is_promoted(self, number: int) -> bool:
-        seen = self.trigger.snapshot()
+        seen = self.trigger.state()
         return self.champion == number and not seen.running and not seen.domains
 
     def orchestrator_is_missed(self) -> bool:
-        look = self.trigger.snapshot().last_look
+        look = self.trigger.state().last_look
         return look is not None and look.error != ""
 
 
@@ -102,7 +102,7 @@ def test_f32_a_refresh_wanted_while_one_runs_or_the_orchestrator_is_down_comes_o
             with home.trigger.run(Retry(first_s=1, most_s=1)) as end:
                 candidate = home.let_acceptance_fall()
                 wait_until(home.is_due, 60, child, "a refresh to be due behind the one that runs")
-                end("in vain", "refused")
+                end("failed", "refused")
             wait_until(lambda: home.is_promoted(candidate), 120, child, "the refresh behind it")
 
             for process in psutil.Process(first.pid).children(recursive=True):

@@ -109,8 +109,10 @@ def test_f33_a_flood_of_a_new_domain_chosen_for_one_side_leaves_later_refreshes_
         lineage = registry_of(home).versions("draft")[0].lineage
         assert lineage.gate in ("passed", "undecided"), lineage.gate_reasons
         assert {"chat", "code"} <= lineage.tau.keys()
-        tested, trained, probes = (_domains(lineage.judged_on, part) for part in ("held_out", "train", "probe"))
-        chat.add(probes["chat"])
+        tested, trained, regression = (
+            _domains(lineage.gate_data, part) for part in ("held_out", "train", "regression")
+        )
+        chat.add(regression["chat"])
         of_flood = tested["flood"] + trained["flood"]
         assert 0.05 < tested["flood"] / of_flood < 0.8  # by the client's choice all of it would be held out
         assert of_flood <= 2 * (tested["code"] + trained["code"])

@@ -71,7 +71,7 @@ def test_the_first_draft_is_served_a_better_one_passes_the_gate_and_a_worse_one_
     first = registry.get("draft", 1)
     assert set(Lineage.tag_names()) <= first.tags.keys()
     assert (first.tags["parent"], first.tags["gate"], first.tags["source"]) == ("", "", str(tmp_path / "noise1"))
-    assert float(first.tags["probe_tau"]) >= 1
+    assert float(first.tags["golden_tau"]) >= 1
 
     output = cli.run("import-draft", str(trained), "--recipe", "tiny")
     assert "registered: draft 2" in output

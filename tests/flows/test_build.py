@@ -35,7 +35,7 @@ def test_a_build_makes_a_target_with_golden_outputs_and_a_draft_the_champions(bu
     assert set(Lineage.tag_names()) <= draft.tags.keys()
     assert draft.tags["target_sha256"] == target.tags["target_sha256"]
     assert json.loads(draft.tags["tau"])["chat"] > 1.1
-    assert float(draft.tags["probe_tau"]) >= 1
+    assert float(draft.tags["golden_tau"]) >= 1
     check_manifest(registry.download(draft, tmp_path))
 
 

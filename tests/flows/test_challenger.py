@@ -249,7 +249,7 @@ def test_traffic_that_comes_back_brings_its_draft_back_and_nothing_is_trained(ba
     champion = back.registry.champion("draft")
     assert (champion.number, champion.previous, back.registry.get("draft", 1).previous) == (3, 2, None)
     assert (back.num_trained, back.log.windows.cursor(), back.log.stats().depth) == (before, 0, 120)
-    assert back.trigger.snapshot().domains == {}
+    assert back.trigger.state().domains == {}
 
     back.fall()
     outcome, trained = back.refresh(num_epochs=1)  # draft 2 is not better, and draft 3 learns from the same rows

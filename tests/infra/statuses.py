@@ -9,7 +9,7 @@ STATUS = ServiceStatus(
     champion=4,
     draft_version=None,
     speculating=True,
-    pace=ThroughputEstimate(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
+    throughput=ThroughputEstimate(num_draft_tokens=1, why="pays", tokens_per_s=120.0, plain_tokens_per_s=80.0),
     speed={"chat": Speed(tokens_per_s=75.0, plain_tokens_per_s=50.0, low=1.4, high=1.6)},
     mode="compiled: compiled steps are faster",
     unplanned=None,

@@ -15,13 +15,13 @@ from infra import history
 from infra.artifacts import staged
 from infra.clean import DAY_S, clean_up
 from infra.locks import lock_folder
+from infra.post_promotion import PostPromotionTest, PostPromotionTests
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.serving import ray_folder
 from infra.settings import Settings
 from infra.triggerfile import TriggerFile
 from infra.triggers import Retry
-from infra.watches import Watch, Watches
 from models.recipe import Keep
 from tests.infra.test_history import add_run, empty, fill
 from tests.tags import draft_tags
@@ -106,8 +106,8 @@ def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(
     home = Home(tmp_path / "home", store, PRESENT)
     for gate in ("undecided", "refused", "refused"):
         home.register(parent=str(PRESENT), gate=gate)
-    watch = Watch(draft=PRESENT, previous=1, num_wanted=9)
-    Watches(home.settings).save(watch)
+    test = PostPromotionTest(draft=PRESENT, previous=1, num_wanted=9)
+    PostPromotionTests(home.settings).save(test)
     now = time.time
     monkeypatch.setattr("infra.clean.time.time", lambda: now() + 40 * DAY_S)
     before = home.files()
@@ -115,7 +115,7 @@ def test_old_drafts_go_and_what_serves_or_may_serve_again_never_does(
     assert (home.files(), home.registry.get("draft", 3).cleaned) == (before, "")
     went = [(item.kind, item.name) for item, _ in clean_up(home.settings, LIMITS, pool=1)]
     assert went == told
-    # 6 serves, 5 and 4 are behind it, 2 is best in code and of the pool, 1 is on watch, 7 goes on learning.
+    # 6 serves, 5 and 4 are behind it, 2 is best in code and of the pool, 1 is under test, 7 goes on learning.
     assert {number for number in range(1, 10) if home.is_there(number)} == {1, 2, 4, 5, 6, 7}
     assert {name for kind, name in went if kind == "draft"} == {"draft 3", "draft 8", "draft 9"}
     assert [version.number for version in home.registry.versions("draft")] == list(range(9, 0, -1))

@@ -28,7 +28,7 @@ EARLIER = {
     "gate_test": "1",
     "line": "0123456789abcdef",
     "tau": '{"chat": 1.8512, "code": 2.1034}',
-    "probe_tau": "1.6250",
+    "golden_tau": "1.6250",
     "samples_uri": "file:///home/somebody/.redraft/artifacts/samples/0a0b",
     "samples_sha256": "0a0b",
     "seed": "0",
@@ -58,7 +58,7 @@ def test_a_lineage_survives_the_trip_through_tags() -> None:
         gated_against=4,
         line="L",
         tau={"chat": 1.5},
-        probe_tau=1.25,
+        golden_tau=1.25,
         num_draft_tokens=3,
         teachers={"9" * 64: {"name": "larger", "weight": 0.5}},
         seed=7,
@@ -76,7 +76,7 @@ def test_a_version_of_an_earlier_revision_is_read() -> None:
     assert (lineage.target_version, lineage.parent, lineage.gate, lineage.gate_test) == (1, 1, "passed", 1)
     assert lineage.window is not None
     assert (lineage.window.first_seq, lineage.window.last_seq) == (1, 200)
-    assert (lineage.tau, lineage.probe_tau) == ({"chat": 1.8512, "code": 2.1034}, 1.625)
+    assert (lineage.tau, lineage.golden_tau) == ({"chat": 1.8512, "code": 2.1034}, 1.625)
     assert (lineage.num_draft_tokens, lineage.gated_against, lineage.source) == (None, None, "")
     assert lineage.teachers == {}
     assert (version().previous, version().was_champion, version().quarantined, version().forced) == (1, True, "", "")
@@ -95,7 +95,7 @@ def test_a_version_of_an_earlier_revision_is_read() -> None:
         ("tau", "{"),
         ("tau", '{"chat": "much"}'),
         ("tau", '{"chat": 0.5}'),
-        ("probe_tau", "nan"),
+        ("golden_tau", "nan"),
         ("num_draft_tokens", "0"),
     ],
 )

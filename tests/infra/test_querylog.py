@@ -12,8 +12,8 @@ import pytest
 
 from infra.erasures import ERASED
 from infra.logfile import ENDED, SCHEMA_VERSION
-from infra.probes import Change
 from infra.querylog import QueryLog
+from infra.regression_sets import Change
 from infra.windows import Window, WindowBusy
 from tests.infra.rows import erase, row, run_python
 
@@ -147,7 +147,7 @@ def claim_and_die(log: QueryLog) -> None:
 
 def test_a_window_that_failed_three_times_is_set_aside_and_the_rows_after_it_are_claimed(log: QueryLog) -> None:
     log.append([row(f"a{number}") for number in range(5)])
-    sets = log.probe_sets
+    sets = log.regression_sets
     sets.apply(Change(reserved=[1, 4], released=[]))
     for attempt in (1, 2, 3):
         window = claimed(log, f"run-{attempt}")

@@ -169,11 +169,11 @@ def test_of_two_that_were_judged_against_one_champion_the_first_is_promoted(
     slow = Elsewhere(registry)
     raised = together(
         slow,
-        lambda: slow.promote("draft", 2, judged_against=1),
-        lambda: registry.promote("draft", 3, judged_against=1),
+        lambda: slow.promote("draft", 2, expected_champion=1),
+        lambda: registry.promote("draft", 3, expected_champion=1),
     )
     assert isinstance(raised, Outdated)
-    assert "judged against draft 1, which is no longer the champion: that is 2" in str(raised)
+    assert "gated against draft 1, which is no longer the champion: that is 2" in str(raised)
     assert champion_number(registry) == 2
     assert not registry.get("draft", 3).was_champion
 
@@ -191,7 +191,7 @@ registry.champion("draft")
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    registry.promote("draft", int(sys.argv[3]), judged_against=1)
+    registry.promote("draft", int(sys.argv[3]), expected_champion=1)
 except Outdated:
     print("outdated")
 else:
@@ -213,15 +213,15 @@ def test_what_was_judged_against_a_draft_that_is_gone_or_quarantined_is_outdated
     registry: Registry, checkpoint: Callable[[str], Path]
 ) -> None:
     register_drafts(registry, checkpoint, 2)
-    with pytest.raises(Outdated, match="judged against draft 1, which is no longer the champion: there is none"):
-        registry.promote("draft", 2, judged_against=1)
+    with pytest.raises(Outdated, match="gated against draft 1, which is no longer the champion: there is none"):
+        registry.promote("draft", 2, expected_champion=1)
     registry.promote("draft", 1)
     registry.quarantine("draft", 1, "another output")
-    with pytest.raises(Outdated, match="judged against draft 1, which is quarantined: another output"):
-        registry.promote("draft", 2, judged_against=1)
+    with pytest.raises(Outdated, match="gated against draft 1, which is quarantined: another output"):
+        registry.promote("draft", 2, expected_champion=1)
     assert champion_number(registry) == 1
     registry.promote("draft", 2)
-    registry.promote("draft", 2, judged_against=1)  # promoting the champion changes nothing
+    registry.promote("draft", 2, expected_champion=1)  # promoting the champion changes nothing
     assert champion_number(registry) == 2
 
 

@@ -36,9 +36,9 @@ def test_what_fell_is_told_once_to_who_asks_and_stays_for_the_next_process(trigg
     assert isinstance(trigger.tell({"code": FELL})["code"], Fallen)
     assert trigger.tell({"code": FELL, "chat": Recovered()}) == {}
     again = TriggerFile(trigger.path.with_name("queries.db"))
-    assert again.snapshot().domains.keys() == {"code"}
+    assert again.state().domains.keys() == {"code"}
     assert again.tell({"code": Recovered()}) == {"code": Ok()}
-    assert again.snapshot().domains == {}
+    assert again.state().domains == {}
 
 
 def test_the_file_is_the_owners_alone(trigger: TriggerFile) -> None:
@@ -54,11 +54,11 @@ def test_a_run_acknowledges_what_fell_before_it_and_not_what_falls_meanwhile(tri
     wish = trigger.wish()
     with trigger.run(RETRY) as end:
         trigger.tell({"chat": FELL})
-        seen = trigger.snapshot()
+        seen = trigger.state()
         assert (seen.running, type(seen.domains["code"]), type(seen.domains["chat"])) == (True, Running, Fallen)
         assert trigger.wish().key != wish.key
         end("promoted", "promoted")
-    seen = trigger.snapshot()
+    seen = trigger.state()
     assert (seen.running, seen.domains.keys()) == (False, {"chat"})
     assert seen.last_run is not None
     assert seen.last_run.outcome == "promoted"
@@ -70,7 +70,7 @@ def test_a_second_run_at_the_same_time_acknowledges_nothing(trigger: TriggerFile
         trigger.tell({"code": FELL})
         with trigger.run(RETRY) as end:
             end("promoted", "promoted")
-        assert isinstance(trigger.snapshot().domains["code"], Fallen)
+        assert isinstance(trigger.state().domains["code"], Fallen)
 
 
 def test_a_killed_run_is_due_again(trigger: TriggerFile) -> None:
@@ -80,16 +80,16 @@ def test_a_killed_run_is_due_again(trigger: TriggerFile) -> None:
         assert run.stdout is not None
         assert run.stdout.readline() == b"runs\n"
         trigger.find_lost()
-        assert isinstance(trigger.snapshot().domains["code"], Running)
+        assert isinstance(trigger.state().domains["code"], Running)
         run.kill()
     trigger.find_lost()
-    seen = trigger.snapshot()
+    seen = trigger.state()
     assert (seen.running, seen.last_run is not None and seen.last_run.outcome) == (False, "lost")
     fallen = seen.domains["code"]
     assert isinstance(fallen, Fallen)
     assert (fallen.fall.attempts, fallen.fall.wait_s) == (1, 60)
     trigger.tell({"code": Looked(enough=True, now_ms=fallen.fall.wait_from_ms + 60_000)})
-    assert isinstance(trigger.snapshot().domains["code"], Due)
+    assert isinstance(trigger.state().domains["code"], Due)
 
 
 def test_a_wish_is_asked_with_one_key_until_it_is_taken_or_its_run_ended(trigger: TriggerFile) -> None:
@@ -105,7 +105,7 @@ def test_a_wish_is_asked_with_one_key_until_it_is_taken_or_its_run_ended(trigger
 
 def test_looks_are_kept_and_soon_afterwards_the_same_one_is_covered(trigger: TriggerFile) -> None:
     trigger.note(LOOK)
-    assert trigger.snapshot().last_look == LOOK
+    assert trigger.state().last_look == LOOK
     assert LOOK.covers(LOOK.model_copy(update={"at_ms": 5_000}))
     assert not LOOK.covers(LOOK.model_copy(update={"at_ms": 50_000}))
     assert not LOOK.covers(LOOK.model_copy(update={"at_ms": 4}))
@@ -116,12 +116,12 @@ def test_a_torn_file_is_set_aside_and_a_newer_one_is_not_touched(trigger: Trigge
     trigger.tell({"code": FELL})
     trigger.path.write_bytes(b"x" * 4096)
     with pytest.raises(sqlite3.DatabaseError):
-        trigger.snapshot()
+        trigger.state()
     assert trigger.tell({"code": FELL}).keys() == {"code"}
     with closing(sqlite3.connect(trigger.path)) as db:
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(ValueError, match="schema version 99, wanted at most 1"):
-        trigger.snapshot()
+        trigger.state()
 
 
 def test_it_lies_beside_its_log(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def ended(result: str) -> Ended:
     return Ended(result=result, now_ms=200_000, retry=RETRY)
 
 
-ENDS = [ended(result) for result in ("promoted", "progress", "outdated", "put off", "in vain")]
+ENDS = [ended(result) for result in ("promoted", "progress", "outdated", "deferred", "failed")]
 EVENTS = [FELL, FELL_WITH_ANOTHER, IS_LOW, LOW_NO_MORE, ENOUGH, TOO_FEW, TOO_SOON, Recovered(), Started(), LOST, *ENDS]
 STATES: list[State] = [
     Ok(),
@@ -81,14 +81,14 @@ TABLE: list[tuple[State, Event, State]] = [
     (Running(fall=FALL), ended("promoted"), Ok()),
     (Running(fall=FALL), ended("progress"), Fallen(fall=FALL)),
     (Running(fall=FALL), ended("outdated"), Fallen(fall=FALL)),
-    (Running(fall=FALL), ended("put off"), Fallen(fall=AGAIN)),
-    (Running(fall=FALL), ended("in vain"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=FALL), ended("deferred"), Fallen(fall=AGAIN)),
+    (Running(fall=FALL), ended("failed"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=WAITING), LOST, Fallen(fall=TWICE)),
     (Running(fall=WAITING), ended("promoted"), Ok()),
     (Running(fall=WAITING), ended("progress"), Fallen(fall=AT_ONCE)),
     (Running(fall=WAITING), ended("outdated"), Fallen(fall=AT_ONCE)),
-    (Running(fall=WAITING), ended("put off"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
-    (Running(fall=WAITING), ended("in vain"), Fallen(fall=TWICE)),
+    (Running(fall=WAITING), ended("deferred"), Fallen(fall=AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=WAITING), ended("failed"), Fallen(fall=TWICE)),
     (Fallen(fall=FALL), IS_LOW, Fallen(fall=LOW.model_copy(update=LOW_YET))),
     (Fallen(fall=WAITING), IS_LOW, Fallen(fall=LOW_WAITING.model_copy(update=LOW_YET))),
     (Due(fall=FALL), IS_LOW, Due(fall=LOW.model_copy(update=LOW_YET))),
@@ -107,8 +107,8 @@ TABLE: list[tuple[State, Event, State]] = [
     (Running(fall=LOW), ended("promoted"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
     (Running(fall=LOW), ended("progress"), Fallen(fall=LOW)),
     (Running(fall=LOW), ended("outdated"), Fallen(fall=LOW)),
-    (Running(fall=LOW), ended("put off"), Fallen(fall=LOW_AGAIN)),
-    (Running(fall=LOW), ended("in vain"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
+    (Running(fall=LOW), ended("deferred"), Fallen(fall=LOW_AGAIN)),
+    (Running(fall=LOW), ended("failed"), Fallen(fall=LOW_AGAIN.model_copy(update={"attempts": 1}))),
 ]
 
 
@@ -130,7 +130,7 @@ def test_waits_double_up_to_the_longest() -> None:
 
 def test_a_run_that_was_put_off_does_not_shorten_a_longer_wait() -> None:
     long = FALL.model_copy(update={"attempts": 4, "wait_from_ms": 190_000, "wait_s": 480.0})
-    assert step(Running(fall=long), ended("put off")) == Fallen(fall=long)
+    assert step(Running(fall=long), ended("deferred")) == Fallen(fall=long)
 
 
 @pytest.mark.parametrize("set_to_ms", [-(10**12), 0, 10**12])
@@ -142,7 +142,7 @@ def test_f24_a_clock_that_jumps_makes_no_wait_longer_than_the_longest(set_to_ms:
 
 
 def test_f24_a_clock_that_jumps_ahead_and_back_lets_the_wait_begin_anew_once() -> None:
-    ahead = step(Running(fall=FALL), Ended(result="in vain", now_ms=10**12, retry=RETRY))
+    ahead = step(Running(fall=FALL), Ended(result="failed", now_ms=10**12, retry=RETRY))
     back = step(ahead, Looked(enough=True, now_ms=300_000))
     assert back == Fallen(fall=WAITING.model_copy(update={"wait_from_ms": 300_000}))
     assert step(back, Looked(enough=True, now_ms=359_000)) == back

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, Snapshot, duration
+from infra.triggerfile import WAITS_FOR_MEMORY, LastLook, LastRun, TriggerState, duration
 from infra.triggers import Due, Fall, Fallen, Retry, Running, State
 from infra.versions import Version
 from infra.waiting import Queue, waiting_for
@@ -46,7 +46,7 @@ def line(
     """Return the answer with its word in front."""
     domains = {} if state is None else {"code": state}
     run = LastRun(started_ms=NOW_MS - 120_000, ended_ms=None if running else NOW_MS - 60_000, retry=RETRY)
-    seen = Snapshot(domains=domains, running=running, last_run=run, last_look=look)
+    seen = TriggerState(domains=domains, running=running, last_run=run, last_look=look)
     found = waiting_for(drafts[-1] if drafts else None, drafts, queue, seen, MADE_MS, NOW_MS)
     return f"{found.what} | {found.line(NOW_MS)}"
 
@@ -84,7 +84,7 @@ def test_a_past_draft_that_waits_for_approval_is_named_with_what_it_returns_for(
         second,
         (back, second, FIRST),
         rows(0),
-        Snapshot(domains={}, running=False, last_run=None, last_look=LOOK),
+        TriggerState(domains={}, running=False, last_run=None, last_look=LOOK),
         MADE_MS,
         NOW_MS,
     )
@@ -171,7 +171,7 @@ def test_for_a_fallen_domain_it_says_what_is_lacking(
 def test_where_a_refresh_went_for_want_of_memory_it_waits_for_that_first(short: str, told: str) -> None:
     run = LastRun(started_ms=NOW_MS, ended_ms=NOW_MS - 60_000, outcome=WAITS_FOR_MEMORY, retry=RETRY)
     look = LOOK.model_copy(update={"short_of_memory": short})
-    seen = Snapshot(domains={"code": Fallen(fall=FALL)}, running=False, last_run=run, last_look=look)
+    seen = TriggerState(domains={"code": Fallen(fall=FALL)}, running=False, last_run=run, last_look=look)
     found = waiting_for(FIRST, (FIRST,), rows(4), seen, MADE_MS, NOW_MS)
     assert (found.what, found.line(NOW_MS)) == ("memory", f"{told}; for 1 min")
 

@@ -12,7 +12,7 @@ _KEYS: dict[str, dict[str, str]] = {
         "recipe.Schedule": "build_cron refresh_interval_s retain_days",
     },
     "flows/refresh.py": {"recipe.Gate": "promote"},
-    "flows/watch.py": {"evaluation.post_promotion_test": "period_s"},
+    "flows/post_promotion.py": {"evaluation.post_promotion_test": "period_s"},
     "infra/clean.py": {"recipe.Keep": "num_drafts days gib log_mib"},
     "models/checkpoints/sparsity.py": {"checkpoints.sparsity.Pattern": "sparsity kept group"},
     "models/drafting/eagle3_heads.py": {
@@ -166,7 +166,7 @@ _KEYS: dict[str, dict[str, str]] = {
     "tasks/stages/teachers.py": {"learning.teacher.TeacherParams": "model"},
     "tasks/trigger/acknowledge.py": {"recipe.Schedule": "retry_s max_retry_s"},
     "tasks/trigger/room.py": {"recipe.Schedule": "min_free_memory_gib"},
-    "tasks/watch_draft.py": {
+    "tasks/post_promotion_test.py": {
         "recipe.Recipe": "post_promotion_test",
         "evaluation.post_promotion_test": "alpha num_requests per_look max_wait_s",
     },

@@ -189,7 +189,7 @@ class World:
             "target_sha256": self.card.sha256,
             "tokenizer_sha256": self.card.tokenizer_sha256,
             "vocab_size": str(self.card.vocab_size),
-            "probe_tau": "1.0",
+            "golden_tau": "1.0",
         }
         version = self.registry.register("draft", directory, lineage | (tags or {}))
         self.registry.promote("draft", version.number)
@@ -336,8 +336,8 @@ def make_nan(tensors: dict[str, Tensor]) -> None:
         (None, "refuses", {}, "draft mismatch"),
         (None, "mangles", {}, "fc.weight of the loaded draft differs"),
         (None, "corrupts", {}, "another output"),
-        (None, "", {"probe_tau": "3.9"}, "promised 3.900"),
-        (None, "", {"probe_tau": ""}, "tag probe_tau is empty"),
+        (None, "", {"golden_tau": "3.9"}, "promised 3.900"),
+        (None, "", {"golden_tau": ""}, "tag golden_tau is empty"),
     ],
     ids=["file", "nan", "swap", "weights", "output", "acceptance", "no figure"],
 )
@@ -390,7 +390,7 @@ def test_a_draft_of_another_shape_asks_for_a_new_replica_which_boots_with_it(run
 def test_after_a_quarantine_the_replica_answers_on_where_the_draft_before_has_another_shape(
     running: World, found: str
 ) -> None:
-    bad = running.push({"probe_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
+    bad = running.push({"golden_tau": "3.9"} if found == "on probation" else None, vocab_size=32)
     running.boot()
     running.tick()
     if found == "elsewhere":
@@ -795,7 +795,7 @@ def test_what_is_no_champion_any_more_is_not_tried_again(running: World, champio
 
 @pytest.mark.slow
 def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World) -> None:
-    world.push({"probe_tau": "3.9"})
+    world.push({"golden_tau": "3.9"})
     world.boot()
     world.tick()
     assert (world.serving(), world.engine.speculating, world.champion()) == (None, False, None)
@@ -806,7 +806,7 @@ def test_without_a_good_draft_speculation_goes_off_until_one_comes(world: World)
 
 
 def test_a_bad_boot_draft_gives_way_to_the_last_good_one(running: World) -> None:
-    running.push({"probe_tau": "3.9"})
+    running.push({"golden_tau": "3.9"})
     assert running.boot().version.number == 2
     running.tick(2)
     assert (running.serving(), running.engine.speculating, running.champion()) == (1, True, 1)
@@ -822,7 +822,7 @@ def test_when_the_last_good_draft_can_not_be_put_back_speculation_goes_off(runni
 
 @pytest.mark.slow
 def test_while_the_registry_is_down_the_last_good_draft_serves_and_a_bad_one_is_reported_later(running: World) -> None:
-    bad = running.push({"probe_tau": "3.9"})
+    bad = running.push({"golden_tau": "3.9"})
     database = running.home / "mlflow.db"
     running.source.fetch(bad)  # it is in the cache
     champion = running.source.champion()
@@ -871,7 +871,7 @@ def test_an_alias_on_something_foreign_changes_nothing_and_keeps_no_replica_from
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tag", "value"),
-    [("tau", "{"), ("vocab_size", "many"), ("probe_tau", "nan"), ("num_draft_tokens", "0"), ("parent", "the first")],
+    [("tau", "{"), ("vocab_size", "many"), ("golden_tau", "nan"), ("num_draft_tokens", "0"), ("parent", "the first")],
 )
 def test_a_champion_with_a_tag_changed_by_hand_is_left_alone_and_named(running: World, tag: str, value: str) -> None:
     from mlflow import MlflowClient
@@ -996,7 +996,7 @@ def test_an_operator_who_switches_off_while_a_champion_is_fetched_gets_it_at_onc
 
 @pytest.mark.slow
 def test_an_operator_who_switches_off_while_a_draft_is_put_back_gets_it_at_once(running: World) -> None:
-    running.push({"probe_tau": "3.9"})
+    running.push({"golden_tau": "3.9"})
     running.boot()
     slow = make_slow(running)
     running.runner.run(switch_off(running, slow.fetching.is_set, slow.may_go.set))
@@ -1005,7 +1005,7 @@ def test_an_operator_who_switches_off_while_a_draft_is_put_back_gets_it_at_once(
 
 @pytest.mark.slow
 def test_a_draft_that_is_not_put_back_in_time_leaves_speculation_off_until_it_is(running: World) -> None:
-    running.push({"probe_tau": "3.9"})
+    running.push({"golden_tau": "3.9"})
     running.boot(probation=Probation(timeout_s=60, put_back_s=0.2))
     slow = make_slow(running)
     running.tick()
@@ -1038,7 +1038,7 @@ def traffic(accepted: int) -> list[AcceptanceCount]:
 def checked(world: World) -> World:
     """A replica that has proven a draft and is about to ask it the canary prompts."""
     world.goldens = world.goldens * 3
-    world.push({"tau": '{"chat": 2.5}', "probe_tau": "2.5"})
+    world.push({"tau": '{"chat": 2.5}', "golden_tau": "2.5"})
     canary = CanaryParams(period_s=1e-6)
     world.boot(canary=canary, probation=Probation(timeout_s=60, num_prompts=6))
     world.engine.accepts = 2

@@ -158,7 +158,7 @@ def test_drafts_are_swapped_while_clients_stream_and_no_answer_changes(world: Wo
 
 def test_a_draft_that_accepts_less_than_it_promised_is_put_back(world: World, client: openai.OpenAI) -> None:
     good = world.status()["draft_version"]
-    liar = world.register(2, probe_tau="3.9")
+    liar = world.register(2, golden_tau="3.9")
     world.registry.promote("draft", liar)
     status = world.wait_for("refusal", lambda status: any(name.startswith(f"{liar}-") for name in status["refused"]))
     [reason] = [reason for name, reason in status["refused"].items() if name.startswith(f"{liar}-")]

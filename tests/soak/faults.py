@@ -117,13 +117,13 @@ class Faults:
         return [number for number in self._stack.good_drafts() if champion is None or number != champion.number]
 
     def _promote(self, number: int, wait: bool = True) -> None:
-        with suppress(ValueError):  # the watch took it back meanwhile
+        with suppress(ValueError):  # it was rolled back meanwhile
             self._stack.registry.promote("draft", number, forced=WHY)
         if wait:
             self._wait(time.monotonic(), self._follows)
 
     def _follows(self) -> bool:
-        """Whether the champion of now serves: a refresh or the watch may have made another one the champion."""
+        """Whether the champion of now serves: a refresh or a rollback may have made another one the champion."""
         champion = self._stack.registry.champion("draft")
         return champion is not None and str(self._told("draft_version")) == str(champion.number)
 
@@ -147,10 +147,10 @@ class Faults:
         return told
 
     def _push_nan(self) -> None:
-        self._push(self._stack.register(NAN, probe_tau=1.0, spoiled=True))
+        self._push(self._stack.register(NAN, golden_tau=1.0, spoiled=True))
 
     def _push_bold(self) -> None:
-        self._push(self._stack.register(noisy(0.05, seed=0), probe_tau=BOLD_TAU, spoiled=True))
+        self._push(self._stack.register(noisy(0.05, seed=0), golden_tau=BOLD_TAU, spoiled=True))
 
     def _push(self, number: int) -> None:
         registry, began_s = self._stack.registry, time.monotonic()

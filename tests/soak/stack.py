@@ -25,7 +25,7 @@ from infra.versions import Version, is_usable
 from models.drafting.draft_families import open_draft
 from models.evaluation.golden import Golden
 from models.recipe import load_recipe
-from tasks.measure_draft import measure_probe
+from tasks.measure_draft import measure_golden
 from tests.drills.load import Client
 from tests.drills.spoiled import Spoil, noisy
 from tests.flows.conftest import Cli, registry_of
@@ -63,7 +63,7 @@ NAMES = (
     ("haproxy", "haproxy"),
     ("services.main", "service"),
     ("flows.deployments", "runner of flows"),
-    ("flows.watch", "watch"),
+    ("flows.post_promotion", "post-promotion"),
     ("infra.auth_middleware:mlflow_page", "mlflow"),
     ("prefect.server", "prefect"),
     ("prefect", "run of a flow"),
@@ -169,7 +169,7 @@ class Stack(Served):
         found = [one.number for one in versions if is_usable(one) and one.number not in self.spoiled]
         return found if len(found) > 1 else [*found, self.register(noisy(0.02, seed=len(versions)))]
 
-    def register(self, change: Spoil, probe_tau: float | None = None, spoiled: bool = False) -> int:
+    def register(self, change: Spoil, golden_tau: float | None = None, spoiled: bool = False) -> int:
         """Register the first draft with a change, and an honest promise unless another is given."""
         registry, scratch = self.registry, self.home / "made"
         first, target = registry.get("draft", 1), registry.champion("target")
@@ -180,10 +180,10 @@ class Stack(Served):
             shutil.copytree(registry.download(first, cache_dir), directory, dirs_exist_ok=True)
             (directory / "manifest.json").unlink()
             change(directory)
-        if probe_tau is None:
+        if golden_tau is None:
             target_dir, k = registry.download(target, cache_dir), load_recipe(self._recipe).num_draft_tokens
-            probe_tau = measure_probe(open_draft(made, target_dir), target_dir, k, scratch / "probe")
-        tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "probe_tau": probe_tau}).to_tags()
+            golden_tau = measure_golden(open_draft(made, target_dir), target_dir, k, scratch / "golden")
+        tags = first.lineage.model_copy(update={"parent": 1, "gate": "passed", "golden_tau": golden_tau}).to_tags()
         number = registry.register("draft", made, tags).number
         if spoiled:
             self.spoiled.add(number)

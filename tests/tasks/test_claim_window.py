@@ -24,7 +24,7 @@ from models.learning.hidden import Sample
 from models.recipe import Refresh
 from tasks.advance_cursor import advance_cursor
 from tasks.claim_window import claim_window, hold_out, hold_out_past, hold_window, leave_window
-from tasks.stages.samples import probe_versions, read_samples, write_samples
+from tasks.stages.samples import read_samples, regression_set_versions, write_samples
 from tasks.stages.split import MOST_OF_GROUP
 
 REFRESH = Refresh(min_rows=40, max_rows=100, held_out_fraction=0.25, replay_per_domain=10)
@@ -157,7 +157,7 @@ def test_what_a_run_raised_is_raised_again_where_the_log_can_not_be_written(log)
 
 
 def parts_of(artifact: Artifact) -> dict[str, list[Sample]]:
-    return {part: read_samples(artifact, part) for part in ("train", "held_out", "probe")}
+    return {part: read_samples(artifact, part) for part in ("train", "held_out", "regression")}
 
 
 def held(log, pair, first_samples, rows: list[QueryRow], refresh: Refresh = REFRESH) -> dict[str, list[Sample]]:
@@ -197,7 +197,7 @@ def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window
     window = claim_window.fn(REFRESH)
     parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
     snapshot = parts.samples.path.name
-    in_part = {part: read_samples(parts.samples, part) for part in ("train", "held_out", "probe")}
+    in_part = {part: read_samples(parts.samples, part) for part in ("train", "held_out", "regression")}
     seqs = {one.id: one.seq for one in log.rows(1, 150)}
     for part, samples in in_part.items():
         for sample in samples:
@@ -205,7 +205,7 @@ def test_it_is_recorded_which_rows_a_snapshot_read_and_as_what_before_the_window
                 replayed = part == "train" and seq < window.first_seq
                 assert log.erasures.reads_of([seq])[snapshot] == {"replay" if replayed else part: 1}
     read = log.erasures.reads_of(seqs.values())[snapshot]
-    assert read["train"] > 0 and read["replay"] > 0 and read["held_out"] > 0 and read["probe"] > 0
+    assert read["train"] > 0 and read["replay"] > 0 and read["held_out"] > 0 and read["regression"] > 0
     assert sum(read.values()) == len({one.id for samples in in_part.values() for one in samples} & seqs.keys())
 
 
@@ -214,7 +214,9 @@ def test_what_a_grammar_constrained_is_learnt_and_never_judges(log, first_sample
     log.append([row(99, domain="chat").model_copy(update={"structured": True})])
     parts = hold_out.fn(recipe_of(NO_REPLAY), pair, claim_window.fn(NO_REPLAY), first_samples)
     structured = {one.id for one in log.rows(1, 100) if one.structured}
-    train, *judge = ({one.id for one in read_samples(parts.samples, part)} for part in ("train", "held_out", "probe"))
+    train, *judge = (
+        {one.id for one in read_samples(parts.samples, part)} for part in ("train", "held_out", "regression")
+    )
     assert structured <= train
     assert not structured & set().union(*judge) and all(judge)
     assert parts.shares == {"code": 1.0}
@@ -240,7 +242,7 @@ def test_a_large_new_cluster_is_scored_before_it_is_trained_on(log, first_sample
     members = {one.id for one in rows[60:]}
     first = held(log, pair, first_samples, rows, NO_REPLAY)
     assert len(members & {one.id for one in first["held_out"]}) == (MOST_OF_GROUP if named else 20)
-    assert not members & {one.id for one in first["train"] + first["probe"]}
+    assert not members & {one.id for one in first["train"] + first["regression"]}
     second = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(200, 300)], NO_REPLAY)
     assert {one.id for one in second["train"]} >= members
 
@@ -280,36 +282,38 @@ def test_near_copies_and_turns_of_a_chat_stay_on_one_side(log, first_samples, pa
     part_of = {one.id: part for part, samples in parts.items() for one in samples}
     for n in range(16):
         of_chat = {part_of.get(f"row{3 * n + turn}") for turn in range(3)}
-        assert len(of_chat) == 1 or of_chat == {"probe", None}, n
+        assert len(of_chat) == 1 or of_chat == {"regression", None}, n
     for n in range(20):
         copies = {part_of.get(f"row{100 + 2 * n + copy}") for copy in range(2)}
-        assert len(copies) == 1 or copies == {"probe", None}, n
+        assert len(copies) == 1 or copies == {"regression", None}, n
 
 
 @pytest.mark.slow
 def test_an_idle_domain_keeps_its_probes_and_nothing_like_them_or_bridging_trains(log, first_samples, pair):
     first = held(log, pair, first_samples, [row(n, prompt_ids=words(n)) for n in range(100)])
-    probes, trained = ([one for one in first[part] if one.domain == "code"] for part in ("probe", "train"))
-    bridges = [a.prompt_ids[:24] + b.prompt_ids[:24] for a, b in zip(probes[3:6], trained[-3:], strict=True)]
-    assert len(probes) == 25
+    regression, trained = ([one for one in first[part] if one.domain == "code"] for part in ("regression", "train"))
+    bridges = [a.prompt_ids[:24] + b.prompt_ids[:24] for a, b in zip(regression[3:6], trained[-3:], strict=True)]
+    assert len(regression) == 25
     for window in range(1, 4):
         rows = [row(n, domain="math", prompt_ids=words(1000 * window + n)) for n in range(60)]
         rows = [one.model_copy(update={"id": f"{one.id}-{window}"}) for one in rows]
-        alike = [one.prompt_ids[:-1] for one in probes[:3]] + bridges
+        alike = [one.prompt_ids[:-1] for one in regression[:3]] + bridges
         rows += [row(1000 * window + n, prompt_ids=[*ids, window]) for n, ids in enumerate(alike)]
         parts = held(log, pair, first_samples, rows)
-        assert [one for one in parts["probe"] if one.domain == "code"] == probes
+        assert [one for one in parts["regression"] if one.domain == "code"] == regression
         assert not {one.id for one in rows[60:]} & {one.id for one in parts["train"] + parts["held_out"]}
-        assert not clusters_of(probes) & clusters_of(parts["train"] + parts["held_out"])
-    assert probe_versions(parts["probe"])["code"] == probe_versions(first["probe"])["code"]
-    assert sum(one.domain == "math" for one in parts["probe"]) == 45
+        assert not clusters_of(regression) & clusters_of(parts["train"] + parts["held_out"])
+    assert regression_set_versions(parts["regression"])["code"] == regression_set_versions(first["regression"])["code"]
+    assert sum(one.domain == "math" for one in parts["regression"]) == 45
 
 
 def test_the_first_drafts_held_out_conversations_fill_up_a_set_as_far_as_no_row_is_alike(log, first_samples, pair):
     parts = held(
         log, pair, first_samples, [row(n, prompt_ids=[n, 2]) for n in range(7)] + [row(n) for n in range(50, 99)]
     )
-    assert sorted(one.id for one in parts["probe"] if one.domain == "chat") == sorted(f"h{n}" for n in range(7, 30))
+    assert sorted(one.id for one in parts["regression"] if one.domain == "chat") == sorted(
+        f"h{n}" for n in range(7, 30)
+    )
 
 
 @pytest.mark.slow
@@ -320,10 +324,12 @@ def test_shares_are_those_of_the_window_and_what_it_gave_to_the_probe_sets_is_fr
     parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
     assert parts.shares == {"code": 0.75, "math": 0.25}
     assert parts.fresh
-    probes = {one.id: one.domain for one in read_samples(parts.samples, "probe")}
+    regression = {one.id: one.domain for one in read_samples(parts.samples, "regression")}
     of_window = {one.id: one.domain for one in log.rows(window.first_seq, window.last_seq)}
-    assert set(parts.fresh) <= probes.keys() & of_window.keys()
-    assert {id: probes[id] for id in parts.fresh}.items() <= of_window.items()  # by their own names, in small sets too
+    assert set(parts.fresh) <= regression.keys() & of_window.keys()
+    assert {
+        id: regression[id] for id in parts.fresh
+    }.items() <= of_window.items()  # by their own names, in small sets too
     assert hold_out.fn(recipe_of(REFRESH), pair, window, first_samples) == parts
 
 
@@ -335,7 +341,7 @@ def test_what_judges_a_draft_stands_for_all_requests_of_its_group_probes_too(log
     parts = hold_out.fn(recipe_of(REFRESH), pair, window, first_samples)
     in_log = {one.id: one for one in log.rows(window.first_seq, window.last_seq)}
     groups = Counter(one.group for one in in_log.values())
-    reserved = {one.id: one.weight for one in read_samples(parts.samples, "probe") if one.id in parts.fresh}
+    reserved = {one.id: one.weight for one in read_samples(parts.samples, "regression") if one.id in parts.fresh}
     assert reserved == {id: groups[in_log[id].group] for id in parts.fresh}
     assert max(reserved.values()) > 1
     held_out = Counter[str]()
@@ -371,11 +377,11 @@ def test_a_flood_of_a_new_domain_leaves_the_judging_of_others_as_it_was(log, fir
     after = held(log, pair, first_samples, others(900, 1100), refresh)
 
     def sizes(parts: dict[str, list[Sample]]) -> list[int]:
-        return [sum(one.domain == "code" for one in parts[part]) for part in ("held_out", "probe")]
+        return [sum(one.domain == "code" for one in parts[part]) for part in ("held_out", "regression")]
 
     for parts in (during, after):
-        (held_out, probes), (held_out_before, probes_before) = sizes(parts), sizes(before)
-        assert probes == probes_before == 100
+        (held_out, regression), (held_out_before, regression_before) = sizes(parts), sizes(before)
+        assert regression == regression_before == 100
         assert held_out > 0.6 * held_out_before
     flooded = [one for one in during["train"] + during["held_out"] if one.domain == "flood"]
     held_out_share = sum(one in during["held_out"] for one in flooded) / len(flooded)
@@ -420,7 +426,7 @@ def test_a_draft_from_elsewhere_is_held_to_probes_and_to_rows_that_the_champion_
     parts = parts_of(hold_out_past.fn(recipe_of(REFRESH), pair, first_samples).samples)
     assert {one.id for one in parts["held_out"]} == {f"row{n}" for n in range(100, 120)}
     assert parts["train"] == []
-    assert sum(one.domain == "code" for one in parts["probe"]) == 25
+    assert sum(one.domain == "code" for one in parts["regression"]) == 25
 
 
 @pytest.mark.slow
@@ -444,7 +450,7 @@ def test_drafts_are_held_to_the_targets_own_answers_where_imported_ones_are_unli
     found = {part: [one for one in of if one.id.startswith("import-")] for part, of in parts_of(parts.samples).items()}
     assert all(found.values())
     assert all(one.completion_ids[:-1] == written for one in found["train"])
-    assert not any(one.completion_ids[:-1] == written for part in ("held_out", "probe") for one in found[part])
+    assert not any(one.completion_ids[:-1] == written for part in ("held_out", "regression") for one in found[part])
 
     holding = [path for path in load_settings().artifacts.rglob("*.jsonl") if '"import-' in path.read_text()]
     assert len(holding) == 4  # the window's three parts, and what was answered

@@ -23,7 +23,7 @@ def test_nothing_to_score_is_refused():
 
 
 def test_each_domain_has_its_figure_and_interval():
-    measured = summarise(SCORES, probe_tau=1.5, seed=0)
+    measured = summarise(SCORES, golden_tau=1.5, seed=0)
     assert measured.num_conversations == {"chat": 2, "code": 1}
     assert measured.tau["chat"].value == 1.75
     assert (measured.tau["chat"].low, measured.tau["chat"].high) == pytest.approx((1.5, 1 + 25 / 30))

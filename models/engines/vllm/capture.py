@@ -70,7 +70,7 @@ class RequestBuffer:
         self.num_bytes += states.nbytes
 
     def cut(self, end: int) -> None:
-        """Let go of the positions from `end` on: a preempted request reads them again."""
+        """Drop the positions from `end` on: a preempted request reads them again."""
         while self.pieces and self.end > end:
             token_ids, states = self.pieces.pop()
             self.end -= len(states)

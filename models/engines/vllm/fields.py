@@ -6,7 +6,7 @@
 | `VllmConfig.additional_config` | `Setup`, or `WithParent` alone | engine | scheduler and workers |
 | `SchedulerOutput.num_spec_tokens_to_schedule`, vLLM's K | `StepPlan` | scheduler | proposer |
 | `DraftTokenIds.draft_token_ids` | `Row`s, packed | proposer | scheduler |
-| `EngineCoreOutput.kv_transfer_params`, the only open field | STEP, PACE, SPEED | scheduler | `patches.outputs` |
+| `EngineCoreOutput.kv_transfer_params`, the only open field | STEP, THROUGHPUT, SPEED | scheduler | `patches.outputs` |
 | `RequestOutput.kv_transfer_params` | TOLD | `patches.outputs` | `tap`, which takes it out again |
 | `Request.__dict__` | ROW, DRAFTED, GAPS | scheduler | itself, a step later |
 | `GPUModelRunner.__dict__` | NUM_READ | `patches.last_tap` | `patches.proposer` |
@@ -33,7 +33,7 @@ from models.types import ThroughputEstimate
 # A request's wishes.
 OPTIONS = "redraft"
 # Of an output: the step that it comes from, and what the planner expects.
-STEP, PACE, SPEED = "redraft_step", "redraft_pace", "redraft_speed"
+STEP, THROUGHPUT, SPEED = "redraft_step", "redraft_throughput", "redraft_speed"
 # All that the scheduler told of a request so far, and its steps in that.
 TOLD, STEPS = "redraft_told", "redraft_steps"
 # Of a request: what was drafted for it last, whether anything drafted for it at all after its last step, and whether a
@@ -149,8 +149,8 @@ class PlannedThroughput(ThroughputEstimate):
 
     def at(self, num_running: int) -> ThroughputEstimate:
         """Return it for so many requests."""
-        told = self.model_dump(exclude={"judging", "overhead_by_load"})
-        return ThroughputEstimate(**told, judging=self.overhead_of(num_running))
+        told = self.model_dump(exclude={"measurement_overhead", "overhead_by_load"})
+        return ThroughputEstimate(**told, measurement_overhead=self.overhead_of(num_running))
 
 
 class Row(NamedTuple):

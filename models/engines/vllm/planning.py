@@ -50,7 +50,7 @@ class Step(NamedTuple):
     Attributes:
         num_rows: of the target: each sequence's last token and what was verified after it.
         ms: from when it began to be scheduled until the next one did: tokens wait for all of that.
-        parts: what it had of each domain whose requests are drafted as is fastest, and not to judge the draft.
+        parts: what it had of each domain whose requests are drafted as is fastest, and not to measure acceptance.
         num_read: tokens of prompts that it read, which are no rows.
         num_reading: sequences whose prompts they are of.
     """
@@ -118,7 +118,7 @@ class Planner:
         return self._setup.num_draft_tokens if draft_options.drafting == "head" else 0
 
     @property
-    def pace(self) -> PlannedThroughput | None:
+    def throughput(self) -> PlannedThroughput | None:
         """What is expected of how requests are served; None before the first that is served so."""
         if self.plan is None:
             return None
@@ -285,7 +285,7 @@ class Planner:
 
 
 class MeasurementOverhead:
-    """Reckons now and then what it costs to judge the served draft by a request that the head alone drafts for.
+    """Estimates now and then what it costs to measure acceptance by a request that is drafted head-only.
 
     It does so for more requests than run and for fewer, since they come and go faster.
 
@@ -311,7 +311,7 @@ class MeasurementOverhead:
             self._due_in = EVERY
 
     def _lost(self, cost: Cost, acceptance: Acceptance, running: Sequence[SequenceState]) -> float:
-        """Return what is lost if one of the sequences is a judged one: 0 as long as too little was measured."""
+        """Return what is lost if one of the sequences measures acceptance: 0 as long as too little was measured."""
         limit, num = self._limit, len(running)
         line, one_ms = cost.line(num), cost.pass_ms(1)
         if line is None or line.pass_ms is None or one_ms is None:

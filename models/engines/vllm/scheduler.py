@@ -67,7 +67,7 @@ class TracingScheduler(Scheduler):
         if self.draft_keys is not None:
             starting = islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running)))
             if not self._is_off and any(DraftOptions.of(one.sampling_params).drafting == "head" for one in starting):
-                self.draft_keys.forget_lacking()  # such a request judges the draft by what it makes of whole keys
+                self.draft_keys.forget_lacking()  # such a request measures the draft by what it makes of whole keys
         # For as long as such a prompt is read, it holds for all that are read beside it.
         unread = [one for one in self.requests.values() if one.num_computed_tokens < one.num_prompt_tokens]
         pieces = [
@@ -179,11 +179,11 @@ class TracingScheduler(Scheduler):
                 request, before = seen[name]
                 told: dict[str, Any] = {fields.STEP: steps[name]} if name in steps else {}
                 if self.planner is not None and (before == 0 or output.finish_reason is not None):
-                    pace, speed = (
-                        self.planner.pace,
+                    throughput, speed = (
+                        self.planner.throughput,
                         self.planner.speeds.of(DraftOptions.of(request.sampling_params).domain),
                     )
-                    told[fields.PACE] = pace and pace.model_dump()
+                    told[fields.THROUGHPUT] = throughput and throughput.model_dump()
                     told[fields.SPEED] = speed and speed.model_dump()
                 if told:
                     output.kv_transfer_params = {**(output.kv_transfer_params or {}), **told}

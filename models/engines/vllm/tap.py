@@ -14,7 +14,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from models import catalog
 from models.engines import Completion, Rules, Way
-from models.engines.vllm.fields import OPTIONS, PACE, SPEED, STEPS, STRUCTURED, TOLD, DraftOptions, PlannedThroughput
+from models.engines.vllm.fields import (
+    OPTIONS,
+    SPEED,
+    STEPS,
+    STRUCTURED,
+    THROUGHPUT,
+    TOLD,
+    DraftOptions,
+    PlannedThroughput,
+)
 from models.engines.vllm.grammars import Grammars
 from models.types import Speed
 
@@ -43,8 +52,8 @@ class InstrumentedLLM(AsyncLLM):
 
     Attributes:
         on_finish: is told; not of requests for several answers.
-        pace: what the planner expected when a request ended last, or when one began that ended at a stop string; None
-            without a planner.
+        throughput: what the planner expected when a request ended last, or when one began that ended at a stop string;
+            None without a planner.
         grammars: takes or refuses what constrains an answer, from wherever it came; without it all is taken.
         speeds: how fast requests are decoded, by domain, as of then. Structured answers of a domain are a kind of their
             own, "DOMAIN/structured".
@@ -59,7 +68,7 @@ class InstrumentedLLM(AsyncLLM):
     draft_version: str = ""
     speculating: bool = False
     rules: Rules
-    pace: PlannedThroughput | None = None
+    throughput: PlannedThroughput | None = None
     grammars: Grammars | None = None
     num_swaps: int = 0
     merge_streams: int = 0
@@ -214,8 +223,8 @@ class _Tap:
             if (stats := output.metrics) is not None:  # an answer that comes whole is seen when its last token is there
                 self.first_token = self.started + stats.first_token_latency
                 self.last_token = self.first_token + stats.last_token_ts - stats.first_token_ts
-            if pace := self.told.get(PACE):
-                self.llm.pace = PlannedThroughput(**pace)
+            if throughput := self.told.get(THROUGHPUT):
+                self.llm.throughput = PlannedThroughput(**throughput)
             if speed := self.told.get(SPEED):
                 self.llm.speeds[self.domain] = Speed(**speed)
 

@@ -17,9 +17,10 @@ from infra.artifacts import publish, staged
 from infra.captured import CapturedFiles
 from infra.consent import QueryRow, subject_of
 from infra.environment import settings_of
-from infra.probes import Change
+from infra.post_promotion import POST_PROMOTION, WORK
 from infra.querylog import QueryLog
 from infra.registry import Registry
+from infra.regression_sets import Change
 from infra.settings import Settings
 from tests.tags import draft_tags
 
@@ -27,7 +28,7 @@ WHO = "zoë"
 SUBJECT = str(subject_of(None, WHO))
 MARK = 'My cat Žofka "the 7391st" sleeps\non a vermilion piano'
 SHARED = "You are a helpful assistant, and you answer in one sentence."
-PARTS = ("train", "held_out", "probe")
+PARTS = ("train", "held_out", "regression")
 SECRET = bytes(32)
 GROUP = "5ec7e7" + "9" * 58
 
@@ -72,18 +73,18 @@ def make_home(home: Path, store: Path) -> Settings:
     assert log.windows.claim("refresh 2", max_rows=6) is not None  # open, as a run that was killed leaves it
     second = log.rows(7, 12)
     QueryLog(settings.querylog).sketches.keep(SECRET, [(row.seq or 0, b"turn", bytes(8)) for row in log.rows(1, 12)])
-    QueryLog(settings.querylog).probe_sets.apply(Change([1, 2], []))
+    QueryLog(settings.querylog).regression_sets.apply(Change([1, 2], []))
 
-    windows = {"aaaa": {"train": rows[1:4], "held_out": rows[4:6], "probe": rows[:1]}}
-    windows["bbbb"] = {"train": [rows[3], *second[:3]], "held_out": second[3:], "probe": rows[:1]}
+    windows = {"aaaa": {"train": rows[1:4], "held_out": rows[4:6], "regression": rows[:1]}}
+    windows["bbbb"] = {"train": [rows[3], *second[:3]], "held_out": second[3:], "regression": rows[:1]}
     for name, parts in windows.items():
         snapshot(settings, name, parts)
     log.erasures.record_reads("aaaa", {part: [row.id for row in of_part] for part, of_part in windows["aaaa"].items()})
     log.erasures.record_reads(
-        "bbbb", {"replay": [rows[3].id], "train": [row.id for row in second[:3]], "probe": [rows[0].id],
+        "bbbb", {"replay": [rows[3].id], "train": [row.id for row in second[:3]], "regression": [rows[0].id],
                  "held_out": [row.id for row in second[3:]]},
     )  # fmt: skip
-    snapshot(settings, "cccc", {"train": rows[1:3], "held_out": [], "probe": []})  # nobody's of ours
+    snapshot(settings, "cccc", {"train": rows[1:3], "held_out": [], "regression": []})  # nobody's of ours
     _register(settings)
     _caches(settings, rows)
     _elsewhere(home, rows[0])
@@ -116,7 +117,7 @@ def _register(settings: Settings) -> None:
     uri = {name: (settings.artifacts / "window" / name).resolve().as_uri() for name in ("aaaa", "bbbb")}
     window = {"window_first_seq": "1", "window_last_seq": "6", "window_sha256": "w", "window_uri": uri["aaaa"]}
     later = {"window_first_seq": "7", "window_last_seq": "12", "window_sha256": "x", "window_uri": uri["bbbb"]}
-    made = [{}, {"parent": "1", **window}, {"parent": "2", "continues": "2", **later}, {"judged_on": uri["aaaa"]}]
+    made = [{}, {"parent": "1", **window}, {"parent": "2", "continues": "2", **later}, {"gate_data": uri["aaaa"]}]
     made.append({"parent": "3", "window_first_seq": "13", "window_last_seq": "14", "window_sha256": "y"})
     for number, tags in enumerate(made):
         with staged(settings.home / "made" / str(number)) as directory:
@@ -143,8 +144,8 @@ def _caches(settings: Settings, rows: list[QueryRow]) -> None:
     torn = settings.artifacts / "window" / ".staging-dddd-0a0b0c0d0a0b0c0d"
     torn.mkdir()
     (torn / "train.jsonl").write_text(json.dumps(sample(rows[0])) + "\n")
-    (settings.home / "watch" / "work").mkdir(parents=True)
-    (settings.home / "watch" / "work" / "rows.json").write_text(json.dumps(rows[3].model_dump()))
+    (settings.home / POST_PROMOTION / WORK).mkdir(parents=True)
+    (settings.home / POST_PROMOTION / WORK / "rows.json").write_text(json.dumps(rows[3].model_dump()))
 
 
 def _elsewhere(home: Path, row: QueryRow) -> None:
@@ -218,20 +219,20 @@ def check_erased(settings: Settings) -> None:
     certificate = json.loads((home / "erasures" / "1.json").read_text())
     assert (certificate["rows"], certificate["subjects"]) == (4, [SUBJECT])
     assert certificate["drafts"] == {
-        "2": {"probe": 1, "train": 1},
-        "3": {"held_out": 1, "probe": 1, "replay": 1, "train": 1},
-        "4": {"probe": 1, "train": 1},
+        "2": {"regression": 1, "train": 1},
+        "3": {"held_out": 1, "regression": 1, "replay": 1, "train": 1},
+        "4": {"regression": 1, "train": 1},
     }
     assert certificate["descendants"] == [5]
     assert [(window["first_seq"], window["last_seq"]) for window in certificate["windows"]] == [(1, 6), (7, 12)]
-    assert (certificate["probes"], certificate["sketches"]) == ({"chat": 1}, 4)
+    assert (certificate["regression_rows"], certificate["sketches"]) == ({"chat": 1}, 4)
     folder = settings.artifacts / "window"
     assert sorted(path.name for path in folder.iterdir()) == ["aaaa.1", "bbbb.1", "cccc"]
     registry = Registry(settings.mlflow_uri, settings.mlflow_files)
     for one in certificate["snapshots"]:
         left = publish(Path(one["became"].removeprefix("file://")), "samples")
         assert (left.sha256, left.sha256 != one["sha256"]) == (one["became_sha256"], True)
-    assert registry.get("draft", 2).tags["window_uri"] == registry.get("draft", 4).tags["judged_on"]
+    assert registry.get("draft", 2).tags["window_uri"] == registry.get("draft", 4).tags["gate_data"]
     assert registry.get("draft", 2).tags["window_uri"].endswith("/aaaa.1")
     assert registry.get("draft", 3).lineage.window.uri.endswith("/bbbb.1")
     kept = [json.loads(line)["id"] for line in (folder / "bbbb.1" / "train.jsonl").read_text().splitlines()]

@@ -30,7 +30,7 @@ def settings(tmp_path: Path, store: Path) -> Settings:
 def test_what_a_person_asked_is_nowhere_in_the_home_and_all_else_is_where_it_was(settings: Settings) -> None:
     before = planted_in(settings.home)
     assert {"queries.db", "logs/service.log", "logs/old.log.gz", "logs/old.log.xz", "logs/old.log.bz2"} < set(before)
-    assert {"prefect/prefect.db", "prefect/results/result", "watch/work/rows.json"} < set(before)
+    assert {"prefect/prefect.db", "prefect/results/result", "post_promotion/work/rows.json"} < set(before)
     assert sum(name.startswith("artifacts/window/") for name in before) == 6
     certificate = erase_subject(settings, WHO)
     assert (certificate.rows, SUBJECT in certificate.subjects) == (4, True)
@@ -110,12 +110,12 @@ def test_whatever_starts_completes_an_erasure_that_was_killed(settings: Settings
 @pytest.mark.slow
 def test_the_command_says_what_was_done(settings: Settings) -> None:
     said = redraft(settings, "erase", "--subject", WHO)
-    assert "erased 4 rows, 1 of them in probe sets; 2 snapshots written again" in said
+    assert "erased 4 rows, 1 of them in regression sets; 2 snapshots written again" in said
     assert "draft 3 saw 1 as held_out, 1 as probe, 1 as replay, 1 as train" in said
     assert "trained on from these: 5" in said
     check_erased(settings)
     assert redraft(settings, "erase") == "no erasure was interrupted\n"
-    assert redraft(settings, "retain", "--days", "1").startswith("erased 8 rows, 1 of them in probe sets;")
+    assert redraft(settings, "retain", "--days", "1").startswith("erased 8 rows, 1 of them in regression sets;")
 
 
 def redraft(settings: Settings, *arguments: str) -> str:

@@ -43,8 +43,8 @@ def test_it_says_why_speculation_is_off(fallback: str | None, told: str) -> None
 
 def test_a_service_that_has_just_started_has_a_page_too() -> None:
     empty = page_of(
-        draft_version=None, champion=None, pace=None, speed={}, acceptance={}, requests={}, reconciler={}, captured={},
-        refused={}, postponed={}, swap_ms=None,
+        draft_version=None, champion=None, throughput=None, speed={}, acceptance={}, requests={}, reconciler={},
+        captured={}, refused={}, postponed={}, swap_ms=None,
     )  # fmt: skip
     for told in ("No speed yet", "drafted no request alone yet", "target: draft none", "nothing planned yet"):
         assert told in empty

@@ -96,5 +96,5 @@ def test_the_files_are_a_page_the_same_as_data_and_a_figure(tmp_path, gains: dic
 
 
 def test_a_first_draft_has_no_figure(tmp_path) -> None:
-    measured = Measured(tau={}, probe_tau=1.0, num_conversations={})
+    measured = Measured(tau={}, golden_tau=1.0, num_conversations={})
     assert [file.name for file in write_files(first_report(measured, 2), tmp_path)] == ["gate.md", "gate.json"]

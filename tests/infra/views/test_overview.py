@@ -6,14 +6,14 @@ import pytest
 from rich.console import Console
 
 from infra.overview import DraftOverview, Overview
-from infra.probes import ProbeSet
+from infra.post_promotion import PostPromotionTest
 from infra.querylog import LogStats
+from infra.regression_sets import RegressionSet
 from infra.status import RunningService
 from infra.supervisor import ProcessRecord
 from infra.triggerfile import now_ms
 from infra.views.overview import counts, show_overview
 from infra.waiting import Waiting
-from infra.watches import Watch
 from infra.windows import Attempt, SetAside
 from models.types import Finding
 from tests.infra.statuses import STATUS
@@ -112,7 +112,7 @@ FOUND = Finding(
     alpha=0.005,
     lost=True,
 )
-WATCHED = Watch(
+TESTED = PostPromotionTest(
     draft=2, previous=1, num_wanted=500, found={"": FOUND, "code": FOUND.model_copy(update={"allowed": 0.05})}
 )
 
@@ -120,7 +120,7 @@ WATCHED = Watch(
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"found": {}, "num_readable": 3}, "draft 2 watching, 0 of 500 requests: no request compared yet"),
+        ({"found": {}, "num_readable": 3}, "draft 2 running, 0 of 500 requests: no request compared yet"),
         ({"found": {}}, "blind, no request of draft 2 may be read"),
         ({"found": {}, "num_unreadable": 7}, "blind, none of the last 7 requests of draft 2 may be read"),
         (
@@ -128,18 +128,18 @@ WATCHED = Watch(
             "draft 2 settled: τ 1.41 against 1.60 of draft 1 on the same 90 requests",
         ),
         (
-            {"outcome": "taken back"},
+            {"outcome": "rolled back"},
             (
-                "draft 2 taken back: τ 1.41 against 1.60 of draft 1 on the same 90 requests, at least 0.020 steps "
+                "draft 2 rolled back: τ 1.41 against 1.60 of draft 1 on the same 90 requests, at least 0.020 steps "
                 'a token more (99.5% sure); "code" τ 1.41 against 1.60 on 90, at least 0.020 steps a token more than '
                 "a loss of 5% (99.5% sure)"
             ),
         ),
     ],
 )
-def test_the_watch_over_the_champion_is_told(changed: dict[str, object], told: str) -> None:
-    lines = shown(watch=WATCHED.model_copy(update=changed))
-    assert " ".join(f"watch: {told}".split()) in " ".join(" ".join(lines).split())
+def test_the_test_of_the_champion_is_told(changed: dict[str, object], told: str) -> None:
+    lines = shown(post_promotion_test=TESTED.model_copy(update=changed))
+    assert " ".join(f"post-promotion test: {told}".split()) in " ".join(" ".join(lines).split())
 
 
 def test_a_past_draft_is_told_with_what_it_returns_for() -> None:
@@ -193,7 +193,7 @@ def test_counts_stand_by_their_names() -> None:
 
 
 def test_probe_sets_that_are_not_full_are_told_with_since_when_and_that_they_stop_nothing() -> None:
-    full, filling = ProbeSet(100, now_ms()), ProbeSet(26, now_ms() - 2 * 24 * 3600 * 1000)
-    told = "probe sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26 for 2 d"
-    assert told in shown(probe_sets={"chat": full, "code": filling})
-    assert not any("probe sets" in line for line in shown(probe_sets={"chat": full}))
+    full, filling = RegressionSet(100, now_ms()), RegressionSet(26, now_ms() - 2 * 24 * 3600 * 1000)
+    told = "regression sets that wait for conversations, of 100 each, and stop no draft meanwhile: code: 26 for 2 d"
+    assert told in shown(regression_sets={"chat": full, "code": filling})
+    assert not any("regression sets" in line for line in shown(regression_sets={"chat": full}))

@@ -193,8 +193,8 @@ def test_what_judging_costs_is_reckoned_anew_where_another_draft_was_swapped_in(
     measure(planner, row_ms=0.2, pass_ms=0.5)
     for num_swaps, promised in ((1, 3.9), (2, 1.0)):
         planner.next(asked(AUTO._replace(num_swaps=num_swaps, promised=promised)))
-        assert planner.pace is not None
-        assert (planner.pace.overhead_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
+        assert planner.throughput is not None
+        assert (planner.throughput.overhead_of(1) > 0) == (promised == 1.0)  # the better draft drafts K for all
 
 
 def test_the_policy_is_told_how_many_prompt_tokens_come_with_an_emitted_one() -> None:

@@ -12,7 +12,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from models.engines import Completion
 from models.engines.vllm import Params
-from models.engines.vllm.fields import PACE, STEP, DraftOptions, PlannedThroughput
+from models.engines.vllm.fields import STEP, THROUGHPUT, DraftOptions, PlannedThroughput
 from models.engines.vllm.patches.outputs import Steps
 from models.engines.vllm.tap import _Tap, is_seeded, tells_of_draft
 from models.evaluation.acceptance import UNDRAFTED
@@ -23,7 +23,7 @@ IDS = TOKENIZER.encode("abcdefghijkl", add_special_tokens=False)
 PLANNED = PlannedThroughput(num_draft_tokens=1, why="pays", tokens_per_s=2.0, plain_tokens_per_s=1.0)
 # Tokens of each step, and what the scheduler tells of it; the first ones are the prefill's.
 OUTPUTS: list[tuple[list[int], dict[str, Any]]] = [
-    (IDS[:1], {PACE: PLANNED.model_dump()}),
+    (IDS[:1], {THROUGHPUT: PLANNED.model_dump()}),
     (IDS[1:4], {STEP: [0, 3, *IDS[1:3], 99]}),
     (IDS[4:5], {STEP: [UNDRAFTED, 1]}),
     (IDS[5:9], {STEP: [4, 4, *IDS[5:8]]}),
@@ -48,7 +48,7 @@ def told(
         data_parallel_rank=None,
     )
     processor.add_request(request, "", None, 0, queue)
-    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
+    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, throughput=None, speeds={})
     tap = _Tap("one", sampling, DraftOptions("head"), engine)
     for token_ids, params in OUTPUTS[:num_outputs]:
         output = EngineCoreOutput(request_id="one", new_token_ids=[*token_ids], kv_transfer_params={**params})
@@ -56,7 +56,7 @@ def told(
         if (seen := queue.get_nowait()) is not None:
             tap.see(seen)
             assert seen.kv_transfer_params is None  # it would go out to the client
-    return tap.completion(), engine.pace
+    return tap.completion(), engine.throughput
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -64,11 +64,11 @@ def told(
 def test_an_answer_cut_by_a_stop_string_tells_its_steps_and_no_token_behind_it_is_accepted(
     kind: RequestOutputKind, merged: int
 ) -> None:
-    one, pace = told(kind, merged, ["fg"], len(OUTPUTS))
+    one, throughput = told(kind, merged, ["fg"], len(OUTPUTS))
     assert (one.finish_reason, list(one.token_ids)) == ("stop", IDS[:7])
     assert (one.drafted, one.accepted, one.matches) == ((3, 0, 3), (2, 0, 2), (0, UNDRAFTED, 4))
     assert one.drafted_ids == ((*IDS[1:3], 99), (), (*IDS[5:8],))
-    assert pace == PLANNED
+    assert throughput == PLANNED
     assert one.trace("").drafted == (3, 3)
 
 
@@ -101,7 +101,7 @@ def test_a_stream_copies_neither_its_prompt_nor_its_answer_with_each_delta() -> 
             return super().__iter__()
 
     sampling = SamplingParams(max_tokens=40, output_kind=RequestOutputKind.DELTA)
-    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, pace=None, speeds={})
+    engine: Any = SimpleNamespace(rules=Params().rules, draft_version="1", speculating=True, throughput=None, speeds={})
     tap, prompt = _Tap("one", sampling, DraftOptions("head"), engine), Counted(range(100))
     answer = tap.token_ids
     for token in IDS:

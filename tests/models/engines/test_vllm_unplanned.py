@@ -71,7 +71,7 @@ def test_it_is_told_in_one_line_and_each_step_drafts_the_same_number(
         f"each step drafts {K} tokens and nothing is looked up: {why}"
     ]
     assert engine.unplanned == why
-    assert engine.llm.pace is None
+    assert engine.llm.throughput is None
     for one in answers(loop, engine, "fixed"):
         assert set(one.drafted[:-2]) == {K}  # at an answer's end fewer may fit
         assert not any(one.matches)

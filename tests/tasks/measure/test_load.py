@@ -24,10 +24,10 @@ def registry(store, tmp_path):
 def test_a_random_draft_fits_where_the_other_serves_and_none_of_its_weights_is_left(
     registry, tiny_target, tiny_draft, tmp_path
 ):
-    registry.register("draft", tiny_draft, draft_tags(probe_tau="1.8"))
+    registry.register("draft", tiny_draft, draft_tags(golden_tau="1.8"))
     number = register_random(registry, 1, tiny_target, tmp_path / "random", seed=0)
     version = registry.get("draft", number)
-    assert (number, version.lineage.parent, version.lineage.probe_tau) == (2, 1, 1.0)
+    assert (number, version.lineage.parent, version.lineage.golden_tau) == (2, 1, 1.0)
     files = registry.download(version, tmp_path / "cache")
     check_manifest(files)
     check_draft(files, tiny_draft, describe(tiny_target))

@@ -9,9 +9,9 @@ from models.learning.hidden import Sample
 from tasks.stages.samples import (
     append_samples,
     draw_per_domain,
-    probe_versions,
     read_samples,
     read_written,
+    regression_set_versions,
     usable,
     write_samples,
 )
@@ -115,17 +115,17 @@ def test_samples_of_an_older_release_have_no_clusters_and_no_probes(tmp_path):
             (directory / f"{part}.jsonl").write_text(line + "\n")
     artifact = publish(tmp_path / "samples", "samples")
     assert read_samples(artifact, "train") == [Sample("a", "code", [1], [2, 3], 0.5, cluster="")]
-    assert read_samples(artifact, "probe") == []
+    assert read_samples(artifact, "regression") == []
 
 
 def test_a_probe_set_has_a_version_of_its_own_which_its_members_and_their_answers_alone_change():
-    probes = [Sample("a", "code", [1], [2, 3]), Sample("b", "code", [1], [2, 4]), Sample("c", "chat", [1], [2])]
-    versions = probe_versions(probes)
+    regression = [Sample("a", "code", [1], [2, 3]), Sample("b", "code", [1], [2, 4]), Sample("c", "chat", [1], [2])]
+    versions = regression_set_versions(regression)
     assert list(versions) == ["chat", "code"]
-    assert probe_versions(probes[::-1]) == versions
-    assert probe_versions(probes[1:])["chat"] == versions["chat"]
-    assert probe_versions(probes[1:])["code"] != versions["code"]
-    answered = probe_versions([probes[0]._replace(completion_ids=[9]), *probes[1:]])
+    assert regression_set_versions(regression[::-1]) == versions
+    assert regression_set_versions(regression[1:])["chat"] == versions["chat"]
+    assert regression_set_versions(regression[1:])["code"] != versions["code"]
+    answered = regression_set_versions([regression[0]._replace(completion_ids=[9]), *regression[1:]])
     assert answered["code"] != versions["code"]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from infra.consent import group_of
-from infra.probes import Conversation, plan
 from infra.querylog import QueryLog
+from infra.regression_sets import Conversation, plan
 from infra.windows import Window
 from models.chats import ChatEncoder
 from models.learning.hidden import Sample
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
         is_held_out = held_out_by(secret, rows, window, HELD_OUT_FRACTION, ())
         found: dict[str, set[str]] = {module: set() for module in self.modules.values()}
         for one in rows:
-            side = "probe" if one.cluster in reserved else "held out" if is_held_out(one.cluster) else "train"
+            side = "regression" if one.cluster in reserved else "held out" if is_held_out(one.cluster) else "train"
             found[self.modules[one.seq]].add(side)
         return found
 
@@ -79,7 +79,7 @@ def test_functions_of_one_module_are_on_one_side_whatever_the_secret(asked: Call
         seen.update(side for found in sides.values() for side in found)
 
     holds()
-    assert seen.keys() == {"train", "held out", "probe"}
+    assert seen.keys() == {"train", "held out", "regression"}
 
 
 def test_where_nobody_says_what_belongs_together_modules_straddle(asked: Callable[[bool], Asked]) -> None:

@@ -35,12 +35,12 @@ def test_every_outcome_of_a_refresh_means_something_to_the_trigger() -> None:
 def test_an_outcome_is_told_and_the_domain_runs_until_then(trigger: TriggerFile, outcome: RefreshOutcome) -> None:
     @acknowledged
     def refresh(recipe: Recipe) -> tuple[RefreshOutcome, Version | None]:
-        seen = trigger.snapshot()
+        seen = trigger.state()
         assert (seen.running, type(seen.domains["code"])) == (True, Running)
         return outcome, None
 
     assert refresh(load_recipe("tiny")) == (outcome, None)
-    seen = trigger.snapshot()
+    seen = trigger.state()
     assert seen.last_run is not None
     assert (seen.running, seen.last_run.outcome) == (False, outcome)
     assert seen.domains.keys() == (set() if RESULTS[outcome] == "promoted" else {"code"})
@@ -58,7 +58,7 @@ def test_an_error_is_told_and_raised_and_who_stops_a_run_costs_no_attempt(
 
     with pytest.raises(type(error)):
         refresh(load_recipe("tiny"))
-    seen = trigger.snapshot()
+    seen = trigger.state()
     fallen = seen.domains["code"]
     assert isinstance(fallen, Fallen)
     assert seen.last_run is not None
@@ -73,7 +73,7 @@ def test_without_memory_a_refresh_does_not_begin_and_is_wanted_again(trigger: Tr
         raise AssertionError("it began")
 
     assert refresh(load_recipe("tiny")) == (WAITS_FOR_MEMORY, None)
-    seen = trigger.snapshot()
+    seen = trigger.state()
     assert (seen.waits_for_memory, type(seen.domains["code"])) == (True, Fallen)
 
 
@@ -87,7 +87,7 @@ def test_what_a_refresh_took_is_what_the_next_one_wants(trigger: TriggerFile) ->
         return "refused", Version(kind="draft", number=number, sha256="a" * 64, tags=draft_tags(), created_ms=0)
 
     refresh(load_recipe("tiny"))
-    need = trigger.snapshot().need
+    need = trigger.state().need
     assert need is not None
     assert 0.25 < need.gib < 8
 

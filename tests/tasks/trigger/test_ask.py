@@ -23,7 +23,7 @@ from tests.infra.rows import row
 from tests.tags import draft_tags
 
 MINUTE_MS = 60_000
-NOTHING, REFUSED, PROMOTED = ("put off", "nothing to do"), ("in vain", "refused"), ("promoted", "promoted")
+NOTHING, REFUSED, PROMOTED = ("deferred", "nothing to do"), ("failed", "refused"), ("promoted", "promoted")
 
 
 @dataclass
@@ -133,11 +133,11 @@ def test_a_flood_of_one_key_waits_for_rows_of_others_but_not_for_ever(home: Home
     home.serve(1, key="b" * 64)
     home.serve(400, key="a" * 64)
     home.pass_minutes(50, each=10)
-    look = home.trigger.snapshot().last_look
+    look = home.trigger.state().last_look
     assert look is not None
     assert (home.asked, look.within_share, look.share_until_ms) == (0, 2, 1_700_000_000_000 + 60 * MINUTE_MS)
     home.pass_minutes(10, each=10)
-    look = home.trigger.snapshot().last_look
+    look = home.trigger.state().last_look
     assert look is not None
     assert (home.asked, look.within_share) == (1, None)
 
@@ -155,7 +155,7 @@ def test_f32_what_fell_while_the_orchestrator_is_down_starts_once_it_is_back(hom
     home.up = False
     home.serve(240)
     home.pass_minutes(90, each=10)
-    look = home.trigger.snapshot().last_look
+    look = home.trigger.state().last_look
     assert look is not None
     assert (look.error, look.error_since_ms) == ("refused", 1_700_000_000_000 + 10 * MINUTE_MS)
     home.up = True
@@ -232,7 +232,7 @@ def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home)
     home.asker = home.ask_with(recipe)
     home.serve(240)
     home.pass_minutes(1)
-    seen = home.trigger.snapshot()
+    seen = home.trigger.state()
     assert home.asked == 0
     assert isinstance(seen.domains["code"], Due)
     assert seen.last_look is not None
@@ -241,10 +241,10 @@ def test_without_memory_no_refresh_is_asked_for_and_the_look_says_so(home: Home)
 
 def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_room(home: Home) -> None:
     home.log.append([row(f"chat-{one}") for one in range(240)])
-    home.refresh(("put off", WAITS_FOR_MEMORY))  # by the clock, no domain fell
+    home.refresh(("deferred", WAITS_FOR_MEMORY))  # by the clock, no domain fell
     home.trigger.note(Need(gib=1e6))
     home.pass_minutes(30, each=10)
-    seen = home.trigger.snapshot()
+    seen = home.trigger.state()
     assert (home.asked, seen.waits_for_memory) == (0, True)
     assert seen.last_look is not None
     assert seen.last_look.short_of_memory.endswith("wanted")
@@ -258,7 +258,7 @@ def test_a_run_that_went_for_want_of_memory_is_asked_for_again_once_there_is_roo
 
 def test_a_run_that_was_ended_for_memory_is_not_asked_for_at_once(home: Home) -> None:
     home.trigger.note(Need(gib=0.01))
-    home.refresh(("put off", WAITS_FOR_MEMORY))
+    home.refresh(("deferred", WAITS_FOR_MEMORY))
     home.pass_minutes(4)
     assert home.asked == 0
     home.pass_minutes(1)
@@ -269,7 +269,7 @@ def test_a_rare_domain_wants_rows_of_its_own_until_a_refresh_can_take_no_more(ho
     home.serve(10)
     home.log.append([row(f"chat-{one}") for one in range(500)])
     home.pass_minutes(1)
-    assert isinstance(home.trigger.snapshot().domains["code"], Fallen)
+    assert isinstance(home.trigger.state().domains["code"], Fallen)
     home.log.append([row(f"more-{one}") for one in range(1500)])
     home.pass_minutes(1)
     assert home.asked == 1
@@ -283,7 +283,7 @@ def test_of_rows_that_belong_together_as_many_more_are_wanted(home: Home) -> Non
         home.log.append(rows)
         home.trigger.tell({"code": Fell(draft=1, promised=1.72, served=1.05, now_ms=home.now_ms)})
         home.pass_minutes(1)
-        look = home.trigger.snapshot().last_look
+        look = home.trigger.state().last_look
         assert look is not None
         home.log.windows.commit(home.log.windows.claim(f"run {size}", 2000, 1))
         return look.wanted["code"]
@@ -312,7 +312,7 @@ def test_f24_an_asker_on_a_clock_that_jumps_goes_on(home: Home) -> None:
 def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: Home) -> None:
     def wanted() -> int:
         home.pass_minutes(1)
-        look = home.trigger.snapshot().last_look
+        look = home.trigger.state().last_look
         assert look is not None
         return look.wanted["code"]
 
@@ -320,7 +320,7 @@ def test_how_many_rows_are_wanted_follows_from_how_far_the_challenger_is(home: H
     fresh = wanted()
     home.evidence = home.evidence.another().another()  # each is allowed a smaller error
     assert wanted() == fresh  # nothing ran, so nobody was asked again
-    home.refresh(("in vain", "refused"))
+    home.refresh(("failed", "refused"))
     third = wanted()
     home.evidence = Evidence.start(home.recipe.num_draft_tokens, challenger=3)
     home.evidence = home.evidence.model_copy(update={"test": home.evidence.test.after([0.5] * 40)})
@@ -365,11 +365,11 @@ def test_f32_a_server_that_goes_while_it_is_asked_is_asked_once_a_look() -> None
 def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -> None:
     home.log_rows(home.recipe.refresh.min_rows - 1, "sql")
     home.pass_minutes(30, each=10)
-    assert (home.asked, home.trigger.snapshot().domains) == (0, {})
+    assert (home.asked, home.trigger.state().domains) == (0, {})
     home.log_rows(1, "sql")
     home.pass_minutes(1)
     assert home.asked == 1
-    state = home.trigger.snapshot().domains["sql"]
+    state = home.trigger.state().domains["sql"]
     assert isinstance(state, Due)
     assert state.fall.told("sql") == "sql has τ 1.20, 1.76 is usual"
     home.draft, home.promised = 2, {**home.promised, "sql": 1.5}
@@ -377,7 +377,7 @@ def test_a_domain_that_no_draft_has_learnt_is_due_at_once_and_once(home: Home) -
     for _ in range(20):
         home.log_rows(200, "sql")
         home.pass_minutes(10, each=5)
-    assert (home.asked, home.trigger.snapshot().domains) == (1, {})
+    assert (home.asked, home.trigger.state().domains) == (1, {})
 
 
 def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: Home) -> None:
@@ -387,7 +387,7 @@ def test_a_domain_of_which_far_less_is_promised_than_of_others_is_due_too(home: 
     assert home.asked == 0
     home.log_rows(200, "sql")
     home.pass_minutes(1)
-    assert isinstance(home.trigger.snapshot().domains["sql"], Due)
+    assert isinstance(home.trigger.state().domains["sql"], Due)
     assert home.asked == 1
 
 
@@ -418,11 +418,11 @@ def test_a_client_that_makes_up_names_starts_no_more_refreshes_than_with_one(hom
     print(f"refreshes in two days: {home.asked}, minutes: {home.minutes}")
     assert home.asked <= 15
     assert home.minutes[-1] - home.minutes[-2] >= 360
-    assert len(home.trigger.snapshot().domains) <= 15
+    assert len(home.trigger.state().domains) <= 15
     home.pass_minutes(60 * 6, each=60)
     home.refresh(REFUSED)
     home.pass_minutes(60 * 7, each=60)
-    assert home.trigger.snapshot().domains == {}  # they are forgotten with their rows
+    assert home.trigger.state().domains == {}  # they are forgotten with their rows
 
 
 def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_not_help(home: Home) -> None:
@@ -438,7 +438,7 @@ def test_a_name_that_comes_while_a_refresh_runs_waits_like_the_one_that_it_did_n
     assert home.asked == 1
     home.pass_minutes(2)
     assert home.asked == 2
-    state = home.trigger.snapshot().domains["math"]
+    state = home.trigger.state().domains["math"]
     assert isinstance(state, Due)
     assert state.fall.attempts == 1
 
@@ -460,8 +460,8 @@ def test_where_the_registry_is_down_no_domain_is_found_low_and_one_that_fell_is_
     home.asker = RefreshTrigger(home.recipe, home.log, home.trigger, home.orchestrate, home.known, unknown)
     home.log_rows(240, "sql")
     home.pass_minutes(1)
-    assert home.trigger.snapshot().domains == {}
+    assert home.trigger.state().domains == {}
     home.serve(240)
     home.pass_minutes(1)
     assert home.asked == 1
-    assert "sql" not in home.trigger.snapshot().domains
+    assert "sql" not in home.trigger.state().domains

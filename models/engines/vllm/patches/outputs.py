@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from models.engines.vllm.fields import PACE, SPEED, STEP, STEPS, TOLD
+from models.engines.vllm.fields import SPEED, STEP, STEPS, THROUGHPUT, TOLD
 
 
 def install() -> None:
@@ -33,6 +33,6 @@ class Steps(OutputProcessor):
                 came, told = output.kv_transfer_params or {}, state.__dict__.setdefault(TOLD, {STEPS: []})
                 if (step := came.pop(STEP, None)) is not None:
                     told[STEPS].append(step)
-                told.update({name: came.pop(name) for name in (PACE, SPEED) if name in came})
+                told.update({name: came.pop(name) for name in (THROUGHPUT, SPEED) if name in came})
                 output.kv_transfer_params = {**came, TOLD: told}
         return super().process_outputs(engine_core_outputs, *args, **kwargs)

@@ -192,7 +192,7 @@ def _dispatch(own: Callable[..., None], layer: Any, remove_weight: bool) -> None
 def _load_draft(own: Callable[..., None], drafter: SpecDecodeBaseProposer, target_model: nn.Module) -> None:
     with loading_draft():
         own(drafter, target_model)
-    gc.collect()  # of what it needs no more: oneDNN's handles can't be let go of while a graph is traced
+    gc.collect()  # of what it needs no more: oneDNN's handles can't be freed while a graph is traced
 
 
 def _prepare(own: Callable[..., Any], runner: GPUModelRunner, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Probe sets: conversations of each domain that nothing is trained on, so that drafts can be held to them for long.
+"""Regression sets: conversations of each domain that nothing is trained on, so that drafts are held to them for long.
 
 They are rows of the log, named by `seq`: erased rows leave their set, and no text is kept twice. A set grows to 100
 conversations, each of another cluster; of the rows of a window that could be trained on, at most a quarter goes there.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from infra.logfile import LogFile
 
 SIZE, SHARE, MAX_CLUSTER_SHARE = 100, 0.25, 0.05
-FEWEST = 20  # conversations: with fewer, a domain is judged inside of OTHER
+FEWEST = 20  # conversations: with fewer, a domain is scored inside of OTHER
 OTHER = "other"
 RENEWED = 2
 SILENT_MS = 30 * 24 * 3600 * 1000
@@ -83,7 +83,7 @@ class Conversation(NamedTuple):
     alike: str
 
 
-class ProbeSet(NamedTuple):
+class RegressionSet(NamedTuple):
     """How many conversations a set has, and when the last of them was served, in Unix time."""
 
     size: int
@@ -91,44 +91,42 @@ class ProbeSet(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a window does to the probe sets: rows that come in, and rows that leave."""
+    """What a window does to the regression sets: rows that come in, and rows that leave."""
 
     reserved: list[int]
     released: list[int]
 
 
-class ProbeSets:
-    """The probe sets of a log."""
+class RegressionSets:
+    """The regression sets of a log."""
 
     def __init__(self, file: LogFile) -> None:
         self._file = file
 
     def members(self) -> list[int]:
         """Return the members of all sets, by seq."""
-        return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM probes ORDER BY seq")]
+        return [seq for (seq,) in self._file.connection().execute("SELECT seq FROM regression_sets ORDER BY seq")]
 
-    def by_domain(self) -> dict[str, ProbeSet]:
+    def by_domain(self) -> dict[str, RegressionSet]:
         """Return domain to its set; one without members has none."""
-        query = (
-            "SELECT domain, count(*), max(time_ms) FROM probes JOIN rows USING (seq) GROUP BY domain ORDER BY domain"
-        )
-        return {domain: ProbeSet(*found) for domain, *found in self._file.connection().execute(query)}
+        query = """SELECT domain, count(*), max(time_ms) FROM regression_sets JOIN rows USING (seq)
+            GROUP BY domain ORDER BY domain"""
+        return {domain: RegressionSet(*found) for domain, *found in self._file.connection().execute(query)}
 
     def apply(self, change: Change) -> None:
         """Write a change in one transaction; rows that were erased meanwhile are left out."""
         with self._file.transaction() as db:
+            query = "DELETE FROM regression_sets WHERE seq IN (SELECT value FROM json_each(?))"
+            db.execute(query, (json.dumps(change.released),))
             db.execute(
-                "DELETE FROM probes WHERE seq IN (SELECT value FROM json_each(?))", (json.dumps(change.released),)
-            )
-            db.execute(
-                """INSERT OR IGNORE INTO probes SELECT seq FROM rows
+                """INSERT OR IGNORE INTO regression_sets SELECT seq FROM rows
                 WHERE seq IN (SELECT value FROM json_each(?)) AND consent = 'full'""",
                 (json.dumps(change.reserved),),
             )
 
 
-def judged_as(domains: Iterable[str]) -> dict[str, str]:
-    """Return each domain to what it is judged as, itself or OTHER, from the domains of all probe conversations."""
+def scored_as(domains: Iterable[str]) -> dict[str, str]:
+    """Return each domain to what it is scored as, itself or OTHER, from the domains of all members."""
     return {domain: domain if size >= FEWEST else OTHER for domain, size in Counter(domains).items()}
 
 
@@ -159,21 +157,21 @@ def plan(
     in_cluster = Counter((row.domain, row.cluster) for row in rows)
     taken = {row.cluster for row in kept} | set(trained) | {row.cluster for row in rows if row.seq < first_seq}
 
-    def judged(domain: str) -> str:
+    def name_of(domain: str) -> str:
         return domain if sizes[domain] * SHARE >= FEWEST else OTHER
 
     free: dict[str, list[Conversation]] = defaultdict(list)
     for row in rows:
         within = in_cluster[row.domain, row.cluster] <= max(1, MAX_CLUSTER_SHARE * sizes[row.domain])
         if row.seq in usable and row.cluster not in taken and within:
-            free[judged(row.domain)].append(row)
+            free[name_of(row.domain)].append(row)
             taken.add(row.cluster)
     # Of what could be trained on: a key that asks for more than its share brings rows that never are.
-    of_window = Counter(judged(row.domain) for row in rows if row.seq in usable)
+    of_window = Counter(name_of(row.domain) for row in rows if row.seq in usable)
     cost = Counter(row.cluster for row in rows if row.seq in usable)
     reserved: list[int] = []
     for name, candidates in sorted(free.items()):
-        own = [row for row in kept if judged(row.domain) == name]
+        own = [row for row in kept if name_of(row.domain) == name]
         wanted = SIZE - len(own) or RENEWED
         drawn = _draw(candidates, own, wanted, int(SHARE * of_window[name]), cost, draw)
         reserved += drawn

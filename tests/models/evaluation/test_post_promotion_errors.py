@@ -1,18 +1,18 @@
-"""The watch on made-up requests of which the truth is known: how often it errs, and how soon it finds a loss."""
+"""The post-promotion test on simulated requests: how often it errs, and how soon it finds a loss."""
 
 import numpy as np
 import pytest
 
 from models.evaluation.post_promotion_test import Params
 from models.recipe import load_recipe
-from tests.benchmarks.takeback import SHARES, WITHIN, Rules, Truth, requests_until_taken_back
+from tests.benchmarks.rollback_delay import SHARES, WITHIN, Rules, Truth, requests_until_rolled_back
 
 RECIPE = load_recipe("smollm2-cpu")
 RULES = Rules(RECIPE.num_draft_tokens, RECIPE.gate.floor, Params().alpha, Params().per_look)
 
 
 def taken_back(tau: float, kept: dict[str, float], num_looks: int, num_runs: int, rules: Rules = RULES) -> list[float]:
-    return requests_until_taken_back(Truth(tau, kept), rules, num_looks, num_runs, np.random.default_rng(0)).tolist()
+    return requests_until_rolled_back(Truth(tau, kept), rules, num_looks, num_runs, np.random.default_rng(0)).tolist()
 
 
 def every(kept: float) -> dict[str, float]:

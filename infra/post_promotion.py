@@ -1,6 +1,6 @@
-"""What the watch over promoted drafts knows: one file for each draft and the one before it, below the home folder.
+"""Progress of post-promotion tests: one file for each draft and the one before it, below the home folder.
 
-A file is replaced as a whole after each look, with all that the look found, so that a killed watch goes on after its
+A file is replaced as a whole after each look, with all that the look found, so that a killed process resumes after its
 last whole look and no request counts twice. There is no text in it: requests are named by their number in the query
 log.
 """
@@ -18,12 +18,12 @@ from infra.locks import lock_file
 from infra.settings import Settings
 from models.types import ALL, Finding, Frozen
 
-WATCHING: Literal["watching"] = "watching"
-LOST: Literal["lost"] = "lost"
-TAKEN_BACK: Literal["taken back"] = "taken back"
-LEFT: Literal["left"] = "left"
-SETTLED: Literal["settled"] = "settled"
-WORK = "work"
+RUNNING: Literal["running"] = "running"
+FAILED: Literal["failed"] = "failed"
+ROLLED_BACK: Literal["rolled back"] = "rolled back"
+SUPERSEDED: Literal["superseded"] = "superseded"
+PASSED: Literal["passed"] = "passed"
+POST_PROMOTION, WORK = "post_promotion", "work"
 
 
 class Compared(Frozen):
@@ -35,25 +35,24 @@ class Compared(Frozen):
     previous_tau: float = Field(ge=1, allow_inf_nan=False)
 
 
-class Watch(Frozen):
-    """A promoted draft and the one before it.
+class PostPromotionTest(Frozen):
+    """The test of a promoted draft against the one before it.
 
     Attributes:
         draft, previous: their versions.
-        outcome: "watching"; "lost", to be taken back; "taken back"; "left", because somebody replaced it before that;
-            "settled" without a loss.
+        outcome: "failed" asks for a rollback; "superseded" says that somebody replaced the draft before that.
         looked_ms: when requests were compared last, in Unix time.
-        num_wanted: requests that are compared without a loss until it is settled.
+        num_wanted: requests that are compared without a loss until it passes.
         num_readable: requests that the draft served lately and that may be read.
         num_unreadable: those that may not; a request without any consent leaves no row and is in neither.
         compared: the requests, in the order in which they were compared.
         found: domain to what its requests say; "" stands for all.
-        evidence: the run in MLflow that keeps what it was taken back for.
+        evidence: the run in MLflow that keeps why it was rolled back.
     """
 
     draft: int
     previous: int
-    outcome: Literal["watching", "lost", "taken back", "left", "settled"] = WATCHING
+    outcome: Literal["running", "failed", "rolled back", "superseded", "passed"] = RUNNING
     looked_ms: int = 0
     num_wanted: int
     num_readable: int = 0
@@ -65,7 +64,7 @@ class Watch(Frozen):
     @property
     def blind(self) -> bool:
         """Whether none of the requests that the draft served may be read."""
-        return self.outcome == WATCHING and not self.num_readable
+        return self.outcome == RUNNING and not self.num_readable
 
     @property
     def losses(self) -> dict[str, Finding]:
@@ -91,11 +90,11 @@ class Watch(Frozen):
         return line
 
 
-class Watches:
-    """The watches of a home folder."""
+class PostPromotionTests:
+    """The post-promotion tests of a home folder."""
 
     def __init__(self, settings: Settings) -> None:
-        self.folder = settings.home / "watch"
+        self.folder = settings.home / POST_PROMOTION
 
     def sweep(self) -> None:
         """Remove what a look that was killed left behind: it may hold text."""
@@ -112,41 +111,41 @@ class Watches:
         finally:
             self.sweep()
 
-    def find(self, draft: int, previous: int) -> Watch | None:
-        """Return the watch of two drafts, None if there was none yet."""
+    def find(self, draft: int, previous: int) -> PostPromotionTest | None:
+        """Return the test of two drafts, None if there was none yet."""
         file = self._file(draft, previous)
-        return Watch.model_validate_json(file.read_bytes()) if file.is_file() else None
+        return PostPromotionTest.model_validate_json(file.read_bytes()) if file.is_file() else None
 
-    def of_draft(self, draft: int) -> Watch | None:
-        """Return the watch of a draft that was saved last, None if there was none yet."""
+    def of_draft(self, draft: int) -> PostPromotionTest | None:
+        """Return a draft's newest test, None if there was none yet."""
         files = sorted(self.folder.glob(f"{draft}-*.json"), key=lambda file: file.stat().st_mtime_ns)
-        return Watch.model_validate_json(files[-1].read_bytes()) if files else None
+        return PostPromotionTest.model_validate_json(files[-1].read_bytes()) if files else None
 
-    def unfinished(self) -> list[Watch]:
-        """Return those of drafts that lost and have not been taken back yet."""
+    def unfinished(self) -> list[PostPromotionTest]:
+        """Return those that failed and whose drafts have not been rolled back yet."""
         files = sorted(self.folder.glob("[0-9]*-*.json"))
-        watches = [Watch.model_validate_json(file.read_bytes()) for file in files]
-        return [watch for watch in watches if watch.outcome == LOST]
+        tests = [PostPromotionTest.model_validate_json(file.read_bytes()) for file in files]
+        return [test for test in tests if test.outcome == FAILED]
 
-    def save(self, watch: Watch) -> None:
-        """Replace what is kept of a watch, in one step."""
+    def save(self, test: PostPromotionTest) -> None:
+        """Write a test's file, in one step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(self._file(watch.draft, watch.previous), watch.model_dump_json() + "\n")
+        write_atomic(self._file(test.draft, test.previous), test.model_dump_json() + "\n")
 
     @contextmanager
     def alone(self, wait_s: float = 0.0) -> Iterator[None]:
-        """Keep other processes from watching this home.
+        """Keep other processes from testing the drafts of this home.
 
         Args:
             wait_s: seconds that another one may take to end; one that was killed holds on for a moment.
 
         Raises:
-            ValueError: another one watches it.
+            ValueError: another one does.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with lock_file(self.folder / ".lock", wait_s=wait_s) as is_held:
             if not is_held:
-                raise ValueError(f"another process watches the drafts of {self.folder.parent}")
+                raise ValueError(f"another process tests the promoted drafts of {self.folder.parent}")
             yield
 
     def _file(self, draft: int, previous: int) -> Path:

@@ -1,8 +1,8 @@
-"""How soon the watch takes back a draft that does worse, and how often one that does not, by simulation.
+"""How soon the post-promotion test rolls back a worse draft, and how often one that is no worse, by simulation.
 
-    python -m tests.benchmarks.takeback --runs 200
+    python -m tests.benchmarks.rollback_delay --runs 200
 
-Requests are drawn whose truth is known, from three domains, and looked at as the watch does
+Requests are drawn whose truth is known, from three domains, and looked at as the test does
 (models/evaluation/post_promotion_test.py): all findings of all looks count, and no draft is settled. They differ by 0.5
 in τ, and the two drafts by 0.3 on one request, which is more than conversations of the demo do.
 """
@@ -38,7 +38,7 @@ class Truth(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What the watch is set to."""
+    """What the test is set to."""
 
     num_draft_tokens: int
     floor: float
@@ -46,10 +46,10 @@ class Rules(NamedTuple):
     per_look: int
 
 
-def requests_until_taken_back(
+def requests_until_rolled_back(
     truth: Truth, rules: Rules, num_looks: int, num_runs: int, rng: np.random.Generator
 ) -> Floats:
-    """Return [R] the requests after which each run of the watch finds a loss; infinite where none of its looks does."""
+    """Return [R] the requests after which each run of the test finds a loss; infinite where none of its looks does."""
     found = np.full(num_runs, np.inf)
     errors = allowed_errors(rules.alpha)
     wanted = np.array([-math.log(next(errors)) for _ in range(1 + len(SHARES))])
@@ -103,7 +103,7 @@ def main() -> None:
     }
     found: dict[str, dict[str, Any]] = {}
     for name, (truth, num_looks) in tqdm(truths.items()):
-        after = requests_until_taken_back(truth, rules, num_looks, given.runs, np.random.default_rng(recipe.seed))
+        after = requests_until_rolled_back(truth, rules, num_looks, given.runs, np.random.default_rng(recipe.seed))
         median = float(np.median(after))
         found[name] = {
             "ever": float(np.isfinite(after).mean()),

@@ -1,4 +1,4 @@
-"""A draft that passed its gate and its probation and does worse live is taken back by itself."""
+"""A draft that passed its gate and its probation and does worse live is rolled back by itself."""
 
 import json
 import os
@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.artifacts import staged
-from infra.events import DRAFT_TAKEN_BACK
+from infra.events import DRAFT_ROLLED_BACK
+from infra.post_promotion import ROLLED_BACK, PostPromotionTest, PostPromotionTests
 from infra.processes import Child, wait_until
 from infra.service_process import last_url
 from infra.settings import Settings
-from infra.watches import TAKEN_BACK, Watch, Watches
 from models.drafting.draft_families import open_draft
 from models.drafting.eagle3_heads import WEIGHTS
 from models.recipe import load_recipe
-from tasks.measure_draft import measure_probe
+from tasks.measure_draft import measure_golden
 from tests.flows.conftest import Cli, registry_of
 from tests.infra.collector import collecting
 from tests.world import Served
@@ -47,45 +47,47 @@ def spoiled(home: Path, tmp_path: Path) -> int:
                 tensors[name] = tensor + (0.2 * torch.randn(tensor.shape, generator=rng)).to(tensor.dtype)
         save_file(tensors, directory / WEIGHTS)
     num_draft_tokens = load_recipe("tiny").num_draft_tokens
-    probe_tau = measure_probe(open_draft(made, target_dir), target_dir, num_draft_tokens, tmp_path / "probe")
-    lineage = champion.lineage.model_copy(update={"parent": champion.number, "gate": "passed", "probe_tau": probe_tau})
+    golden_tau = measure_golden(open_draft(made, target_dir), target_dir, num_draft_tokens, tmp_path / "golden")
+    lineage = champion.lineage.model_copy(
+        update={"parent": champion.number, "gate": "passed", "golden_tau": golden_tau}
+    )
     return registry.register("draft", made, lineage.to_tags()).number
 
 
 def test_f34_a_draft_that_passed_and_does_worse_live_is_taken_back_within_200_requests(
     home: Path, tmp_path: Path
 ) -> None:
-    cli, recipe = Cli(home), tmp_path / "watched.toml"
+    cli, recipe = Cli(home), tmp_path / "strict.toml"
     recipe.write_text('name = "tiny"\n' + RECIPE.read_text() + LOOK)
     worse, settings = spoiled(home, tmp_path), Settings(home=home)
-    watches = Watches(settings)
+    tests = PostPromotionTests(settings)
 
-    def found() -> Watch | None:
-        return watches.find(worse, 1)
+    def found() -> PostPromotionTest | None:
+        return tests.find(worse, 1)
 
     environment = {"REDRAFT_HOME": str(home), "OMP_NUM_THREADS": "1"}
     serve = [sys.executable, "-m", "flows.cli", "serve", "--recipe", str(recipe)]
-    watch = [sys.executable, "-m", "flows.watch", "--recipe", str(recipe)]
+    argv = [sys.executable, "-m", "flows.post_promotion", "--recipe", str(recipe)]
     with Child.start(serve, environment, home / "serve.log", "serve") as serving, collecting() as collector:
         wait_until(lambda: "serving model" in (home / "serve.log").read_text(), 240, serving, "the service")
         served = Served(last_url(settings), home)  # a command would start a process for each look
-        with Child.start(watch, environment, home / "watch.log", "watch") as watching:
+        with Child.start(argv, environment, home / "test.log", "post-promotion") as testing:
             cli.run("promote", str(worse))
             served.wait_for("the swap", lambda status: str(status["draft_version"]) == str(worse), 120)
             cli.run("traffic", "--recipe", str(recipe), "--domain", "chat")
-            wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, watching, "a look")
-            os.kill(watching.pid, signal.SIGKILL)
+            wait_until(lambda: (seen := found()) is not None and len(seen.compared) > 0, 240, testing, "a look")
+            os.kill(testing.pid, signal.SIGKILL)
         orchestrated = environment | {"PREFECT_API_URL": collector.api}
-        with Child.start(watch, orchestrated, home / "watch.log", "watch") as watching:
+        with Child.start(argv, orchestrated, home / "test.log", "post-promotion") as testing:
             cli.run("traffic", "--recipe", str(recipe), "--domain", "code")
-            wait_until(lambda: (seen := found()) is not None and seen.outcome == TAKEN_BACK, 240, watching, "the end")
+            wait_until(lambda: (seen := found()) is not None and seen.outcome == ROLLED_BACK, 240, testing, "the end")
             served.wait_for("the swap back", lambda status: str(status["draft_version"]) == "1", 120)
-            wait_until(lambda: len(collector.got) > 0, 60, watching, "an event")
+            wait_until(lambda: len(collector.got) > 0, 60, testing, "an event")
         told = json.loads(cli.run("status", "--json").splitlines()[-1])
     seen = found()
     assert seen is not None
     [event] = collector.got
-    assert (event["event"], event["resource"]["prefect.resource.name"]) == (DRAFT_TAKEN_BACK, str(worse))
+    assert (event["event"], event["resource"]["prefect.resource.name"]) == (DRAFT_ROLLED_BACK, str(worse))
     assert event["payload"] == {"previous": 1, "told": seen.told(), "evidence": seen.evidence}
     requests = [compared.seq for compared in seen.compared]
     assert len(set(requests)) == len(requests) <= 200

@@ -1,4 +1,4 @@
-"""The watch over promoted drafts: a real registry, query log and scoring; drafts that are the target, or its noise."""
+"""The test over promoted drafts: a real registry, query log and scoring; drafts that are the target, or its noise."""
 
 import random
 import shutil
@@ -12,16 +12,25 @@ from transformers import AutoModelForCausalLM
 
 from infra.artifacts import staged
 from infra.consent import Consent, QueryRow
+from infra.post_promotion import (
+    FAILED,
+    PASSED,
+    ROLLED_BACK,
+    RUNNING,
+    SUPERSEDED,
+    WORK,
+    PostPromotionTest,
+    PostPromotionTests,
+)
 from infra.querylog import QueryLog
 from infra.registry import Registry
 from infra.settings import load_settings
-from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, WORK, Watch, Watches
 from models.checkpoints.loading import load_floats
 from models.drafting.draft_files import made_for
 from models.drafts import lm
 from models.recipe import Recipe, load_recipe
 from models.targets import describe
-from tasks.watch_draft import EVIDENCE, watch_draft
+from tasks.post_promotion_test import EVIDENCE, check_promoted_draft
 from tests.conftest import shake
 from tests.tags import draft_tags
 
@@ -39,7 +48,7 @@ class Scene(NamedTuple):
 
     registry: Registry
     log: QueryLog
-    watches: Watches
+    tests: PostPromotionTests
     answers: Sequence[Answer]
 
     def promote(self, drafts: Path, name: str) -> int:
@@ -131,7 +140,7 @@ def scene(
     with staged(tmp_path / "target") as directory:
         shutil.copytree(tiny_target, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
     registry.promote("target", registry.register("target", tmp_path / "target", draft_tags()).number)
-    scene = Scene(registry, QueryLog(settings.querylog), Watches(settings), answers)
+    scene = Scene(registry, QueryLog(settings.querylog), PostPromotionTests(settings), answers)
     scene.promote(drafts, "good")
     return scene
 
@@ -143,10 +152,10 @@ def recipe(**changed: object) -> Recipe:
     )
 
 
-def looked(**changed: object) -> Watch:
-    watch = watch_draft.fn(recipe(**changed))
-    assert watch is not None
-    return watch
+def looked(**changed: object) -> PostPromotionTest:
+    test = check_promoted_draft.fn(recipe(**changed))
+    assert test is not None
+    return test
 
 
 @pytest.mark.slow
@@ -154,31 +163,31 @@ def test_a_draft_that_does_worse_is_taken_back_with_the_evidence(scene: Scene, d
     worse = scene.promote(drafts, "worse")
     for first in range(0, NUM_PROMPTS, 8):
         scene.serve(first, first + 8)
-        watch = looked(per_look=8)
-        if watch.outcome != WATCHING:
+        test = looked(per_look=8)
+        if test.outcome != RUNNING:
             break
-    assert (watch.outcome, watch.draft, watch.previous, scene.champion()) == (TAKEN_BACK, worse, 1, 1)
+    assert (test.outcome, test.draft, test.previous, scene.champion()) == (ROLLED_BACK, worse, 1, 1)
     version = scene.registry.get("draft", worse)
-    assert version.quarantined.startswith(f"{watch.told()}; evidence: runs:/{watch.evidence}/")
-    assert "of draft 1 on the same" in watch.told()
-    assert f"{len(watch.compared)} requests" in watch.told()
-    kept = scene.registry.store.client.download_artifacts(watch.evidence, EVIDENCE, str(tmp_path))
-    evidence = Watch.model_validate_json(Path(kept).read_bytes())
-    assert evidence.compared == watch.compared
+    assert version.quarantined.startswith(f"{test.told()}; evidence: runs:/{test.evidence}/")
+    assert "of draft 1 on the same" in test.told()
+    assert f"{len(test.compared)} requests" in test.told()
+    kept = scene.registry.store.client.download_artifacts(test.evidence, EVIDENCE, str(tmp_path))
+    evidence = PostPromotionTest.model_validate_json(Path(kept).read_bytes())
+    assert evidence.compared == test.compared
     assert len({compared.seq for compared in evidence.compared}) == len(evidence.compared)
     assert evidence.found[""].tau < 0.9 * evidence.found[""].previous_tau
-    assert watch_draft.fn(recipe()) is None  # nothing was served before draft 1
-    assert not (scene.watches.folder / WORK).exists()
+    assert check_promoted_draft.fn(recipe()) is None  # nothing was served before draft 1
+    assert not (scene.tests.folder / WORK).exists()
 
 
 @pytest.mark.slow
 def test_a_draft_that_is_no_worse_is_settled_and_then_left_alone(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 50)
-    assert looked(per_look=30, num_requests=40).outcome == WATCHING
+    assert looked(per_look=30, num_requests=40).outcome == RUNNING
     scene.serve(50, 100)
     settled = looked(per_look=30, num_requests=40)
-    assert (settled.outcome, len(settled.compared), scene.champion()) == (SETTLED, 40, 2)
+    assert (settled.outcome, len(settled.compared), scene.champion()) == (PASSED, 40, 2)
     scene.serve(100, 120)
     assert looked(per_look=30, num_requests=40) == settled
 
@@ -234,7 +243,7 @@ def test_a_few_requests_wait_until_there_are_more_or_time_has_passed(scene: Scen
 def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     assert looked().blind  # nothing of what it served was logged, as where every request asks for that
-    kept = scene.watches.of_draft(2)  # which `redraft status` shows
+    kept = scene.tests.of_draft(2)  # which `redraft status` shows
     assert kept is not None
     assert kept.told() == "blind, no request of draft 2 may be read"
     scene.serve(0, 20, consent="metadata")
@@ -246,39 +255,39 @@ def test_where_no_request_may_be_read_it_is_blind(scene: Scene, drafts: Path) ->
 
 
 @pytest.mark.slow
-def test_a_watch_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path) -> None:
+def test_one_that_was_killed_before_it_acted_goes_on(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 100)
-    scene.watches.save(looked(per_look=8).model_copy(update={"outcome": LOST}))
-    left = scene.watches.folder / WORK
+    scene.tests.save(looked(per_look=8).model_copy(update={"outcome": FAILED}))
+    left = scene.tests.folder / WORK
     left.mkdir()
     (left / "states.bin").write_text("text")
-    assert looked().outcome == TAKEN_BACK
+    assert looked().outcome == ROLLED_BACK
     assert (scene.champion(), left.exists()) == (1, False)
-    assert scene.watches.unfinished() == []
+    assert scene.tests.unfinished() == []
 
 
 @pytest.mark.slow
 def test_what_a_person_did_meanwhile_stays(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "worse")
     scene.serve(0, 20)
-    lost = looked(per_look=8).model_copy(update={"outcome": LOST})
+    lost = looked(per_look=8).model_copy(update={"outcome": FAILED})
     chosen = scene.promote(drafts, "same")
-    scene.watches.save(lost)
-    assert looked().outcome == LEFT
+    scene.tests.save(lost)
+    assert looked().outcome == SUPERSEDED
     assert scene.champion() == chosen
     assert scene.registry.get("draft", 2).quarantined == ""
 
 
 @pytest.mark.slow
-def test_a_new_champion_is_watched_anew(scene: Scene, drafts: Path) -> None:
+def test_a_new_champion_is_tested_anew(scene: Scene, drafts: Path) -> None:
     scene.promote(drafts, "same")
     scene.serve(0, 20)
     assert (looked().previous, len(looked(per_look=20).compared) > 0) == (1, True)
     scene.promote(drafts, "worse")
-    watch = looked()
-    assert (watch.draft, watch.previous, watch.compared) == (3, 2, ())
+    test = looked()
+    assert (test.draft, test.previous, test.compared) == (3, 2, ())
 
 
-def test_without_a_draft_before_it_there_is_nothing_to_watch(scene: Scene) -> None:
-    assert watch_draft.fn(recipe()) is None
+def test_without_a_draft_before_it_there_is_nothing_to_test(scene: Scene) -> None:
+    assert check_promoted_draft.fn(recipe()) is None

@@ -1,4 +1,4 @@
-"""Hold a promoted draft against the one before it, on requests that it serves, and take it back if it does worse."""
+"""Hold a promoted draft against the one before it, on requests that it serves, and roll it back if it does worse."""
 
 import random
 import tempfile
@@ -13,12 +13,21 @@ from prefect.cache_policies import NO_CACHE
 from transformers import AutoTokenizer
 
 from infra.consent import Consent, QueryRow
+from infra.post_promotion import (
+    FAILED,
+    PASSED,
+    ROLLED_BACK,
+    RUNNING,
+    SUPERSEDED,
+    Compared,
+    PostPromotionTest,
+    PostPromotionTests,
+)
 from infra.querylog import QueryLog
 from infra.registry import Registry, open_registry
 from infra.secret import home_secret
 from infra.settings import Settings, load_settings
 from infra.versions import Kind, Version
-from infra.watches import LEFT, LOST, SETTLED, TAKEN_BACK, WATCHING, Compared, Watch, Watches
 from models.drafting.draft_families import open_draft
 from models.evaluation import post_promotion_test
 from models.evaluation.clusters import join, join_groups, sketch
@@ -32,11 +41,11 @@ from tasks.stages.samples import usable
 from tasks.stages.throttle import throttled
 
 MAX_ROWS = 1024  # of the log that a look draws from, the newest: a busy service writes more than can be compared
-EVIDENCE = "watch.json"
+EVIDENCE = "post_promotion_test.json"
 
 
 @task(cache_policy=NO_CACHE)
-def watch_draft(recipe: Recipe) -> Watch | None:
+def check_promoted_draft(recipe: Recipe) -> PostPromotionTest | None:
     """Look once at what the champion has served, and act on what all looks together say.
 
     Each look draws some of the requests and scores both drafts on them by the target's answers, as the gate does. Of a
@@ -44,7 +53,7 @@ def watch_draft(recipe: Recipe) -> Watch | None:
     it meanwhile. What is found is kept before anything is done about it, so that the next look goes on from there.
 
     Returns:
-        the watch of the champion, or of the draft that was just taken back; None where there is no draft to hold the
+        the test of the champion, or of the draft that was just rolled back; None where there is no draft to hold the
         champion against, because none of its target was served before it.
 
     Raises:
@@ -52,26 +61,28 @@ def watch_draft(recipe: Recipe) -> Watch | None:
         sqlite3.Error: the query log can't be read.
     """
     settings, registry = load_settings(), open_registry()
-    watches = Watches(settings)
-    watches.sweep()
-    for lost in watches.unfinished():
-        return _take_back(registry, watches, lost)
+    tests = PostPromotionTests(settings)
+    tests.sweep()
+    for failed in tests.unfinished():
+        return _roll_back(registry, tests, failed)
     champion = registry.champion("draft")
     previous = None if champion is None else registry.previous_good(champion)
     if champion is None or previous is None or previous.target.sha256 != champion.target.sha256:
         return None
-    watch = watches.find(champion.number, previous.number)
-    if watch is not None and watch.outcome == SETTLED:
-        return watch
-    if watch is None or watch.outcome != WATCHING:  # somebody promoted it again: what it did before is forgiven
+    test = tests.find(champion.number, previous.number)
+    if test is not None and test.outcome == PASSED:
+        return test
+    if test is None or test.outcome != RUNNING:  # somebody promoted it again: what it did before is forgiven
         num_wanted = recipe.post_promotion_test.num_requests
-        watch = Watch(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
+        test = PostPromotionTest(draft=champion.number, previous=previous.number, num_wanted=num_wanted)
     with QueryLog(settings.querylog).reading():  # an erasure waits until the look's work folder is gone
-        watch = _look(recipe, watches, watch, champion, previous)
-    return _take_back(registry, watches, watch) if watch.outcome == LOST else watch
+        test = _look(recipe, tests, test, champion, previous)
+    return _roll_back(registry, tests, test) if test.outcome == FAILED else test
 
 
-def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, previous: Version) -> Watch:
+def _look(
+    recipe: Recipe, tests: PostPromotionTests, test: PostPromotionTest, champion: Version, previous: Version
+) -> PostPromotionTest:
     params, settings = recipe.post_promotion_test, load_settings()
     log = QueryLog(settings.querylog)
     newest = log.latest(1)
@@ -79,27 +90,27 @@ def _look(recipe: Recipe, watches: Watches, watch: Watch, champion: Version, pre
     first_seq = max(1, last_seq - MAX_ROWS + 1)
     rows = _served(log, champion, first_seq, last_seq, "full")
     num_unreadable = len(_served(log, champion, first_seq, last_seq, "metadata"))
-    watch = watch.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
-    if watch != watches.find(watch.draft, watch.previous):
-        watches.save(watch)
-        if watch.blind:
-            run_logger().info("draft %d can't be watched: %s", watch.draft, watch.told())
+    test = test.model_copy(update={"num_readable": len(rows), "num_unreadable": num_unreadable})
+    if test != tests.find(test.draft, test.previous):
+        tests.save(test)
+        if test.blind:
+            run_logger().info("draft %d can't be tested: %s", test.draft, test.told())
     if not rows:
-        return watch
+        return test
     target_dir = _fetched(settings, "target", _target_version(champion))
-    rows = _one_of_each_cluster(log, watch, rows, target_dir)
-    samples = _drawn(recipe, watch, rows, champion)
+    rows = _one_of_each_cluster(log, test, rows, target_dir)
+    samples = _drawn(recipe, test, rows, champion)
     now_ms = int(time.time() * 1000)
-    waited_ms = now_ms - watch.looked_ms
+    waited_ms = now_ms - test.looked_ms
     if not samples or (len(samples) < params.per_look and waited_ms < 1000 * params.max_wait_s):
-        return watch
-    compared = list(watch.compared)
+        return test
+    compared = list(test.compared)
     seqs = {row.id: row.seq or 0 for row in rows}
-    compared += _compare(recipe, watches, samples, seqs, target_dir, (champion, previous))
-    watch = _judged(recipe, watch, compared).model_copy(update={"looked_ms": now_ms})
-    watches.save(watch)
-    run_logger().info("draft %d, held against draft %d: %s", watch.draft, watch.previous, watch.told())
-    return watch
+    compared += _compare(recipe, tests, samples, seqs, target_dir, (champion, previous))
+    test = _concluded(recipe, test, compared).model_copy(update={"looked_ms": now_ms})
+    tests.save(test)
+    run_logger().info("draft %d, held against draft %d: %s", test.draft, test.previous, test.told())
+    return test
 
 
 def _served(log: QueryLog, draft: Version, first_seq: int, last_seq: int, consent: Consent) -> list[QueryRow]:
@@ -107,10 +118,12 @@ def _served(log: QueryLog, draft: Version, first_seq: int, last_seq: int, consen
     return [row for row in rows if row.draft_version == draft.number and not row.structured]
 
 
-def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], target_dir: Path) -> list[QueryRow]:
+def _one_of_each_cluster(
+    log: QueryLog, test: PostPromotionTest, rows: Sequence[QueryRow], target_dir: Path
+) -> list[QueryRow]:
     """Draw one row of each cluster that was not compared yet; nobody who asks can know which requests count."""
     secret, marks = home_secret(load_settings().home), turn_marks(AutoTokenizer.from_pretrained(target_dir))
-    before = log.rows_of(one.seq for one in watch.compared)
+    before = log.rows_of(one.seq for one in test.compared)
     both = [*before, *random.SystemRandom().sample(rows, len(rows))]
     named = [row for row in both if row.prompt_ids]
     sketches = [sketch(first_turn(row.prompt_ids or [], marks), secret) for row in named]
@@ -123,11 +136,11 @@ def _one_of_each_cluster(log: QueryLog, watch: Watch, rows: Sequence[QueryRow], 
     return [row for row in seen.values() if row.seq not in compared]
 
 
-def _drawn(recipe: Recipe, watch: Watch, rows: Sequence[QueryRow], champion: Version) -> list[Sample]:
+def _drawn(recipe: Recipe, test: PostPromotionTest, rows: Sequence[QueryRow], champion: Version) -> list[Sample]:
     """Return the requests to compare, no more of a key than its share."""
     per_look = recipe.post_promotion_test.per_look
     samples, _ = usable(rows, _target_version(champion), recipe.refresh.max_share_per_key, per_look)
-    return samples[: min(per_look, watch.num_wanted - len(watch.compared))]
+    return samples[: min(per_look, test.num_wanted - len(test.compared))]
 
 
 def _target_version(champion: Version) -> int:
@@ -138,7 +151,7 @@ def _target_version(champion: Version) -> int:
 
 def _compare(
     recipe: Recipe,
-    watches: Watches,
+    tests: PostPromotionTests,
     samples: Sequence[Sample],
     seqs: Mapping[str, int],
     target_dir: Path,
@@ -151,7 +164,7 @@ def _compare(
         opened = open_draft(_fetched(settings, "draft", draft.number), target_dir)
         return score(opened, target_dir, samples, recipe.num_draft_tokens, work, settings.device, recipe.engine.rules)
 
-    with watches.workspace() as work:
+    with tests.workspace() as work:
         pairs = zip(*(scored(draft, work) for draft in drafts), strict=True)
         return [
             Compared(
@@ -164,15 +177,15 @@ def _compare(
         ]
 
 
-def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch:
+def _concluded(recipe: Recipe, test: PostPromotionTest, compared: Sequence[Compared]) -> PostPromotionTest:
     costs = np.array([(1 / one.tau, 1 / one.previous_tau) for one in compared])
     domains = [one.domain for one in compared]
     found = post_promotion_test.findings(
         domains, costs, recipe.num_draft_tokens, recipe.gate.floor, recipe.post_promotion_test.alpha
     )
     lost = any(finding.lost for finding in found.values())
-    outcome = LOST if lost else SETTLED if len(compared) >= watch.num_wanted else WATCHING
-    return watch.model_copy(
+    outcome = FAILED if lost else PASSED if len(compared) >= test.num_wanted else RUNNING
+    return test.model_copy(
         update={
             "compared": tuple(compared),
             "found": found,
@@ -181,32 +194,32 @@ def _judged(recipe: Recipe, watch: Watch, compared: Sequence[Compared]) -> Watch
     )
 
 
-def _take_back(registry: Registry, watches: Watches, watch: Watch) -> Watch:
-    """Go back to the draft before one that lost; if it is no longer the champion, that is left as it is."""
-    if not watch.evidence:
-        watch = watch.model_copy(update={"evidence": _record(registry, watch)})
-        watches.save(watch)
-    reason = f"{watch.told()}; evidence: runs:/{watch.evidence}/{EVIDENCE}"
+def _roll_back(registry: Registry, tests: PostPromotionTests, test: PostPromotionTest) -> PostPromotionTest:
+    """Go back to the draft before one that failed; if it is no longer the champion, that stays as it is."""
+    if not test.evidence:
+        test = test.model_copy(update={"evidence": _record(registry, test)})
+        tests.save(test)
+    reason = f"{test.told()}; evidence: runs:/{test.evidence}/{EVIDENCE}"
     with registry.alone():
         champion = registry.champion("draft")
-        if champion is not None and champion.number == watch.draft:
-            registry.revert("draft", watch.draft, reason)
-            run_logger().warning("draft %d is taken back: %s", watch.draft, reason)
-        done = registry.get("draft", watch.draft).quarantined == reason
-    outcome = TAKEN_BACK if done else LEFT
-    watch = watch.model_copy(update={"outcome": outcome})
-    watches.save(watch)
-    return watch
+        if champion is not None and champion.number == test.draft:
+            registry.revert("draft", test.draft, reason)
+            run_logger().warning("draft %d is rolled back: %s", test.draft, reason)
+        done = registry.get("draft", test.draft).quarantined == reason
+    outcome = ROLLED_BACK if done else SUPERSEDED
+    test = test.model_copy(update={"outcome": outcome})
+    tests.save(test)
+    return test
 
 
-def _record(registry: Registry, watch: Watch) -> str:
-    metrics = {f"tau/{domain or 'all'}": found.tau for domain, found in watch.found.items()}
-    metrics |= {f"previous_tau/{domain or 'all'}": found.previous_tau for domain, found in watch.found.items()}
+def _record(registry: Registry, test: PostPromotionTest) -> str:
+    metrics = {f"tau/{domain or 'all'}": found.tau for domain, found in test.found.items()}
+    metrics |= {f"previous_tau/{domain or 'all'}": found.previous_tau for domain, found in test.found.items()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / EVIDENCE
-        file.write_text(watch.model_dump_json(indent=1) + "\n")
-        params = {"draft": watch.draft, "previous": watch.previous}
-        return registry.store.record_run(f"watch of draft {watch.draft}", params, metrics, [file])
+        file.write_text(test.model_dump_json(indent=1) + "\n")
+        params = {"draft": test.draft, "previous": test.previous}
+        return registry.store.record_run(f"post-promotion test of draft {test.draft}", params, metrics, [file])
 
 
 @lru_cache(maxsize=3)

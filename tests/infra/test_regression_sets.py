@@ -1,4 +1,4 @@
-"""Probe sets: what is reserved, what leaves, and what one client can do to them."""
+"""Regression sets: what is reserved, what leaves, and what one client can do to them."""
 
 import hashlib
 from collections import Counter
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.probes import (
+from infra.querylog import QueryLog
+from infra.regression_sets import (
     FEWEST,
     OTHER,
     RENEWED,
@@ -15,11 +16,10 @@ from infra.probes import (
     SIZE,
     Change,
     Conversation,
-    ProbeSet,
-    judged_as,
+    RegressionSet,
     plan,
+    scored_as,
 )
-from infra.querylog import QueryLog
 from tests.infra.rows import erase, row
 
 DAY_MS = 24 * 3600 * 1000
@@ -143,8 +143,8 @@ def test_small_domains_share_one_set_and_a_stray_request_gets_none() -> None:
     sets.add(*(rows(40, start=1 + 40 * number, domain=f"small-{number}") for number in range(5)))
     assert len(sets.members) == 50
     domains = [one.domain for one in sets.log if one.seq in sets.members]
-    assert set(judged_as(domains).values()) == {OTHER}
-    assert judged_as(["code"] * FEWEST + ["chat"]) == {"code": "code", "chat": OTHER}
+    assert set(scored_as(domains).values()) == {OTHER}
+    assert scored_as(["code"] * FEWEST + ["chat"]) == {"code": "code", "chat": OTHER}
     stray = Sets()
     stray.add(rows(3, domain="stray"), rows(100, start=4))
     assert "stray" not in {one.domain for one in stray.log if one.seq in stray.members}
@@ -196,25 +196,25 @@ def log(tmp_path: Path) -> QueryLog:
 
 
 def test_members_are_rows_and_are_erased_with_them_and_the_report_says_so(log: QueryLog) -> None:
-    sets = log.probe_sets
+    sets = log.regression_sets
     sets.apply(Change([1, 2, 3, 99], []))
     assert sets.members() == [1, 2, 3]
-    assert erase(log, "s1").probes == {"chat": 1}
+    assert erase(log, "s1").regression_rows == {"chat": 1}
     assert sets.members() == [1, 3]
-    assert erase(log, older_than_ms=1).probes == {"chat": 1}  # a0, whose time is 0
-    assert erase(log, "s3").probes == {}
+    assert erase(log, older_than_ms=1).regression_rows == {"chat": 1}  # a0, whose time is 0
+    assert erase(log, "s3").regression_rows == {}
     sets.apply(Change([], [3]))
     assert sets.members() == []
 
 
 def test_of_each_set_it_is_known_since_when_it_waits_for_its_next_conversation(log: QueryLog) -> None:
     log.append([row("b7", "code"), row("b9", "code")])  # served at times 7 and 9
-    sets = log.probe_sets
+    sets = log.regression_sets
     assert sets.by_domain() == {}
     sets.apply(Change([1, 3, 5], []))
-    assert sets.by_domain() == {"chat": ProbeSet(2, 2), "code": ProbeSet(1, 7)}
+    assert sets.by_domain() == {"chat": RegressionSet(2, 2), "code": RegressionSet(1, 7)}
 
 
 def test_members_are_never_replayed(log: QueryLog) -> None:
-    log.probe_sets.apply(Change([2, 3], []))
+    log.regression_sets.apply(Change([2, 3], []))
     assert [found.seq for found in log.replay(9, before_seq=9)] == [1, 4]
