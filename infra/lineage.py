@@ -36,6 +36,7 @@ def _figures(value: object) -> object:
 
 
 Number = Annotated[int | None, BeforeValidator(_none_if_blank)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Tau = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
@@ -117,6 +118,7 @@ class Lineage(_Tags):
         returns_for: the domain that a past draft was tried again for, "" for all other drafts.
         line: names the line of drafts that started with the same one.
         tau: domain to mean accepted length on held-out conversations.
+        coverage: domain to the share of these conversations' answers that the draft's vocabulary has, of their tokens.
         golden_tau: the same on the target's golden prompts; the service measures it again.
         regression_sets: domain to the version of the regression set that it was held to.
         gate_data: the conversations that it was gated by; beside the log it is known which rows these are.
@@ -148,6 +150,7 @@ class Lineage(_Tags):
     returns_for: str = ""
     line: str = ""
     tau: Annotated[dict[str, Tau], BeforeValidator(_figures)] = Field(default_factory=dict)
+    coverage: Annotated[dict[str, Share], BeforeValidator(_figures)] = Field(default_factory=dict)
     golden_tau: Annotated[Tau | None, BeforeValidator(_none_if_blank)] = None
     regression_sets: Annotated[dict[str, str], BeforeValidator(_figures)] = Field(default_factory=dict)
     gate_data: str = ""

@@ -87,9 +87,7 @@ def overview(settings: Settings) -> Overview:
         log=log.stats(),
         service=service,
         programs=() if state is None else state.programs,
-        waiting=waiting_for(
-            champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)
-        ),
+        waiting=waiting_for(champion, versions, queue, TriggerFile(settings.querylog).state(), _made_ms(settings.home)),
         regression_sets=log.regression_sets.by_domain(),
         post_promotion_test=None if champion is None else PostPromotionTests(settings).of_draft(champion.number),
     )

@@ -96,6 +96,10 @@ class ServiceStatus(Frozen):
     acceptance: dict[str, DomainAcceptance] = Field(
         description="acceptance of the present draft in requests that it drafted alone, by domain"
     )
+    coverage: dict[str, float] = Field(
+        description="share of the last 64 answers' tokens that the draft's vocabulary has, by domain; a token that it "
+        "lacks is always rejected; empty where it has every token"
+    )
     log: LogCounts = Field(description="rows for the query log")
     captured: dict[str, int] = Field(
         description="requests whose hidden states were `written` for a refresh since the start, and those whose were "

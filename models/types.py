@@ -65,6 +65,7 @@ class DomainEvidence(Frozen):
         change: (τ after − reference) / reference on the same conversations; its `low` is held against −floor.
         refusals: why the domain stands against promotion; empty if it does not.
         binding: whether a loss blocks: there are enough conversations, and they say as much as the floor asks.
+        coverage: share of the answers' tokens that the draft's vocabulary has; one that it lacks is always rejected.
     """
 
     num_conversations: int
@@ -74,6 +75,7 @@ class DomainEvidence(Frozen):
     change: Estimate | None = None
     refusals: tuple[str, ...] = ()
     binding: bool = False
+    coverage: float | None = None
 
 
 class GateTest(Frozen):

@@ -35,6 +35,14 @@ class StatusCollector(Collector):
         for domain, figures in status.acceptance.items():
             tau.add_metric([domain], figures.mean_accepted_length)
         yield tau
+        coverage = GaugeMetricFamily(
+            "redraft_vocabulary_coverage",
+            "Share of the last 64 answers' tokens that the draft's vocabulary has, by domain.",
+            labels=["domain"],
+        )
+        for domain, share in status.coverage.items():
+            coverage.add_metric([domain], share)
+        yield coverage
         yield CounterMetricFamily("redraft_log_written", "Rows written to the query log.", value=status.log.written)
         yield CounterMetricFamily(
             "redraft_log_dropped", "Rows that did not reach the query log.", value=status.log.dropped

@@ -30,6 +30,7 @@ from infra.status import DomainAcceptance, LogCounts
 from models.chats import ChatEncoder
 from models.evaluation.acceptance import AcceptanceCount, counted
 from models.types import MIN_COMPLETION, Frozen
+from services.coverage import MAX_DOMAINS, VocabularyCoverage
 from services.questions import Origin
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ SAMPLING = (
 )  # fmt: skip
 ROLLING = 64
 LATELY = 256
-MAX_DOMAINS = 128
 MAX_DRAFTS = 4
 MAX_LEFT = 256
 
@@ -96,6 +96,7 @@ class Recorder:
         tokens: completion tokens served.
         accepted: those of them that were drafted: by the draft, `head`, and looked up in earlier text, `lookup`; of
             answers that a grammar constrained, `structured`.
+        coverage: of the answers' tokens by the served draft's vocabulary.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Recorder:
         self.dropped = 0
         self.tokens = 0
         self.accepted = Counter(head=0, lookup=0, structured=0)
+        self.coverage = VocabularyCoverage()
         self._settle = settle
         self._writer, self._tokenizer, self._target_version = writer, tokenizer, target_version
         self._running: dict[str, Origin] = {}
@@ -152,8 +154,9 @@ class Recorder:
             self.accepted["structured"] += accepted
         else:
             self.accepted.update(lookup=looked_up, head=accepted - looked_up)
+        self.coverage.add(completion.draft_version, origin.domain, completion.token_ids)
         if origin.speculation != "head":
-            self._watch(completion, origin.domain)
+            self._count(completion, origin.domain)
         self._unlogged.append(origin.consent == "none")
         if origin.consent == "none":
             return
@@ -229,7 +232,7 @@ class Recorder:
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         self._writer.close(max(0.1, deadline_s - time.monotonic()))
 
-    def _watch(self, completion: "Completion", domain: str) -> None:
+    def _count(self, completion: "Completion", domain: str) -> None:
         drafted, accepted = counted(completion.drafted, completion.accepted, completion.matches)
         if not completion.speculating or not drafted or completion.drafting != "head" or completion.structured:
             return

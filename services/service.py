@@ -22,6 +22,7 @@ from infra.serving import SERVED_NAME
 from infra.status import ServiceStatus
 from infra.triggerfile import TriggerFile, now_ms
 from infra.triggers import Fallen, Fell, Recovered
+from models.drafting.draft_files import read_vocabulary
 from models.engines.vllm import Params
 from models.engines.vllm.engine import VllmEngine
 from models.engines.vllm.fields import DraftOptions
@@ -174,6 +175,7 @@ class Service:
             postponed={name: one.describe(now_s) for name, one in state.postponed.items()},
             reconciler=counts,
             acceptance=self.recorder.acceptance(self.engine.draft_version),
+            coverage=self.recorder.coverage.shares(),
             log=self.recorder.counts(),
             captured={} if self._capture is None else self._capture.counts,
             events=self._events.counts(),
@@ -278,6 +280,8 @@ class Service:
             version = state.serving.version
             if served != label(version):
                 detector, served = drift_detector.DriftDetector(version.lineage.tau, params), label(version)
+                vocabulary = await asyncio.to_thread(read_vocabulary, state.serving.directory)
+                self.recorder.coverage.follow(str(version.number), vocabulary)
             if tallies := self.recorder.recent(str(version.number), last):
                 detector.take(tallies)
                 last = tallies[-1].number

@@ -217,7 +217,9 @@ def with_tau(report: GateReport, champion: Measured, challenger: Measured, left_
             found = DomainEvidence(num_conversations=challenger.num_conversations[domain], tau_after=None)
         after = challenger.tau[domain].value if domain in challenger.tau else found.tau_after
         before = champion.tau[domain].value if domain in champion.tau else None
-        domains[domain] = found.model_copy(update={"tau_before": before, "tau_after": after})
+        domains[domain] = found.model_copy(
+            update={"tau_before": before, "tau_after": after, "coverage": challenger.coverage.get(domain)}
+        )
     test = report.test.model_copy(update={"left_out": left_out})
     return report.model_copy(update={"domains": domains, "test": test})
 
@@ -264,6 +266,7 @@ def _show(gated: GateResult) -> None:
             "champion τ": _rounded(one.tau_before),
             "challenger τ": _rounded(one.tau_after),
             "best τ": _rounded(one.reference),
+            "vocabulary": "" if one.coverage is None else f"{one.coverage:.1%}",
             "change": "" if one.change is None else f"{one.change.value:+.1%}",
             "at least": "" if one.change is None else f"{one.change.low:+.1%}",
             "conversations": one.num_conversations,

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from pydantic import Field
 
 from infra.artifacts import Artifact, open_artifact
 from infra.settings import load_settings
@@ -35,15 +36,19 @@ class Measured(Frozen):
         tau: domain to τ with a 95% interval that resamples conversations.
         golden_tau: τ on the golden prompts, which a service measures again after it loaded the draft.
         num_conversations: domain to how many were scored.
+        coverage: domain to the share of the answers' tokens that the draft's vocabulary has.
     """
 
     tau: dict[str, Estimate]
     golden_tau: float
     num_conversations: dict[str, int]
+    coverage: dict[str, float] = Field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures for MLflow."""
-        return {f"tau/{domain}": tau.value for domain, tau in self.tau.items()} | {"golden_tau": self.golden_tau}
+        found = {f"tau/{domain}": tau.value for domain, tau in self.tau.items()}
+        found |= {f"coverage/{domain}": share for domain, share in self.coverage.items()}
+        return found | {"golden_tau": self.golden_tau}
 
     def rows(self) -> list[dict[str, object]]:
         """Return the figures as a table."""
@@ -53,6 +58,7 @@ class Measured(Frozen):
                 "τ": round(tau.value, 3),
                 "low": round(tau.low, 3),
                 "high": round(tau.high, 3),
+                "vocabulary": f"{self.coverage[domain]:.1%}" if domain in self.coverage else "",
                 "conversations": self.num_conversations[domain],
             }
             for domain, tau in self.tau.items()
@@ -119,6 +125,11 @@ def summarise(scores: Sequence[Score], golden_tau: float, seed: int) -> Measured
         tau={domain: _estimate(of[domain], seed) for domain in domains},
         golden_tau=golden_tau,
         num_conversations={domain: len(of[domain]) for domain in domains},
+        coverage={
+            domain: sum(score.covered for score in scores) / num_tokens
+            for domain, scores in of.items()
+            if (num_tokens := sum(score.tokens for score in scores))
+        },
     )
 
 
@@ -134,7 +145,11 @@ def first_report(measured: Measured, num_draft_tokens: int) -> GateReport:
         reasons=(),
         num_draft_tokens=num_draft_tokens,
         domains={
-            domain: DomainEvidence(num_conversations=measured.num_conversations[domain], tau_after=tau.value)
+            domain: DomainEvidence(
+                num_conversations=measured.num_conversations[domain],
+                tau_after=tau.value,
+                coverage=measured.coverage.get(domain),
+            )
             for domain, tau in measured.tau.items()
         },
         test=None,

@@ -109,6 +109,7 @@ def register_returned(recipe: Recipe, pair: Pair, past: Past, gated: GateResult)
             "gate_reasons": "; ".join(gated.report.reasons),
             "gate_test": gated.test.test_index,
             "tau": _rounded(gated.measured.tau),
+            "coverage": _shares(gated.measured.coverage),
             "golden_tau": round(gated.measured.golden_tau, 4),
             "regression_sets": gated.regression_sets,
         }
@@ -227,6 +228,7 @@ def _lineage(
         gated_against=gated_against,
         line=line,
         tau=_rounded(measured.tau),
+        coverage=_shares(measured.coverage),
         golden_tau=round(measured.golden_tau, 4),
         regression_sets={} if gated is None else gated.regression_sets,
         gate_data="" if gated is None else gated.gate_data,
@@ -248,6 +250,10 @@ def _lineage(
 
 def _rounded(tau: Mapping[str, Estimate]) -> dict[str, float]:
     return {domain: round(found.value, 4) for domain, found in tau.items()}
+
+
+def _shares(coverage: Mapping[str, float]) -> dict[str, float]:
+    return {domain: round(share, 4) for domain, share in coverage.items()}
 
 
 def _verdict_metrics(gated: GateResult) -> dict[str, float]:

@@ -88,11 +88,13 @@ def thresholds(test: GateTest) -> dict[str, str]:
 def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[str, ...]]]:
     """Return the columns and one row a domain, ready to be shown."""
     if report.test is None:
-        return ("domain", "conversations", "τ"), [
-            (domain, str(one.num_conversations), _tau(one.tau_after)) for domain, one in report.domains.items()
+        return ("domain", "conversations", "τ", "vocabulary"), [
+            (domain, str(one.num_conversations), _tau(one.tau_after), _share(one.coverage))
+            for domain, one in report.domains.items()
         ]
     floor = f"{-report.test.params.floor:+.1%}"
-    columns = ("domain", "conversations", "τ before", "τ after", "best τ", "change", "lower bound", "floor", "verdict")
+    columns = ("domain", "conversations", "τ before", "τ after", "best τ", "vocabulary")
+    columns += ("change", "lower bound", "floor", "verdict")
     return columns, [
         (
             domain,
@@ -100,6 +102,7 @@ def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[
             _tau(one.tau_before),
             _tau(one.tau_after),
             _tau(one.reference),
+            _share(one.coverage),
             *(("–", "–") if one.change is None else (f"{one.change.value:+.1%}", f"{one.change.low:+.1%}")),
             floor,
             _standing(one),
@@ -205,6 +208,10 @@ def _standing(evidence: DomainEvidence) -> str:
 
 def _tau(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
 
 
 def _line(cells: Iterable[str]) -> str:

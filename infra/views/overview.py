@@ -123,3 +123,5 @@ def _show_service(service: RunningService | None, out: Console) -> None:
     for domain, figures in service.acceptance.items():
         seen = f"over the last {figures.requests} requests that it drafted alone"
         out.print(f"  {domain}: τ {figures.mean_accepted_length:.2f} {seen}")
+    for domain, share in service.coverage.items():
+        out.print(f"  {domain}: the draft's vocabulary has {share:.1%} of the tokens of the last answers")

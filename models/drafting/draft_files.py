@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from models.targets import MODEL_TYPES, TargetCard
@@ -48,6 +49,19 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"draft {file.parent.name}: {file.name} holds a {type(value).__name__}, wanted an object")
     return value
+
+
+def read_vocabulary(directory: Path) -> frozenset[int] | None:
+    """Return the target's token ids that a draft can say, None where its files name no part of the vocabulary."""
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names = set(tensors.keys())
+            if "token_map" in names:
+                return frozenset(tensors.get_tensor("token_map").tolist())
+            if "d2t" in names:
+                offsets = tensors.get_tensor("d2t")
+                return frozenset((offsets + torch.arange(len(offsets))).tolist())
+    return None
 
 
 def check_config(config: dict[str, Any], directory: Path, like: dict[str, Any] | None, target: TargetCard) -> None:

@@ -31,6 +31,8 @@ class Score(Frozen):
         steps: verification steps.
         accepted: tokens accepted in them: would-be accepted ones (greedy) or the expected number, Σ min(p, q)
             (sampled).
+        tokens: of the answer, without the first, which is never drafted.
+        covered: those of them that the draft's vocabulary has; the others are certain to be rejected.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Score(Frozen):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     steps: int = Field(ge=1)
     accepted: float = Field(ge=0, allow_inf_nan=False)
+    tokens: int = Field(0, ge=0)
+    covered: int = Field(0, ge=0)
 
 
 class Clusters(NamedTuple):

@@ -74,7 +74,7 @@ def greedy_scores(
 ) -> dict[str, Score]:
     """Return id to score of greedy answers whose states are there; see `score`."""
     steps = _greedy_steps(draft, states, samples, num_steps, rule)
-    return {s.id: _as_score(s, len(steps[s.id]), sum(steps[s.id])) for s in samples}
+    return {s.id: _as_score(draft, s, len(steps[s.id]), sum(steps[s.id])) for s in samples}
 
 
 def trace(
@@ -154,9 +154,11 @@ def _walk(num_tokens: int, matches: list[int]) -> list[int]:
     return accepted
 
 
-def _as_score(sample: Sample, steps: int, accepted: float) -> Score:
+def _as_score(draft: Draft, sample: Sample, steps: int, accepted: float) -> Score:
     same = {"id": sample.id, "domain": sample.domain, "cluster": sample.cluster, "weight": sample.weight}
-    return Score(**same, steps=steps, accepted=accepted)
+    written = torch.tensor(sample.completion_ids[1:], device=draft.vocabulary.device)
+    covered = int(torch.isin(written, draft.vocabulary).sum())
+    return Score(**same, steps=steps, accepted=accepted, tokens=len(written), covered=covered)
 
 
 def _sampled_scores(
@@ -193,5 +195,5 @@ def _sampled_scores(
                 of_places.unfold(0, num_steps, 1).movedim(-1, 1) for of_places in (laws, rows.token_ids[0, places + 1])
             )
             expected += float(expected_accepted(said, q, p, rule).sum())
-        scores[sample.id] = _as_score(sample, len(rows.index), expected)
+        scores[sample.id] = _as_score(draft, sample, len(rows.index), expected)
     return scores

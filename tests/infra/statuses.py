@@ -23,6 +23,7 @@ STATUS = ServiceStatus(
     postponed={"4-0123456789ab": "attempt 1 failed"},
     reconciler={"swaps": 2},
     acceptance={"chat": DomainAcceptance(requests=9, acceptance_rate=0.25, mean_accepted_length=1.75)},
+    coverage={"chat": 0.875},
     log=LogCounts(written=5, dropped=1, unlogged=0, last_error=None),
     captured={"written": 4, "not wanted": 1},
     events=EventCounts(sent=0, dropped=0, last_error=None),

@@ -3,7 +3,7 @@
 import pytest
 
 from models.evaluation.paired import Score
-from tasks.measure_draft import summarise, tau_of
+from tasks.measure_draft import first_report, summarise, tau_of
 
 SCORES = [
     Score(id="a", domain="chat", steps=10, accepted=5),
@@ -27,3 +27,13 @@ def test_each_domain_has_its_figure_and_interval():
     assert measured.num_conversations == {"chat": 2, "code": 1}
     assert measured.tau["chat"].value == 1.75
     assert (measured.tau["chat"].low, measured.tau["chat"].high) == pytest.approx((1.5, 1 + 25 / 30))
+    assert measured.coverage == {}  # of scores that don't tell how many tokens there were
+
+
+def test_the_vocabularys_coverage_is_over_all_tokens_of_a_domain():
+    told = {"a": (10, 9), "b": (30, 15), "c": (4, 4)}
+    scores = [one.model_copy(update={"tokens": told[one.id][0], "covered": told[one.id][1]}) for one in SCORES]
+    measured = summarise(scores, golden_tau=1.5, seed=0)
+    assert measured.coverage == {"chat": 24 / 40, "code": 1.0}
+    assert measured.metrics()["coverage/chat"] == 0.6
+    assert first_report(measured, 3).domains["chat"].coverage == 0.6

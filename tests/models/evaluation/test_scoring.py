@@ -153,6 +153,7 @@ def test_a_trace_tells_each_step_that_the_score_counts(target: Path, tmp_path: P
     # Token 0 comes from the prefill; two are right and a third comes with them, then two and the one it can't say.
     assert (told.drafted, told.accepted) == ((2, 2), (2, 2))
     assert (scored.steps, scored.accepted) == (len(told.drafted), sum(told.accepted))
+    assert (scored.tokens, scored.covered) == (6, 5)
     with pytest.raises(ValueError, match="answer g was sampled; wanted greedy ones"):
         trace(draft, target, [sample._replace(temperature=1.0)], 2, tmp_path)
 
