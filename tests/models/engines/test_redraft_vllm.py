@@ -25,11 +25,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from infra.installed import openmp_preload
 from infra.processes import Child, answers, free_port, wait_until
 from models.drafting.draft_families import family_of
+from models.engines import NotSwitchable
 from models.engines.vllm import child_environment
+from models.engines.vllm.attached import AttachedEngine, NoPlugin
 from models.engines.vllm.redraft_vllm import EXTENSION, announce
 from models.engines.vllm.redraft_vllm.routes import TOKEN, Broken, Order, Refused, Swapper, unsupported
+from models.evaluation.golden import Golden, save_golden
 from tests.conftest import make_draft
 from tests.imports import ROOT
+from tests.world import World
 
 pytestmark = pytest.mark.engine
 
@@ -103,6 +107,7 @@ def server(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_target)),
         *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"),
+        *("--per-request-spec-decode-metrics", "detailed"),
         *("--worker-extension-cls", EXTENSION, "--speculative-config", json.dumps(speculation)),
     ]
     environment = {**child_environment(), **openmp_preload(), "PYTHONPATH": str(site), TOKEN: SECRET}
@@ -185,6 +190,55 @@ def test_old_keys_remain_for_as_long_as_requests_run_and_no_longer(server: Serve
             one.result()
     assert states == {"old keys remain"}
     wait_until(lambda: server.draft().json()["state"] == "serving", 20, None, "an empty prefix cache")
+
+
+def test_a_server_follows_the_registry_and_a_draft_that_lies_is_taken_back(
+    server: Server, tiny_target: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    goldens = []
+    for ids in prompts(4):
+        body = {"model": "target", "prompt": ids, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = server.client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+        said = tuple(answer["choices"][0]["token_ids"])
+        goldens.append(Golden(prompt_ids=tuple(ids), token_ids=said, gaps=(1.0,) * len(said)))
+    save_golden(target, goldens, threshold=1e-2)
+    (home := tmp_path / "home").mkdir()
+    world = World(home, target)
+    first, second = world.versions
+    config = {**json.loads(world.config().read_text()), "server": server.url}
+    (home / "attach.json").write_text(json.dumps(config))
+    argv = [sys.executable, "-m", "services.attach", "--config", str(home / "attach.json")]
+    environment = {"PYTHONPATH": str(ROOT), TOKEN: SECRET}
+
+    def wait_for(version: int) -> None:
+        wait_until(lambda: server.draft().json()["version"] == str(version), 90, child, f"draft {version}")
+
+    with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
+        wait_for(first)
+        world.registry.promote("draft", second)
+        wait_for(second)
+        liar = world.register(2, golden_tau="3.9")
+        world.registry.promote("draft", liar)
+        wait_until(lambda: world.registry.get("draft", liar).quarantined != "", 90, child, "a quarantine")
+        assert "promised 3.900" in world.registry.get("draft", liar).quarantined
+        wait_for(second)
+        assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
+        wait_for(second)
+
+
+def test_a_server_without_the_plugins_token_is_told_what_is_missing(server: Server, tmp_path: Path) -> None:
+    async def look() -> None:
+        engine = AttachedEngine(server.url, "another")
+        try:
+            with pytest.raises(NoPlugin, match=f"answers 401.*{EXTENSION}"):
+                await engine.look()
+            with pytest.raises(NotSwitchable):
+                await engine.set_speculation(False)
+        finally:
+            await engine.close()
+
+    asyncio.run(look())
 
 
 CONFIG = SimpleNamespace(

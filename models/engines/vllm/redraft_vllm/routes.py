@@ -5,6 +5,7 @@ before it is loaded again. A token of their own guards the routes (`REDRAFT_ATTA
 """
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import os
@@ -57,15 +58,16 @@ class Swapper:
 
     Attributes:
         version, digest: of the draft that serves.
+        worst: by how much a parameter was off from its file at most when the draft was loaded; 0 for the first one.
         state: "serving"; "old keys remain" while the prefix cache holds keys of the draft before; "unknown" if a rank
             could not be brought back.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, digest: str = "") -> None:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._cleaning: asyncio.Task[None] | None = None
-        self.version, self.digest, self.state = "start-up", "", "serving"
+        self.version, self.digest, self.state, self.worst = "start-up", digest, "serving", 0.0
         self._since = _counters()
 
     def status(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class Swapper:
         since = {name: now[name] - self._since.get(name, 0.0) for name in now}
         drafts = since.get("drafts", 0.0)
         tau = 1 + since.get("accepted", 0.0) / drafts if drafts else None
-        told = {"version": self.version, "digest": self.digest, "state": self.state}
+        told = {"version": self.version, "digest": self.digest, "state": self.state, "worst": self.worst}
         return told | {"since": since | {"mean_accepted_length": tau}}
 
     async def swap(self, order: Order) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class Swapper:
                 await self._revert(str(refused))
                 raise
             await self._engine.update_weight_version(order.version)
-            self.version, self.digest, self._since = order.version, order.sha256, _counters()
+            self.version, self.digest, self.worst, self._since = order.version, order.sha256, worst, _counters()
             self._note_cache(emptied)
             return {
                 **self.status(),
@@ -204,7 +206,8 @@ class DraftRoutes:
         for reason in reasons:
             log.error("redraft can't replace drafts of this server: %s", reason)
         state.redraft_unsupported = reasons
-        state.redraft_swapper = Swapper(engine_client)
+        digest = "" if reasons else await asyncio.to_thread(_start_digest, engine_client.vllm_config)
+        state.redraft_swapper = Swapper(engine_client, digest)
 
 
 def unsupported(config: Any, args: Any) -> list[str]:
@@ -230,6 +233,18 @@ def unsupported(config: Any, args: Any) -> list[str]:
     if draft is not None and not Path(draft).is_dir():
         found[f"its draft {draft} is not a local folder"] = True
     return [reason for reason, applies in found.items() if applies]
+
+
+def _start_digest(config: Any) -> str:
+    """Return the sha256 of the weights that the server starts with, "" if they are in several files."""
+    files = sorted(Path(config.speculative_config.draft_model_config.model).glob("*.safetensors"))
+    if len(files) != 1:
+        return ""
+    digest = hashlib.sha256()
+    with files[0].open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _swapper(request: Request, authorization: str) -> Swapper:
