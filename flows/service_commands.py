@@ -49,6 +49,32 @@ def serve(
         child.stop(parsed.serve.drain_s + END_TIMEOUT_S)
 
 
+def attach(
+    server: Annotated[str, typer.Argument(help="URL of a vLLM server with the plugin redraft_vllm, without /v1.")],
+    recipe: RecipeName = DEFAULT_RECIPE,
+    server_cache: Annotated[
+        str, typer.Option(help="Where the server sees our folder cache/; by default under the same path.")
+    ] = "",
+) -> None:
+    """Keep the draft of a vLLM server that you run at the registry's champion, until Ctrl-C.
+
+    Example: REDRAFT_ATTACH_TOKEN=… redraft attach http://127.0.0.1:8001
+    """
+    settings, parsed = prepare(recipe)
+    from infra.service_process import END_TIMEOUT_S, start_attachment
+    from tasks.configure_service import configure_service
+
+    config = configure_service.fn(parsed, os.environ.get("PREFECT_API_URL", ""))
+    child = start_attachment({**config, "server": server.rstrip("/"), "server_cache": server_cache}, settings)
+    try:
+        out.print(f"following the champion for {server}, log in {child.log_path}", soft_wrap=True)
+        while child.poll() is None:
+            time.sleep(POLL_S)
+        raise RuntimeError(f"it ended with exit code {child.poll()}\n{child.tail()}")
+    finally:
+        child.stop(END_TIMEOUT_S)
+
+
 def traffic(
     recipe: RecipeName = DEFAULT_RECIPE,
     domain: Annotated[str, typer.Option(help="One of the recipe's domains; by default the first.")] = "",

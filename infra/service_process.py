@@ -5,11 +5,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from infra.client import Client
 from infra.compiling import Compiling
+from infra.files import write_atomic
 from infra.installed import openmp_preload
 from infra.keys import bring_keys, keys_path, operator_key, require_client
 from infra.processes import Child, answers, free_port, require_port_free, wait_until
@@ -121,6 +123,22 @@ def start_service(
         child.stop()
         raise
     return child, url
+
+
+def start_attachment(config: Mapping[str, Any], settings: Settings) -> Child:
+    """Start what keeps somebody else's server at the champion (services/attach.py), and return it.
+
+    Args:
+        config: as a service's, with `server` and `server_cache`.
+        settings: where everything lies.
+    """
+    name = urlsplit(config["server"]).netloc.replace(":", "-")
+    path = settings.home / "attached" / f"{name}.json"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    told = settings.model_dump(mode="json", exclude={"api_keys"})
+    write_atomic(path, json.dumps({**config, "settings": told}, indent=1) + "\n")
+    argv = [sys.executable, "-m", "services.attach", "--config", str(path)]
+    return Child.start(argv, None, settings.home / "logs" / f"attached-{name}.log", f"what follows {config['server']}")
 
 
 def last_url(settings: Settings) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -13,6 +13,8 @@ from models.engines.vllm import Params, require_tool_parser
 from models.params import validate
 from models.serving import Serve
 from models.types import Frozen
+
+C = TypeVar("C", bound="ServiceConfig")
 
 OTHER_REQUESTS = 16  # for health, status and metrics
 
@@ -81,7 +83,12 @@ class ServiceConfig(Frozen):
 
 
 def read_config(path: Path) -> ServiceConfig:
-    """Read the JSON file of a service.
+    """Read the JSON file of a service; see `read_as`."""
+    return read_as(ServiceConfig, path)
+
+
+def read_as(kind: type[C], path: Path) -> C:
+    """Read a JSON file of settings.
 
     Raises:
         ValueError: it can't be read, is no JSON object, or a key is unknown, missing or wrong; names each.
@@ -92,4 +99,4 @@ def read_config(path: Path) -> ServiceConfig:
         raise ValueError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, wanted a JSON object")
-    return validate(ServiceConfig, values, str(path))
+    return validate(kind, values, str(path))

@@ -17,10 +17,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from infra.events import PAIR_BROKE
 from infra.status import Proof
 from infra.store import NotFound, StoreUnavailable
 from infra.versions import Version, is_quarantined
-from models.engines import Completion, Engine, Sampling
+from models.engines import Completion, Engine, NotSwitchable, Sampling
 from models.evaluation.acceptance import AcceptanceCount, mean_accepted_length
 from models.evaluation.canary import Answer, Finding, has_fallen, judge, lost_on_canaries, lost_on_traffic
 from models.evaluation.canary import Params as CanaryParams
@@ -102,17 +103,21 @@ class Reconciler:
         return self._state
 
     async def run(self) -> None:
-        """Tick for ever; whatever fails is counted and tried again at the next tick."""
+        """Look for ever."""
         while True:
-            try:
-                await self.tick()
-            except StoreUnavailable as error:
-                self.counts["registry_unavailable"] += 1
-                log.warning("the registry is unavailable: %s", error)
-            except Exception:  # the edge: the loop must outlive every fault
-                self.counts["errors"] += 1
-                log.exception("a look at the registry failed")
+            await self.look()
             await asyncio.sleep(self._config.serve.poll_s)
+
+    async def look(self) -> None:
+        """Tick; whatever fails is counted and tried again at the next tick."""
+        try:
+            await self.tick()
+        except StoreUnavailable as error:
+            self.counts["registry_unavailable"] += 1
+            log.warning("the registry is unavailable: %s", error)
+        except Exception:  # the edge: the loop must outlive every fault
+            self.counts["errors"] += 1
+            log.exception("a look at the registry failed")
 
     async def tick(self) -> None:
         """Look once, and bring the engine in line.
@@ -173,7 +178,12 @@ class Reconciler:
             case swap.PutBack():
                 await self._put_back()
             case swap.SetSpeculation(on):
-                await self._engine.set_speculation(on)
+                try:
+                    await self._engine.set_speculation(on)
+                except NotSwitchable as error:  # the last rung is the operator
+                    self.counts["not_switched"] += 1
+                    log.warning("%s; replace its draft by hand", error)
+                    self.hooks.tell(PAIR_BROKE, str(error))
             case swap.Remember():
                 await asyncio.to_thread(remember, self._config.memory, self._state.memory, self.counts)
 

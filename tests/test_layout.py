@@ -20,7 +20,7 @@ ALLOWED = {
 }
 VERBS = [file for file in sorted((ROOT / "tasks").glob("*.py")) if file.name != "__init__.py"]
 # What a room starts as a process, by import path.
-STARTED = {"infra": {"services.main"}}
+STARTED = {"infra": {"services.main", "services.attach"}}
 WATCHED = {*ROOMS, *OPEN, "prefect", "ray", "mlflow", "torch", "vllm"}
 
 
@@ -56,7 +56,7 @@ def test_the_types_that_rooms_share_need_pydantic_alone() -> None:
 def test_vllm_comes_in_through_its_one_package() -> None:
     importing = {file for room in ROOMS for file in (ROOT / room).rglob("*.py") if "vllm" in imported(file)}
     package = ROOT / "models" / "engines" / "vllm"
-    assert {file.parent for file in importing} == {package, package / "patches"}
+    assert {file.parent for file in importing} == {package, package / "patches", package / "redraft_vllm"}
 
 
 def test_the_command_line_and_the_recipe_start_without_heavy_libraries() -> None:

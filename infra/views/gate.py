@@ -93,8 +93,8 @@ def evidence_table(report: GateReport) -> tuple[tuple[str, ...], Sequence[tuple[
             for domain, one in report.domains.items()
         ]
     floor = f"{-report.test.params.floor:+.1%}"
-    columns = ("domain", "conversations", "τ before", "τ after", "best τ", "vocabulary")
-    columns += ("change", "lower bound", "floor", "verdict")
+    before = ("domain", "conversations", "τ before", "τ after", "best τ", "vocabulary")
+    columns = (*before, "change", "lower bound", "floor", "verdict")
     return columns, [
         (
             domain,

@@ -136,6 +136,10 @@ class Completion(Frozen):
         )
 
 
+class NotSwitchable(ValueError):
+    """This engine's speculation can't be switched off."""
+
+
 class Engine(Protocol):
     """What the gate, the reconciler and the benchmarks ask of a running engine."""
 
@@ -170,7 +174,7 @@ class Engine(Protocol):
         """Return the loaded draft's largest relative error from the weights in `directory`; ValueError if another."""
 
     async def set_speculation(self, on: bool) -> None:
-        """Switch drafting; ValueError if there is no draft to switch on."""
+        """Switch drafting; ValueError if there is no draft to switch on, NotSwitchable if it can't be off."""
 
     async def health(self) -> None:
         """Raise RuntimeError when the target can't serve."""

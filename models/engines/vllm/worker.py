@@ -1,24 +1,15 @@
 """vLLM's worker, and what redraft adds: replace the draft, prove what was loaded, stop and resume speculation.
 
 Every method is called through one `collective_rpc`, which runs between two engine steps: to a request a swap is atomic.
-`load_weights` alone would fail, because linear weights are packed into oneDNN handles and have no elements left; so the
-whole of vLLM's layer-wise reload runs inside the one call. A malformed file would leave the target's shared embedding
-without storage, which is why everything is checked before the first module is touched.
+How a draft is replaced is in `redraft_vllm/swap.py`, which stock servers use as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import cached_property, wraps
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -27,16 +18,12 @@ from models.engines.vllm import patches
 from models.engines.vllm.capture import Claim, Ring
 from models.engines.vllm.patches import last_tap, small_batch_gemm, switch
 from models.engines.vllm.patches.proposer import Planned
+from models.engines.vllm.redraft_vllm.swap import Parameters, WorkerDraft
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker  # type: ignore[assignment]  # the base of the other
-
-# Name of a parameter of the engine's draft, to the file's tensors that it is stacked of.
-Parameters = dict[str, tuple[str, ...]]
-# Attributes of vLLM's: of its proposer, of P-EAGLE's module, and of DFlash's.
-STATE, MASK, GAINS = "parallel_drafting_hidden_state_tensor", "mask_hidden", "_k_norm_weights"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
@@ -67,6 +54,11 @@ class DraftWorker(Worker):
         """See the base class; no model is loaded yet, and vLLM's platform has put its own kernels in place."""
         patches.install("worker")
         super().__init__(*args, **options)
+
+    @cached_property
+    def draft(self) -> WorkerDraft:
+        """The loaded draft, to be replaced and compared with files."""
+        return WorkerDraft(self)
 
     @answering
     def runner(self) -> str:
@@ -132,67 +124,29 @@ class DraftWorker(Worker):
             ValueError: names, shapes or dtypes differ from the draft that the engine started with, or a value is not
             finite.
         """
-        draft, shared = self._draft(), self._shared(parameters)
-        weights = _without(load_file(path), shared)
-        self._require_like_start(weights, shared)
-        config = self.vllm_config.speculative_config.draft_model_config
-        with set_current_vllm_config(self.vllm_config), torch.no_grad(), small_batch_gemm.loading_draft():
-            initialize_layerwise_reload(draft)
-            draft.load_weights(iter(weights.items()))
-            finalize_layerwise_reload(draft, config)
-            targets = self._targets()
-            for module in draft.modules():  # a packed output layer keeps its old copy otherwise
-                if isinstance(module, ParallelLMHead) and id(module) not in targets:
-                    quant_method: Any = module.quant_method
-                    quant_method.process_weights_after_loading(module)
-            for name, parts in parameters.items():
-                module, leaf = self._place(name)
-                if leaf in module._buffers:  # the reload puts back what was there before
-                    getattr(module, leaf).copy_(weights[parts[0]])
-            derive(self.model_runner.drafter)
-        return len(weights)
+        weights = load_file(path)
+        self.draft.require_fit(weights, parameters)
+        with small_batch_gemm.loading_draft():
+            return self.draft.load(weights, parameters)
 
     @answering
     def parameter_error(self, path: str, name: str, parts: Sequence[str]) -> float:
-        """Compare what a loaded module computes with what the file says it should.
-
-        Packed weights can't be read back, so a linear layer answers fixed random inputs, and the answer is held against
-        the product with the file's matrix. Gains, biases, maps of token ids and learnt vectors are compared as they
-        are.
+        """Compare what a loaded module computes with what the file says it should; see `WorkerDraft.parameter_error`.
 
         Args:
             path: a safetensors file.
             name: of the engine's parameter.
             parts: the file's tensors that it is stacked of.
-
-        Returns:
-            max |got − wanted| / max |wanted|; infinite where it computes what is not finite, 0 for a target's module.
-
-        Raises:
-            ValueError: the engine's draft has no such parameter.
         """
-        module, leaf = self._place(name)
-        if id(module) in self._targets():
-            return 0.0
         with safe_open(path, "pt") as file:
-            wanted = torch.cat([file.get_tensor(part) for part in parts])
-        if not wanted.is_floating_point():
-            return float((getattr(module, leaf).cpu() != wanted).any())
-        if wanted.ndim == 1 or leaf in module._buffers:
-            return relative(getattr(module, leaf).detach().float().cpu(), wanted.float())
-        dtype = self.vllm_config.model_config.dtype
-        errors = []
-        for num_rows in (1, small_batch_gemm.limit() + 4):  # products of few rows read other weights than those of many
-            inputs = torch.randn(num_rows, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-            with torch.no_grad():
-                got = _product(module, inputs.to(self.device)).cpu()
-            errors.append(relative(got.float()[:, : wanted.shape[0]], inputs.float() @ wanted.float().T))
-        return max(errors)
+            weights = {part: file.get_tensor(part) for part in parts}
+        # Products of few rows read other weights than those of many.
+        return self.draft.parameter_error(weights, name, parts, (1, small_batch_gemm.limit() + 4))
 
     @answering
     def derived_errors(self, path: str) -> dict[str, float]:
-        """Compare what vLLM computed from weights when they were loaded in the same way; see `derive`."""
-        return derived_errors(self.model_runner.drafter, load_file(path))
+        """Compare what vLLM computed from weights when they were loaded in the same way; see `swap.derive`."""
+        return self.draft.derived_errors(load_file(path))
 
     @answering
     def set_speculation(self, on: bool) -> None:
@@ -202,111 +156,3 @@ class DraftWorker(Worker):
         their output is the same. Cached blocks: see `scheduler.DraftKeys`.
         """
         switch.turn(self.model_runner, on)
-
-    def _draft(self) -> Any:
-        draft = self.get_draft_model()
-        if draft is None:
-            raise ValueError("this engine was started without a draft")
-        return draft
-
-    def _place(self, parameter: str) -> tuple[Any, str]:
-        """Return the draft's module that holds a parameter, and the parameter's name in it."""
-        path, _, leaf = parameter.rpartition(".")
-        module = dict(self._draft().named_modules(remove_duplicate=False)).get(path)
-        if getattr(module, leaf, None) is None:
-            raise ValueError(f"the engine's draft has no parameter {parameter}")
-        return module, leaf
-
-    def _shared(self, parameters: Parameters) -> set[str]:
-        """Return the file's tensors whose module is the target's own; writing through it would change the target."""
-        targets = self._targets()
-        return {part for name, parts in parameters.items() if id(self._place(name)[0]) in targets for part in parts}
-
-    def _targets(self) -> set[int]:
-        """Return the identities of the target's modules, some of which a draft may share."""
-        return {id(module) for module in self.get_model().modules()}
-
-    def _require_like_start(self, weights: dict[str, Tensor], shared: set[str]) -> None:
-        if not hasattr(self, "_wanted"):
-            start = Path(self.vllm_config.speculative_config.draft_model_config.model)
-            self._wanted: dict[str, Any] = {}
-            for file in sorted(start.glob("*.safetensors")):
-                tensors = _without(load_file(file), shared)
-                self._wanted |= {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}
-        got = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-        for name in sorted(got.keys() | self._wanted.keys()):
-            if got.get(name) != self._wanted.get(name):
-                raise ValueError(f"tensor {name} is {got.get(name)}; the engine started with {self._wanted.get(name)}")
-        for name, tensor in weights.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"tensor {name} holds NaN or infinite values")
-
-
-def _without(weights: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights.items() if name not in names}
-
-
-def _product(module: Any, inputs: Tensor) -> Tensor:
-    """Return [N, O] of inputs [N, I], without the bias; Medusa's blocks are plain torch, all else is vLLM's."""
-    product: Tensor
-    if isinstance(module, nn.Linear):
-        product = functional.linear(inputs, module.weight)
-    else:
-        product = module.quant_method.apply(module, inputs, bias=None)
-    return product
-
-
-def derive(drafter: Any) -> None:
-    """Compute anew what vLLM computes from a draft's weights when it loads them, and keeps beside its modules.
-
-    A swap replaces the modules' weights; what was computed from the ones before would stay, and nobody would notice but
-    by acceptance. Tried with vLLM 0.32: P-EAGLE's state of the masked places (v1/spec_decode/llm_base_proposer.py,
-    load_model), and DFlash's stacked gains of keys (model_executor/models/qwen3_dflash.py, _build_fused_kv_buffers).
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
-    """
-    if (state := getattr(drafter, STATE, None)) is not None:
-        state.copy_(_state(drafter.model))
-    if (inner := _stacking(drafter)) is not None:
-        inner._build_fused_kv_buffers()
-
-
-def derived_errors(drafter: Any, weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """Compare what `derive` computes with a file's weights.
-
-    Args:
-        drafter: vLLM's proposer, of any kind.
-        weights: of the file, by its names.
-
-    Returns:
-        max |got − wanted| / max |wanted| by a name; empty where nothing is kept.
-    """
-    found = {}
-    if (state := getattr(drafter, STATE, None)) is not None:
-        wanted = weights["fc.weight"].float() @ weights[MASK].float().flatten()
-        found[STATE] = relative(state.detach().float().cpu(), wanted)
-    if (inner := _stacking(drafter)) is not None:
-        gains = [weights[f"layers.{number}.self_attn.k_norm.weight"].float() for number in range(len(inner.layers))]
-        found[GAINS] = relative(getattr(inner, GAINS).detach().float().cpu(), torch.stack(gains))
-    return found
-
-
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """Return max |got − wanted| / max |wanted|; infinite where something computed is not finite."""
-    if not bool(torch.isfinite(got).all()):
-        return float("inf")  # finite weights can overflow; a NaN here would lose every comparison
-    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
-
-
-@torch.no_grad()
-def _state(model: Any) -> Tensor:
-    """Return [H] what the masked places of P-EAGLE read in place of the target's states."""
-    state: Tensor = model.combine_hidden_states(getattr(model, MASK).view(-1))
-    return state
-
-
-def _stacking(drafter: Any) -> Any:
-    """Return DFlash's inner module, None in another proposer."""
-    inner = getattr(getattr(drafter, "model", None), "model", None)
-    return inner if hasattr(inner, GAINS) else None

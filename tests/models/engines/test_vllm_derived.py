@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.engines.vllm.worker import GAINS, STATE, derive, derived_errors
+from models.engines.vllm.redraft_vllm.swap import GAINS, STATE, derive, derived_errors
 
 H, WIDTH, NUM_LAYERS = 4, 3, 2
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from models.engines.vllm.patches.sampling import constrain_rows, expand
+from models.engines.vllm.patches.sampling import constrain_rows
+from models.engines.vllm.redraft_vllm.sampling import expand
 
 
 def test_values_are_repeated_over_the_drafted_tokens_in_place() -> None:

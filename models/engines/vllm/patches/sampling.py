@@ -12,45 +12,18 @@ Without it: temperature, top-p and top-k of the verified tokens are whatever the
 """
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
-from vllm.platforms import current_platform
-from vllm.triton_utils.dispatcher import register_kernels
-from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 
 from models.engines.vllm.patches import replace
-
-NAME = "vllm.v1.sample.rejection_sampler.expand_kernel"
+from models.engines.vllm.redraft_vllm import sampling
 
 
 def install() -> None:
     """Put both in place, on CPUs only."""
-    if current_platform.is_cpu():
-        stand_ins: Any = cpu_triton_utils
-        stand_ins._expand_kernel_impl = expand
-        register_kernels({NAME: expand})
+    if sampling.install():
         replace(rejection_sampler, "apply_top_k_top_p", constrain_rows)
-
-
-def expand(
-    output: Tensor, values: Tensor, ends: Tensor, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int | None = None
-) -> None:
-    """Repeat each request's value over its drafted tokens, in place.
-
-    Args:
-        output: [num_tokens] written.
-        values: [B] one a request.
-        ends: [B] cumulative number of drafted tokens.
-        replace_from: a value that is written as `replace_to`.
-        replace_to: see there.
-        MAX_NUM_TOKENS: a bound that the compiled kernel needs; the name is the caller's.
-    """
-    counts = torch.diff(ends.to(torch.int64), prepend=ends.new_zeros(1, dtype=torch.int64))
-    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-    output.copy_(torch.repeat_interleave(replaced, counts))
 
 
 def constrain_rows(own: Callable[..., Tensor], logits: Tensor, *limits: Tensor | None) -> Tensor:

@@ -1,0 +1,32 @@
+"""Replace the draft of a stock `vllm serve` while it serves: a distribution of its own, which vLLM loads as a plugin.
+
+    VLLM_PLUGINS=redraft,redraft_notice REDRAFT_ATTACH_TOKEN=… vllm serve TARGET \
+        --worker-extension-cls redraft_vllm.worker.DraftExtension --speculative-config '{"model": "DIRECTORY", …}'
+
+- `swap`: how a worker's draft is replaced and what its modules compute, for the embedded engine as well;
+- `worker`: the extension of vLLM's worker: stage, commit, verify, each on every rank;
+- `routes`: `POST` and `GET /redraft/draft`;
+- `sampling`: the kernel that vLLM's CPU build lacks.
+
+It imports torch, safetensors, what vLLM brings, and nothing else of redraft. Tried with vLLM 0.32.
+"""
+
+import logging
+import os
+from importlib.metadata import entry_points
+
+ROUTES, EXTENSION = "redraft", "redraft_vllm.worker.DraftExtension"
+GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
+
+log = logging.getLogger("vllm.redraft")
+
+
+def announce() -> None:
+    """Say which plugins VLLM_PLUGINS leaves out; vLLM calls it in each of its processes."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is None:
+        log.warning("redraft's routes are not loaded: vLLM loads routes only of plugins that VLLM_PLUGINS names")
+        return
+    names = {name.strip() for name in allowed.split(",")}
+    if dropped := sorted({one.name for group in GROUPS for one in entry_points(group=group)} - names):
+        log.warning("VLLM_PLUGINS=%s leaves out the plugins %s", allowed, ", ".join(dropped))

@@ -1,0 +1,279 @@
+"""The routes of a server whose draft can be replaced: `POST /redraft/draft` and `GET /redraft/draft`.
+
+A draft is committed once every rank has staged it, and verified on every rank afterwards; where that fails the one
+before it is loaded again. A token of their own guards the routes (`REDRAFT_ATTACH_TOKEN`); vLLM's own keys do not.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from . import EXTENSION, ROUTES
+
+TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
+RESET_RUNNING = "REDRAFT_RESET_RUNNING_REQUESTS"  # "1": preempt running requests, so that no old key remains
+STAGE_S, CALL_S, POLL_S, RESET_S = 300.0, 60.0, 0.02, 0.5
+TOLERANCE = 0.02  # of bfloat16 products, relative to the largest value
+
+log = logging.getLogger("vllm.redraft")
+
+
+class Order(BaseModel):
+    """A draft that is to be served.
+
+    Attributes:
+        version: what it is called.
+        path: a folder that every rank can read, with `model.safetensors` in it.
+        sha256: of that file, in hexadecimal.
+        parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: str = Field(min_length=1, max_length=128)
+    path: str = Field(min_length=1)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    parameters: dict[str, list[str]] = Field(min_length=1)
+
+
+class Refused(Exception):
+    """The draft is not served, and what served before still is."""
+
+
+class Broken(Exception):
+    """It is not known what the ranks hold."""
+
+
+class Swapper:
+    """Replaces the draft of one engine, one at a time.
+
+    Attributes:
+        version, digest: of the draft that serves.
+        worst: by how much a parameter was off from its file at most when the draft was loaded; 0 for the first one.
+        state: "serving"; "old keys remain" while the prefix cache holds keys of the draft before; "unknown" if a rank
+            could not be brought back.
+    """
+
+    def __init__(self, engine: Any, digest: str = "") -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self._cleaning: asyncio.Task[None] | None = None
+        self.version, self.digest, self.state, self.worst = "start-up", digest, "serving", 0.0
+        self._since = _counters()
+
+    def status(self) -> dict[str, Any]:
+        """Return what serves, and what was drafted and accepted since it does."""
+        now = _counters()
+        since = {name: now[name] - self._since.get(name, 0.0) for name in now}
+        drafts = since.get("drafts", 0.0)
+        tau = 1 + since.get("accepted", 0.0) / drafts if drafts else None
+        told = {"version": self.version, "digest": self.digest, "state": self.state, "worst": self.worst}
+        return told | {"since": since | {"mean_accepted_length": tau}}
+
+    async def swap(self, order: Order) -> dict[str, Any]:
+        """Serve another draft.
+
+        Raises:
+            Refused: with what every rank that refused says.
+            Broken: a rank failed while it loaded, and again while the draft before was put back.
+        """
+        async with self._lock:
+            began = time.monotonic()
+            if await self._engine.is_sleeping():
+                raise Refused("the server sleeps; wake it first")
+            await self._stage(order)
+            loading = time.monotonic()
+            commit = self._call("redraft_commit", order.version)
+            # The engine takes what it is sent in order: no request is read between the two.
+            answers, emptied = await asyncio.gather(commit, self._empty_cache())
+            worst = 0.0
+            try:
+                _require_ok(answers)
+                loaded_s = time.monotonic() - loading
+                for parameter in ("", *order.parameters):
+                    worst = max(worst, await self._verify(parameter))
+            except Refused as refused:
+                await self._revert(str(refused))
+                raise
+            await self._engine.update_weight_version(order.version)
+            self.version, self.digest, self.worst, self._since = order.version, order.sha256, worst, _counters()
+            self._note_cache(emptied)
+            return {
+                **self.status(),
+                "worst": worst,
+                "load_ms": 1000 * loaded_s,
+                "ms": 1000 * (time.monotonic() - began),
+            }
+
+    async def _stage(self, order: Order) -> None:
+        args = (order.version, order.path, order.sha256, order.parameters)
+        deadline_s = time.monotonic() + STAGE_S
+        try:
+            _require_ok(await self._call("redraft_stage", *args))
+            while True:
+                answers = await self._call("redraft_staged", order.version)
+                _require_ok(answers)
+                if not any(one["reading"] for one in answers):
+                    return
+                if time.monotonic() > deadline_s:
+                    raise Refused(f"draft {order.version} was not read in {STAGE_S:g} s")
+                await asyncio.sleep(POLL_S)
+        except Refused:
+            await self._call("redraft_discard")
+            raise
+
+    async def _verify(self, parameter: str) -> float:
+        answers = await self._call("redraft_verify", parameter)
+        _require_ok(answers)
+        worst = max(float(one["worst"]) for one in answers)
+        if not worst <= TOLERANCE:
+            raise Refused(f"parameter {parameter or 'derived'} is off by {worst:.3g} from the file after loading")
+        return worst
+
+    async def _revert(self, why: str) -> None:
+        answers, emptied = await asyncio.gather(self._call("redraft_revert"), self._empty_cache())
+        if failed := [one for one in answers if not one["ok"]]:
+            self.state = "unknown"
+            raise Broken(f"{why}; the draft before could not be put back: {failed[0]['error']}; restart the server")
+        self._note_cache(emptied)
+
+    async def _empty_cache(self) -> bool:
+        return bool(await self._engine.reset_prefix_cache(os.environ.get(RESET_RUNNING) == "1"))
+
+    def _note_cache(self, emptied: bool) -> None:
+        """Empty the prefix cache again once the engine is idle, where it was refused because requests ran."""
+        self.state = "serving" if emptied else "old keys remain"
+        if not emptied and (self._cleaning is None or self._cleaning.done()):
+            self._cleaning = asyncio.create_task(self._clean())
+
+    async def _clean(self) -> None:
+        while not await self._empty_cache():
+            await asyncio.sleep(RESET_S)
+        if self.state == "old keys remain":
+            self.state = "serving"
+
+    async def _call(self, method: str, *args: object) -> list[dict[str, Any]]:
+        try:
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, timeout=CALL_S, args=args)
+        except Exception as error:  # vLLM's errors of a worker are of many kinds
+            self.state = "unknown"
+            raise Broken(f"{method}: {type(error).__name__}: {error}") from error
+        return answers
+
+
+class DraftRoutes:
+    """An endpoint plugin of vLLM's."""
+
+    name = ROUTES
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        router = APIRouter()
+
+        @router.get("/redraft/draft")
+        async def draft(request: Request, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+            return _swapper(request, authorization).status()
+
+        @router.post("/redraft/draft")
+        async def swap(order: Order, request: Request, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+            try:
+                return await _swapper(request, authorization).swap(order)
+            except Refused as error:
+                raise HTTPException(409, str(error)) from error
+            except Broken as error:
+                raise HTTPException(500, str(error)) from error
+
+        @router.post("/redraft/speculation")
+        async def switch(request: Request, authorization: Annotated[str, Header()] = "") -> dict[str, Any]:
+            _swapper(request, authorization)
+            raise HTTPException(501, "speculation of a stock server can't be switched; replace its draft instead")
+
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Find out whether drafts can be replaced here, and say what is missing."""
+        reasons = unsupported(engine_client.vllm_config, args)
+        for reason in reasons:
+            log.error("redraft can't replace drafts of this server: %s", reason)
+        state.redraft_unsupported = reasons
+        digest = "" if reasons else await asyncio.to_thread(_start_digest, engine_client.vllm_config)
+        state.redraft_swapper = Swapper(engine_client, digest)
+
+
+def unsupported(config: Any, args: Any) -> list[str]:
+    """Return why the draft of a server can't be replaced, empty if it can.
+
+    Args:
+        config: vLLM's of the engine.
+        args: the server's.
+    """
+    parallel, speculative = config.parallel_config, config.speculative_config
+    extension = parallel.worker_extension_cls
+    found = {
+        f"{TOKEN} is not set": not os.environ.get(TOKEN),
+        f"start it with --worker-extension-cls {EXTENSION}, not {extension or 'without one'}": extension != EXTENSION,
+        "it has no draft: start it with --speculative-config": speculative is None,
+        "several engines in one server are not supported": parallel.data_parallel_size > 1,
+        "several API servers are not supported": (getattr(args, "api_server_count", None) or 1) > 1,
+        "pipeline parallelism is not tested": parallel.pipeline_parallel_size > 1,
+        "LoRA is not tested": config.lora_config is not None,
+        "KV connectors are not tested": config.kv_transfer_config is not None,
+    }
+    draft = None if speculative is None else getattr(speculative.draft_model_config, "model", None)
+    if draft is not None and not Path(draft).is_dir():
+        found[f"its draft {draft} is not a local folder"] = True
+    return [reason for reason, applies in found.items() if applies]
+
+
+def _start_digest(config: Any) -> str:
+    """Return the sha256 of the weights that the server starts with, "" if they are in several files."""
+    files = sorted(Path(config.speculative_config.draft_model_config.model).glob("*.safetensors"))
+    if len(files) != 1:
+        return ""
+    digest = hashlib.sha256()
+    with files[0].open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _swapper(request: Request, authorization: str) -> Swapper:
+    token = os.environ.get(TOKEN, "")
+    if not token or not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, f"wanted the token of {TOKEN}")
+    if reasons := request.app.state.redraft_unsupported:
+        raise HTTPException(503, "; ".join(reasons))
+    swapper: Swapper = request.app.state.redraft_swapper
+    return swapper
+
+
+def _require_ok(answers: Sequence[dict[str, Any]]) -> None:
+    if failed := [one for one in answers if not one["ok"]]:
+        raise Refused("; ".join(f"rank {one['rank']}: {one['error']}" for one in failed))
+
+
+def _counters() -> dict[str, float]:
+    """Return vLLM's own counts of speculation; empty where the server keeps no statistics."""
+    from prometheus_client import REGISTRY
+
+    names = {
+        "vllm:spec_decode_num_drafts": "drafts",
+        "vllm:spec_decode_num_draft_tokens": "drafted",
+        "vllm:spec_decode_num_accepted_tokens": "accepted",
+    }
+    found: dict[str, float] = {}
+    for metric in REGISTRY.collect():
+        if metric.name in names:
+            name = names[metric.name]
+            found[name] = sum(one.value for one in metric.samples if one.name.endswith("_total"))
+    return found

@@ -1,0 +1,171 @@
+"""An extension of vLLM's worker: stage a draft, commit it between two engine steps, verify what was loaded.
+
+Each method runs on every rank by one `collective_rpc`, answers `{rank, ok, digest, error}` and raises nothing, because
+an exception in a worker reads like a broken engine. Reading, hashing and checking happen in a thread, while the engine
+runs its steps; a commit only loads. What was staged lies in memory, so a folder may vanish after that.
+"""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from . import sampling
+from .swap import Parameters, WorkerDraft
+
+WEIGHTS = "model.safetensors"
+START = "start-up"
+
+log = logging.getLogger("vllm.redraft")
+if sampling.install():
+    log.warning("redraft put a sampling kernel in place that vLLM's CPU build lacks (vllm-project/vllm#55005)")
+
+
+class Files(NamedTuple):
+    """A draft's tensors, in memory, with the engine's parameters that are made of them."""
+
+    version: str
+    digest: str
+    weights: dict[str, Tensor]
+    parameters: Parameters
+
+
+class Staging:
+    """Reads and checks a draft in a thread.
+
+    Attributes:
+        files: once they are read and fit.
+        error: why they are not, "" as long as nothing is known against them.
+    """
+
+    def __init__(self, draft: WorkerDraft, version: str, path: str, sha256: str, parameters: Parameters) -> None:
+        self.version, self.error = version, ""
+        self.files: Files | None = None
+        self._thread = threading.Thread(
+            target=self._read, args=(draft, path, sha256, parameters), name="redraft-stage", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def reading(self) -> bool:
+        """Whether nothing is known yet."""
+        return self._thread.is_alive()
+
+    def _read(self, draft: WorkerDraft, path: str, sha256: str, parameters: Parameters) -> None:
+        try:
+            content = (Path(path) / WEIGHTS).read_bytes()
+            if (digest := hashlib.sha256(content).hexdigest()) != sha256:
+                raise ValueError(f"{WEIGHTS} of {path} has sha256 {digest}, wanted {sha256}")
+            weights = load(content)
+            draft.require_fit(weights, parameters)
+        except (ValueError, OSError, SafetensorError, MemoryError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+        else:
+            self.files = Files(self.version, digest, weights, parameters)
+
+
+def answering(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    """Add rank and outcome to what a method answers."""
+
+    @wraps(method)
+    def answer(self: Any, *args: Any) -> dict[str, Any]:
+        loaded = self.__dict__.get("_redraft_loaded")
+        told = {"rank": self.rank, "ok": True, "error": "", "digest": "" if loaded is None else loaded.digest}
+        try:
+            return told | (method(self, *args) or {})
+        except Exception as error:  # noqa: BLE001 - the edge: whatever goes wrong on one rank is told by it
+            return told | {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+class DraftExtension:
+    """What vLLM's worker can do with `--worker-extension-cls redraft_vllm.worker.DraftExtension`.
+
+    vLLM makes it a base of its worker's class, so its names begin alike and nothing is set up at the start.
+    """
+
+    rank: int
+
+    @answering
+    def redraft_stage(self, version: str, path: str, sha256: str, parameters: Parameters) -> None:
+        """Begin to read a draft from a folder; `redraft_staged` tells when that is done.
+
+        Args:
+            version: what it is called.
+            path: of the folder, with `model.safetensors` in it.
+            sha256: of that file, in hexadecimal.
+            parameters: the draft's parameters in the engine, by the file's tensors that they are stacked of.
+        """
+        self.__dict__["_redraft_staging"] = Staging(self._redraft_draft(), version, path, sha256, parameters)
+
+    @answering
+    def redraft_staged(self, version: str) -> dict[str, Any]:
+        """Answer whether a draft that is being staged is still read, may be committed, or why it may not."""
+        staging = self._redraft_find(version)
+        if staging.reading:
+            return {"reading": True}
+        if staging.files is None:
+            raise ValueError(staging.error)
+        return {"reading": False, "digest": staging.files.digest}
+
+    @answering
+    def redraft_commit(self, version: str) -> dict[str, Any]:
+        """Replace the draft by the one that was staged, and keep the one before it at hand for `redraft_revert`."""
+        staging = self._redraft_find(version)
+        if staging.reading or staging.files is None:
+            raise ValueError(f"draft {version} is not staged")
+        files, draft = staging.files, self._redraft_draft()
+        before = self.__dict__.get("_redraft_loaded") or Files(START, "", draft.read_start(), files.parameters)
+        self.__dict__ |= {"_redraft_before": before, "_redraft_staging": None}
+        draft.load(files.weights, files.parameters)
+        self.__dict__["_redraft_loaded"] = files
+        return {"digest": files.digest}
+
+    @answering
+    def redraft_revert(self) -> dict[str, Any]:
+        """Load the draft again that the last commit replaced; a rank that did not begin it has nothing to do."""
+        if self.__dict__.get("_redraft_staging") is not None:
+            return self.redraft_discard()
+        before: Files | None = self.__dict__.get("_redraft_before")
+        if before is None:
+            raise ValueError("no draft was replaced")
+        self._redraft_draft().load(before.weights, before.parameters)
+        self.__dict__["_redraft_loaded"] = before
+        return {"version": before.version, "digest": before.digest}
+
+    @answering
+    def redraft_verify(self, parameter: str) -> dict[str, Any]:
+        """Answer by how much a parameter of the loaded draft is off from its file; "" for what vLLM derived from them.
+
+        One at a time, because every stream waits meanwhile.
+        """
+        loaded: Files | None = self.__dict__.get("_redraft_loaded")
+        if loaded is None:
+            raise ValueError("no draft was committed")
+        draft = self._redraft_draft()
+        if not parameter:
+            return {"worst": max(draft.derived_errors(loaded.weights).values(), default=0.0)}
+        return {"worst": draft.parameter_error(loaded.weights, parameter, loaded.parameters[parameter])}
+
+    @answering
+    def redraft_discard(self) -> None:
+        """Forget what is staged."""
+        self.__dict__["_redraft_staging"] = None
+
+    def _redraft_draft(self) -> WorkerDraft:
+        draft: WorkerDraft = self.__dict__.setdefault("_redraft_worker", WorkerDraft(self))
+        return draft
+
+    def _redraft_find(self, version: str) -> Staging:
+        staging: Staging | None = self.__dict__.get("_redraft_staging")
+        if staging is None or staging.version != version:
+            raise ValueError(f"draft {version} is not staged")
+        return staging

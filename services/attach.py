@@ -1,0 +1,149 @@
+"""Keep the draft of somebody else's vLLM server at the registry's champion, until a signal comes.
+
+    python -m services.attach --config FILE
+
+The server has the plugin `redraft_vllm`. What follows the registry in a replica of ours follows it here: probation on
+golden prompts through the server's own API, canaries, the last good draft again when one fails. A server that comes
+back with its start-up draft gets the champion again. Its requests reach the query log by `redraft import-logs`.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+
+from infra.events import EVERY_DOMAIN, Emitter
+from infra.registry import open_registry
+from models.engines.vllm.attached import AttachedEngine, NoPlugin, file_digest
+from models.evaluation.golden import load_golden
+from models.targets import describe
+from services.config import ServiceConfig, read_as
+from services.drafts import DraftHistory, DraftSource, Loaded, read_memory
+from services.reconciler import Reconciler, ReplicaHooks
+
+TOKEN = "REDRAFT_ATTACH_TOKEN"  # noqa: S105 - the variable's name
+WEIGHTS = "model.safetensors"
+NUM_TRIED = 16  # versions among which the draft that a server started with is looked for, newest first
+
+log = logging.getLogger(__name__)
+
+
+class AttachConfig(ServiceConfig):
+    """What is attached to, beside what a service of ours would be started with.
+
+    Attributes:
+        server: URL of the server.
+        server_cache: where the server sees our cache, "" if it sees the same paths.
+    """
+
+    server: str
+    server_cache: str = ""
+
+    @property
+    def memory(self) -> Path:
+        """The file that remembers good and refused drafts of this server over a restart."""
+        name = hashlib.sha256(self.server.encode()).hexdigest()[:16]
+        return self.settings.home / "attached" / f"{name}.json"
+
+    def published(self, directory: Path) -> str:
+        """Return the path by which the server reads a directory of our cache."""
+        if not self.server_cache:
+            return str(directory)
+        return str(Path(self.server_cache) / directory.relative_to(self.settings.cache))
+
+
+async def attach(config: AttachConfig, token: str) -> None:
+    """Follow the registry for as long as the process runs; a server that is away is waited for.
+
+    Raises:
+        NoPlugin: the server can't replace drafts.
+        ValueError: it drafts with what the registry does not know.
+    """
+    target = await asyncio.to_thread(describe, config.target_dir)
+    goldens, threshold = load_golden(config.target_dir)
+    source = DraftSource(
+        open_registry(config.settings), config.settings.cache, target, config.engine_params().num_draft_tokens
+    )
+    events, counts = Emitter(config.orchestrator), Counter[str]()
+
+    def tell(event: str, text: str) -> None:
+        events.emit(event, EVERY_DOMAIN, {"server": config.server, "told": text})
+
+    while True:
+        engine = AttachedEngine(config.server, token, config.published)
+        try:
+            boot = await _boot(engine, source)
+            memory = _read_memory(config.memory)
+            reconciler = Reconciler(engine, source, goldens, threshold, config, boot, memory, counts)
+            reconciler.hooks = ReplicaHooks(tell=tell)
+            log.info("%s drafts with draft %d", config.server, boot.version.number)
+            await _follow(reconciler, engine, config.serve.poll_s)
+            log.warning("%s has another draft than was put there: it was started again", config.server)
+        except httpx.HTTPError as error:
+            log.warning("%s does not answer: %s", config.server, error)
+            await asyncio.sleep(config.serve.poll_s)
+        finally:
+            await engine.close()
+
+
+async def _follow(reconciler: Reconciler, engine: AttachedEngine, poll_s: float) -> None:
+    """Return once the server has another draft than it was given."""
+    while (await engine.look())["version"] == engine.draft_version:
+        await reconciler.look()
+        await asyncio.sleep(poll_s)
+
+
+async def _boot(engine: AttachedEngine, source: DraftSource) -> Loaded:
+    """Return the version that a server drafts with, loaded again under its number so that it is verified."""
+    found = await engine.look()
+    for version in (await asyncio.to_thread(source.registry.versions, "draft"))[:NUM_TRIED]:
+        try:
+            draft = Loaded(version, await asyncio.to_thread(source.fetch, version))
+        except (ValueError, OSError) as error:
+            log.info("draft %d is passed over: %s", version.number, error)
+            continue
+        if await asyncio.to_thread(file_digest, draft.directory / WEIGHTS) == found["digest"]:
+            if found["version"] != str(version.number):
+                await engine.swap_draft(draft.directory, str(version.number))
+            return draft
+    raise ValueError(
+        f"{engine.url} drafts with weights {found['digest'][:12] or 'of several files'}, which none of the registry's "
+        f"last {NUM_TRIED} drafts has; start it with one of them (redraft export-draft), or register its own "
+        "(redraft import-draft)"
+    )
+
+
+def _read_memory(path: Path) -> DraftHistory:
+    try:
+        return read_memory(path)
+    except ValueError as error:
+        log.warning("%s; starting without it", error)
+        return DraftHistory()
+
+
+def main(argv: list[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
+    """Run until a signal comes; return 2, with a line that says why, if the server can't be attached to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = read_as(AttachConfig, parser.parse_args(argv).config)
+        if not (token := environment.get(TOKEN, "")):
+            raise ValueError(f"set {TOKEN} to the token that the server was started with")
+        asyncio.run(attach(config, token))
+    except (NoPlugin, ValueError) as error:
+        print(f"services.attach: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,356 @@
+"""The plugin of a stock vLLM server: a draft is replaced under load, or refused with nothing changed."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from infra.installed import openmp_preload
+from infra.processes import Child, answers, free_port, wait_until
+from models.drafting.draft_families import family_of
+from models.engines import NotSwitchable
+from models.engines.vllm import child_environment
+from models.engines.vllm.attached import AttachedEngine, NoPlugin
+from models.engines.vllm.redraft_vllm import EXTENSION, announce
+from models.engines.vllm.redraft_vllm.routes import TOKEN, Broken, Order, Refused, Swapper, unsupported
+from models.evaluation.golden import Golden, save_golden
+from tests.conftest import make_draft
+from tests.imports import ROOT
+from tests.world import World
+
+pytestmark = pytest.mark.engine
+
+PLUGIN = ROOT / "models" / "engines" / "vllm" / "redraft_vllm"
+SECRET = "attach-token"
+MAX_TOKENS, NUM_STREAMS = 48, 8
+
+
+def order(directory: Path, version: str = "2", **changed: object) -> dict[str, Any]:
+    """Return what the route is sent for a draft."""
+    weights = family_of(directory).vllm_weights(directory)
+    assert weights is not None
+    sha256 = hashlib.sha256(weights.file.read_bytes()).hexdigest()
+    parameters = {name: [*parts] for name, parts in weights.parameters.items()}
+    return {"version": version, "path": str(directory), "sha256": sha256, "parameters": parameters, **changed}
+
+
+def changed_copy(draft: Path, directory: Path, name: str, tensor: torch.Tensor | None) -> Path:
+    """Return a copy of a draft in which one tensor is another one, or missing."""
+    shutil.copytree(draft, directory)
+    tensors = load_file(draft / "model.safetensors")
+    tensors |= {} if tensor is None else {name: tensor}
+    save_file({key: value for key, value in tensors.items() if tensor is not None or key != name},
+              directory / "model.safetensors")  # fmt: skip
+    return directory
+
+
+@pytest.fixture(scope="module")
+def other_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_draft(tiny_target, tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin as `pip install` leaves it in an environment."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(PLUGIN, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, str(folder / "site"), str(source)], check=True)
+    return folder / "site"
+
+
+class Server:
+    """A stock server, asked over HTTP."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+
+    def complete(self, prompt_ids: Sequence[int], max_tokens: int = MAX_TOKENS) -> str:
+        body = {"model": "target", "prompt": list(prompt_ids), "max_tokens": max_tokens, "temperature": 0}
+        answer = self.client.post("/v1/completions", json={**body, "ignore_eos": True})
+        text: str = answer.raise_for_status().json()["choices"][0]["text"]
+        return text
+
+    def draft(self, token: str = SECRET) -> httpx.Response:
+        return self.client.get("/redraft/draft", headers={"Authorization": f"Bearer {token}"})
+
+    def swap(self, body: Mapping[str, Any]) -> httpx.Response:
+        return self.client.post("/redraft/draft", json=body, headers={"Authorization": f"Bearer {SECRET}"})
+
+
+@pytest.fixture(scope="module")
+def server(
+    site: Path, tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """`vllm serve` with nothing of redraft on its path but the plugin."""
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    speculation = {**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 3}
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_target)),
+        *("--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32"),
+        *("--per-request-spec-decode-metrics", "detailed"),
+        *("--worker-extension-cls", EXTENSION, "--speculative-config", json.dumps(speculation)),
+    ]
+    environment = {**child_environment(), **openmp_preload(), "PYTHONPATH": str(site), TOKEN: SECRET}
+    environment |= {"VLLM_PLUGINS": "redraft,redraft_notice", "VLLM_CACHE_ROOT": str(folder / "cache")}
+    with Child.start(argv, environment, folder / "server.log", "vLLM's server") as child:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), 300, child, "vLLM's server")
+        yield Server(port)
+
+
+def prompts(number: int) -> list[list[int]]:
+    rng = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 259, (24,), generator=rng).tolist() for _ in range(number)]
+
+
+def test_a_draft_is_replaced_under_running_requests_and_changes_no_text(server: Server, other_draft: Path) -> None:
+    asked = prompts(NUM_STREAMS)
+    before = [server.complete(ids) for ids in asked]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        running = [pool.submit(server.complete, ids) for ids in asked * 3]
+        told = server.swap(order(other_draft))
+        texts = [one.result() for one in running]
+    assert told.status_code == 200, told.text
+    found = told.json()
+    assert (found["version"], found["digest"]) == ("2", order(other_draft)["sha256"])
+    assert found["worst"] < 1e-3
+    assert texts == before * 3
+    server.complete(asked[0])
+    seen = server.draft().json()
+    assert seen["version"] == "2" and seen["since"]["drafted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda body, other, tmp: {**body, "sha256": "0" * 64}, "wanted " + "0" * 64),
+        (lambda body, other, tmp: {**body, "path": str(tmp / "absent")}, "FileNotFoundError"),
+        (lambda body, other, tmp: {**body, "parameters": {"model.absent": ["fc.weight"]}}, "no parameter model.absent"),
+        (lambda body, other, tmp: order(changed_copy(other, tmp / "a", "fc.weight", torch.zeros(2, 2))), "(2, 2)"),
+        (lambda body, other, tmp: order(changed_copy(other, tmp / "b", "norm.weight", None)), "norm.weight is None"),
+        (
+            lambda body, other, tmp: order(
+                changed_copy(other, tmp / "c", "norm.weight", torch.full((128,), float("nan"), dtype=torch.bfloat16))
+            ),
+            "norm.weight",
+        ),
+    ],
+    ids=["digest", "absent", "parameter", "shape", "missing", "NaN"],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    server: Server, other_draft: Path, tmp_path: Path, spoil: Any, said: str
+) -> None:
+    before = server.draft().json()
+    text = server.complete(prompts(1)[0])
+    told = server.swap(spoil(order(other_draft, "3"), other_draft, tmp_path))
+    assert (told.status_code, told.json()["detail"].startswith("rank 0: ")) == (409, True)
+    assert said in told.json()["detail"]
+    after = server.draft().json()
+    assert [after[name] for name in ("version", "digest")] == [before[name] for name in ("version", "digest")]
+    assert server.complete(prompts(1)[0]) == text
+
+
+def test_who_has_no_token_or_sends_something_else_is_told(server: Server, other_draft: Path) -> None:
+    assert server.draft("another").status_code == 401
+    assert server.client.post("/redraft/draft", json=order(other_draft)).status_code == 401
+    assert server.swap({"version": "3"}).status_code == 422
+    assert server.swap({**order(other_draft), "unknown": 1}).status_code == 422
+    headers = {"Authorization": f"Bearer {SECRET}"}
+    assert server.client.post("/redraft/speculation", headers=headers).status_code == 501
+    assert server.client.post("/collective_rpc", json={"method": "redraft_discard"}).status_code == 404
+
+
+def test_old_keys_remain_for_as_long_as_requests_run_and_no_longer(server: Server, tiny_draft: Path) -> None:
+    shared = prompts(1)[0] * 20
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        running = [pool.submit(server.complete, shared, 400) for _ in range(NUM_STREAMS)]
+        told = server.swap(order(tiny_draft, "4"))
+        assert not any(one.done() for one in running)
+        states = {told.json()["state"], server.draft().json()["state"]}
+        for one in running:
+            one.result()
+    assert states == {"old keys remain"}
+    wait_until(lambda: server.draft().json()["state"] == "serving", 20, None, "an empty prefix cache")
+
+
+def test_a_server_follows_the_registry_and_a_draft_that_lies_is_taken_back(
+    server: Server, tiny_target: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    goldens = []
+    for ids in prompts(4):
+        body = {"model": "target", "prompt": ids, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answer = server.client.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+        said = tuple(answer["choices"][0]["token_ids"])
+        goldens.append(Golden(prompt_ids=tuple(ids), token_ids=said, gaps=(1.0,) * len(said)))
+    save_golden(target, goldens, threshold=1e-2)
+    (home := tmp_path / "home").mkdir()
+    world = World(home, target)
+    first, second = world.versions
+    config = {**json.loads(world.config().read_text()), "server": server.url}
+    (home / "attach.json").write_text(json.dumps(config))
+    argv = [sys.executable, "-m", "services.attach", "--config", str(home / "attach.json")]
+    environment = {"PYTHONPATH": str(ROOT), TOKEN: SECRET}
+
+    def wait_for(version: int) -> None:
+        wait_until(lambda: server.draft().json()["version"] == str(version), 90, child, f"draft {version}")
+
+    with Child.start(argv, environment, home / "attach.log", "what follows the registry") as child:
+        wait_for(first)
+        world.registry.promote("draft", second)
+        wait_for(second)
+        liar = world.register(2, golden_tau="3.9")
+        world.registry.promote("draft", liar)
+        wait_until(lambda: world.registry.get("draft", liar).quarantined != "", 90, child, "a quarantine")
+        assert "promised 3.900" in world.registry.get("draft", liar).quarantined
+        wait_for(second)
+        assert server.swap(order(world.make(0), "by hand")).status_code == 200  # as after a restart
+        wait_for(second)
+
+
+def test_a_server_without_the_plugins_token_is_told_what_is_missing(server: Server, tmp_path: Path) -> None:
+    async def look() -> None:
+        engine = AttachedEngine(server.url, "another")
+        try:
+            with pytest.raises(NoPlugin, match=f"answers 401.*{EXTENSION}"):
+                await engine.look()
+            with pytest.raises(NotSwitchable):
+                await engine.set_speculation(False)
+        finally:
+            await engine.close()
+
+    asyncio.run(look())
+
+
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(worker_extension_cls=EXTENSION, data_parallel_size=1, pipeline_parallel_size=1),
+    speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(model=str(PLUGIN))),
+    lora_config=None,
+    kv_transfer_config=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "said"),
+    [
+        ("parallel_config", {"worker_extension_cls": ""}, f"--worker-extension-cls {EXTENSION}"),
+        ("parallel_config", {"data_parallel_size": 2}, "several engines"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ("speculative_config", {"draft_model_config": SimpleNamespace(model="some/name")}, "some/name"),
+        (None, {"speculative_config": None}, "--speculative-config"),
+        (None, {"lora_config": object()}, "LoRA"),
+        (None, {"kv_transfer_config": object()}, "KV connectors"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, part: str | None, changed: dict[str, object], said: str
+) -> None:
+    monkeypatch.setenv(TOKEN, SECRET)
+    config = SimpleNamespace(**vars(CONFIG))
+    if part is None:
+        vars(config).update(changed)
+    else:
+        setattr(config, part, SimpleNamespace(**{**vars(getattr(CONFIG, part)), **changed}))
+    [reason] = unsupported(config, SimpleNamespace())
+    assert said in reason
+
+
+def test_a_server_without_a_token_or_with_several_front_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert unsupported(CONFIG, SimpleNamespace()) == []
+    [reason] = unsupported(CONFIG, SimpleNamespace(api_server_count=2))
+    assert "several API servers" in reason
+    monkeypatch.delenv(TOKEN)
+    assert unsupported(CONFIG, SimpleNamespace()) == [f"{TOKEN} is not set"]
+
+
+@pytest.mark.parametrize(("allowed", "said"), [(None, "VLLM_PLUGINS"), ("another", "redraft")])
+def test_a_start_says_which_plugins_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, site: Path, allowed: str | None, said: str
+) -> None:
+    monkeypatch.syspath_prepend(str(site))
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    with caplog.at_level(logging.WARNING, "vllm.redraft"):
+        announce()
+    assert said in caplog.text
+
+
+class Vanishing(Swapper):
+    """Removes the folder of a draft as soon as it is staged."""
+
+    async def _stage(self, order: Order) -> None:
+        await super()._stage(order)
+        shutil.rmtree(order.path)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_two_ranks_commit_together_or_not_at_all(
+    tiny_target: Path, tiny_draft: Path, other_draft: Path, tmp_path: Path, loop: asyncio.AbstractEventLoop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    args = AsyncEngineArgs(
+        model=str(tiny_target), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8,
+        tensor_parallel_size=2, distributed_executor_backend="mp", block_size=32,
+        worker_extension_cls="tests.models.engines.faulty_rank.Faulty",
+        speculative_config={**family_of(tiny_draft).vllm_config(tiny_draft), "num_speculative_tokens": 3},
+    )  # fmt: skip
+
+    async def run() -> None:
+        engine = AsyncLLM.from_engine_args(args)
+        try:
+            await swaps(engine)
+        finally:
+            engine.shutdown()
+
+    async def text(engine: AsyncLLM) -> list[int]:
+        params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+        last: Any = None
+        async for output in engine.generate({"prompt_token_ids": prompts(1)[0]}, params, os.urandom(4).hex()):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    async def swaps(engine: AsyncLLM) -> None:
+        said, swapper = await text(engine), Vanishing(engine)
+        copy = shutil.copytree(other_draft, tmp_path / "copy")
+        with pytest.raises(Refused, match="rank 1: .*FileNotFoundError"):
+            await Swapper(engine).swap(Order(**order(copy, "unreadable")))
+        found = await swapper.swap(Order(**order(copy)))
+        assert (found["version"], found["state"]) == ("2", "serving") and found["worst"] < 1e-3
+        assert not copy.exists() and await text(engine) == said
+        third = make_draft(tiny_target, tmp_path / "third", seed=2)
+        with pytest.raises(Refused, match="is off by"):
+            await Swapper(engine).swap(Order(**order(third, "stale")))
+        digests = [one["digest"] for one in await engine.collective_rpc("redraft_discard")]
+        assert digests == [order(other_draft)["sha256"]] * 2
+        answers = await engine.collective_rpc("redraft_verify", args=("lm_head.weight",))
+        assert [(one["rank"], one["ok"], one["worst"] < 1e-3) for one in answers] == [(0, True, True), (1, True, True)]
+        assert await text(engine) == said
+        await engine.sleep(1)
+        with pytest.raises((Refused, Broken)):
+            await swapper.swap(Order(**order(tiny_draft, "5")))
+
+    loop.run_until_complete(run())
